@@ -1,0 +1,111 @@
+"""Every error that optkit raises on purpose.
+
+    OptkitError                 exit status 1
+    ├── UsageError              exit status 2: a command line that cannot be followed
+    ├── RecipeError             exit status 2: one or more problems in a recipe, each with its place
+    ├── SourceError             a model or text that cannot be found, read or trusted
+    ├── StageError              a stage that cannot do what it was asked to
+    ├── MissingPackageError     a stage, eval or source whose package is not installed
+    ├── ResourceError           memory or disk ran out
+    ├── StoreError              the store or an output directory is in use, damaged or not ours
+    ├── ArtifactError           a directory that is not an artifact, or one that was damaged
+    └── EvalError               a measurement that cannot be made, or would not be honest
+
+A message reads `<where>: <what, with the values>. <Why.> <What to do.>`
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if not text or text[-1] in ".?!:`" or "\n" in text else text + "."
+
+
+class OptkitError(Exception):
+    """A mistake or a limit that the user can act on; never shown with a traceback."""
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.why, self.remedy = what, where, why, remedy
+        sentences = " ".join(_sentence(part) for part in (what, why, remedy) if part)
+        super().__init__(f"{where}: {sentences}" if where else sentences)
+
+
+class UsageError(OptkitError):
+    """A command line that cannot be followed."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a recipe, with its place (line and column count from 1; 0 where there is none)."""
+
+    message: str
+    file: str = ""
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
+        return f"{place}: {self.message}" if place else self.message
+
+
+class RecipeError(OptkitError):
+    """One or more problems in a recipe, all of them at once."""
+
+    exit_status = 2
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class SourceError(OptkitError):
+    """A model or text that cannot be found, read or trusted."""
+
+
+class StageError(OptkitError):
+    """A stage that cannot do what it was asked to."""
+
+
+class MissingPackageError(OptkitError):
+    """A package that is needed here and not installed; the message holds the exact `pip install`."""
+
+    def __init__(self, package: str, *, where: str, install: str = "") -> None:
+        self.package = package
+        super().__init__(
+            f"the package `{package}` is not installed",
+            where=where,
+            remedy=f"Run: pip install '{install or package}'",
+        )
+
+
+class ResourceError(OptkitError):
+    """Memory or disk ran out; the message says where and what to lower."""
+
+
+class StoreError(OptkitError):
+    """The store or an output directory is in use, damaged or not ours."""
+
+
+class ArtifactError(OptkitError):
+    """A directory that is not an artifact, or one that was damaged."""
+
+
+class EvalError(OptkitError):
+    """A measurement that cannot be made, or would not be honest."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the nearest known word, else ` Known: a, b, c.`"""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -1,0 +1,137 @@
+"""Read a model directory: config.json and safetensors, checked before a single weight is touched.
+
+The header of a safetensors file is 8 bytes of length and that much JSON, so shapes and sizes are known without torch
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import SourceError
+from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Return name -> dtype and shape of one safetensors file; raises SourceError where the file is cut off or not safetensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 2 <= length <= size - 8:
+            raise SourceError(f"not a whole safetensors file ({size:,} bytes)", where=str(path), remedy="Copy or download it again")
+        try:
+            header = json.loads(file.read(length))
+            end = 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError("the header is not safetensors", where=str(path), why=str(error)) from error
+    if end != size:
+        raise SourceError(
+            f"the file has {size:,} bytes and its header asks for {end:,}",
+            where=str(path),
+            why="It was cut off or overwritten",
+            remedy="Copy or download it again",
+        )
+    return {
+        name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+    }
+
+
+class Checkpoint:
+    """A model directory. Headers are read at once, weights only when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise SourceError("no such directory", where=str(directory))
+        if not (self.directory / "config.json").is_file():
+            raise SourceError("there is no config.json", where=str(directory), why="A model directory needs one")
+        self.files: dict[str, Path] = {}
+        """Tensor name -> the file that holds it."""
+        self.tensors: dict[str, TensorInfo] = {}
+        for path in self._weight_files():
+            for name, info in read_header(path).items():
+                self.files[name], self.tensors[name] = path, info
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The parsed config.json."""
+        path = self.directory / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
+        if not isinstance(config, dict):
+            raise SourceError("is not a JSON object", where=str(path))
+        return config
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The `quantization_config`, None for a float checkpoint."""
+        return self.config.get("quantization_config")
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape(config=self.config, tensors=self.tensors)
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, on the CPU, in the dtype that the file has it in. Raises SourceError for an unknown name."""
+        from safetensors import safe_open
+
+        if name not in self.files:
+            raise SourceError(f"there is no tensor {name}", where=str(self.directory))
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def read_finite(self, name: str) -> Tensor:
+        """Return one tensor; raises SourceError where it holds NaN or Inf."""
+        tensor = self.read(name)
+        if tensor.is_floating_point() and DTYPE_BITS[self.tensors[name].dtype] >= 16 and not tensor.isfinite().all():
+            bad = int((~tensor.isfinite()).sum())
+            raise SourceError(
+                f"{bad:,} of {tensor.numel():,} weights are NaN or Inf",
+                where=f"{self.files[name]}: {name}",
+                why="Nothing computed from them would mean anything",
+                remedy="Take the checkpoint from its source again",
+            )
+        return tensor
+
+    def _weight_files(self) -> list[Path]:
+        index = self.directory / INDEX
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise SourceError("is not an index of safetensors", where=str(index), why=repr(error)) from error
+            missing = [name for name in names if not (self.directory / name).is_file()]
+            if missing:
+                raise SourceError(
+                    f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}",
+                    where=str(self.directory),
+                    why=f"{INDEX} names them",
+                    remedy="Copy or download them again",
+                )
+            return [self.directory / name for name in names]
+        if (self.directory / SINGLE).is_file():
+            return [self.directory / SINGLE]
+        pickles = sorted(path.name for pattern in PICKLES for path in self.directory.glob(pattern))
+        if pickles:
+            raise SourceError(
+                f"the weights are pickles ({', '.join(pickles[:3])})",
+                where=str(self.directory),
+                why="A pickle can run code when it is read, so only safetensors are",
+                remedy="Convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
+            )
+        raise SourceError("there are no weights", where=str(self.directory), why=f"Neither {SINGLE} nor {INDEX} is there")

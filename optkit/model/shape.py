@@ -1,0 +1,67 @@
+"""The shape of a model: its config and the dtype and shape of every tensor, known without reading a weight and without torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
+}  # fmt: skip
+"""Bits of one element, by the names that safetensors uses."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    """As safetensors names it: F32, BF16, I32, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's config and tensors."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(info.size_bytes for info in self.tensors.values())
+
+    @property
+    def elements(self) -> int:
+        return sum(info.elements for info in self.tensors.values())
+
+    def block(self, name: str) -> tuple[str, int] | None:
+        """Return the list and the index of the decoder block that a tensor belongs to: `model.layers.3.mlp...` -> `("model.layers", 3)`."""
+        found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)
+        return (found[1], int(found[2])) if found else None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the largest decoder block."""
+        sizes: dict[tuple[str, int], int] = {}
+        for name, info in self.tensors.items():
+            if place := self.block(name):
+                sizes[place] = sizes.get(place, 0) + info.size_bytes
+        return max(sizes.values(), default=0)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head."""
+        return sum(info.size_bytes for name, info in self.tensors.items() if self.block(name) is None)

@@ -1,0 +1,58 @@
+"""How long work reports that it is getting on; the command line draws it, the library is silent by default."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol, Self
+
+
+class Task(Protocol):
+    """One bar: entered when the work starts, left when it ends."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Count `steps` of the total as done; `note` says what was just finished, or is under way."""
+        ...
+
+
+class Progress(Protocol):
+    """Where stages and evals report to."""
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        """Open a bar of `total` steps, e.g. `progress.task("gptq", 30, "blocks")`."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Print one line of information."""
+        ...
+
+    def warn(self, line: str) -> None:
+        """Print one line that the user must not miss."""
+        ...
+
+
+class SilentTask:
+    """A bar that is not drawn."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        return None
+
+
+class SilentProgress:
+    """Draws and prints nothing."""
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        return SilentTask()
+
+    def say(self, line: str) -> None:
+        return None
+
+    def warn(self, line: str) -> None:
+        return None

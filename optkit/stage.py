@@ -1,0 +1,105 @@
+"""What a stage is: one frozen class whose fields are its YAML keys, with one method.
+
+A `Transform` reads a model directory and fills another; a `Setting` changes no weights and is applied each time that the artifact is
+opened. Nothing live passes from one stage to the next. This module, like every stage module, imports no torch at import time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from optkit.frozen import Frozen
+from optkit.model.shape import ModelShape
+from optkit.progress import Progress, SilentProgress
+
+
+class Format(StrEnum):
+    """What a directory of weights holds; a stage says which of them it reads and which it leaves."""
+
+    CHECKPOINT = "checkpoint"
+    """config.json, safetensors with float weights, tokenizer and every other non-weight file of the source."""
+    QUANTIZED = "quantized"
+    """The same, with packed weights and a `quantization_config`: no further stage can change its weights."""
+    ONNX = "onnx"
+    """model.onnx and what belongs to it."""
+
+
+class Cost(Frozen):
+    """What a step is predicted to need, before it runs."""
+
+    disk_bytes: int = 0
+    """Bytes that it leaves in the store."""
+    ram_bytes: int = 0
+    """Peak bytes of main memory."""
+    gpu_bytes: int = 0
+    """Peak bytes of GPU memory; 0 when the step runs on the CPU."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage gets from outside its own fields: where to run, the seed, and whom to tell."""
+
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:1`."""
+    seed: int = 0
+    progress: Progress = field(default_factory=SilentProgress)
+    data: Path | None = None
+    """Directory with local copies of data sets, if the user named one."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a transform did: counts of modules, the skipped ones with the reason, and numbers worth keeping."""
+
+    changed: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values, e.g. `{"losses": {"model.layers.0.mlp.up_proj": 0.0021}}`."""
+    calibrated_on: tuple[Mapping[str, str], ...] = ()
+    """The texts that shaped the weights, as `TextSource.identity()` gives them; evals refuse them."""
+
+
+class Stage(Frozen):
+    """A step of a recipe. `version` is raised when equal fields begin to give different output."""
+
+    version: ClassVar[int] = 1
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Packages beyond optkit's own dependencies, as given to `pip install`, e.g. `("bitsandbytes>=0.50",)`."""
+
+
+class Transform(Stage):
+    """A stage that reads a model directory and fills another."""
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT})
+    produces: ClassVar[Format] = Format.CHECKPOINT
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Read the model in `source`, leave the changed one in the empty directory `target`.
+
+        Raises an `OptkitError` for everything that a user can cause: no package, no match, NaN weights, no memory.
+        """
+        raise NotImplementedError
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what the step will need and the shape of the model that it leaves, from the shape of its input; no torch."""
+        raise NotImplementedError
+
+
+class Setting(Stage):
+    """A stage that changes no weights: recorded in the artifact and applied when it is opened."""
+
+    def load_kwargs(self, device: str) -> dict[str, Any]:
+        """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`."""
+        return {}
+
+    def on_load(self, model: Any, device: str) -> Any:
+        """Return the opened torch model, changed as the setting says."""
+        return model
+
+    def describe(self, device: str) -> str:
+        """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on cpu (devices: cuda)`."""
+        return f"{type(self).__name__.lower()}: {self.model_dump(mode='json')}"
