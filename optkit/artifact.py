@@ -1,0 +1,174 @@
+"""An artifact: a directory that deploys as it is, with `optkit.json` (how it was made) and the scorecard beside the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from optkit.errors import ArtifactError, StoreError
+from optkit.frozen import Frozen
+from optkit.store import describe_file, explain_os_error, is_unchanged, list_files, write_text_atomically
+
+RECORD = "optkit.json"
+SCORECARD_JSON = "scorecard.json"
+SCORECARD_MARKDOWN = "scorecard.md"
+OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN})
+SCHEMA = 1
+
+
+class ArtifactRecord(Frozen):
+    """What `optkit.json` says: enough to open the artifact as it was measured, and to make it again."""
+
+    optkit_artifact: int = SCHEMA
+    """Version of this schema."""
+    name: str
+    key: str
+    """Digest of the weights and the settings."""
+    weights_key: str
+    """Digest of the model and the stages that made the weights."""
+    baseline_key: str
+    """Digest of the unmodified model."""
+    created: str
+    """UTC, ISO 8601."""
+    optkit: str
+    """Version that made it."""
+    recipe: dict[str, Any]
+    """The recipe as resolved and pinned."""
+    settings: tuple[dict[str, Any], ...]
+    """Stages to apply again at each opening: one-key mappings, as in a recipe."""
+    steps: tuple[dict[str, Any], ...]
+    """Each transform with its key, seconds and report."""
+    calibrated_on: tuple[dict[str, str], ...] = ()
+    """Texts that shaped the weights; evals refuse them."""
+    files: dict[str, dict[str, Any]]
+    """Size, time and SHA-256 of every file of the model."""
+
+
+class Artifact(Frozen):
+    """A published artifact: where it is and what it says of itself."""
+
+    directory: Path
+    record: ArtifactRecord
+
+    def check(self) -> None:
+        """Raise ArtifactError if a file of the model was lost or changed since it was published."""
+        changed = [name for name, known in self.record.files.items() if not is_unchanged(self.directory / name, known)]
+        if changed:
+            raise ArtifactError(
+                f"{len(changed)} of {len(self.record.files)} files are missing or were changed: {', '.join(changed[:3])}",
+                where=str(self.directory),
+                remedy="Run its recipe again",
+            )
+
+    def attach(self, name: str, text: str) -> None:
+        """Write one of optkit's own files (a scorecard) beside the weights."""
+        try:
+            write_text_atomically(self.directory / name, text)
+        except OSError as error:
+            raise explain_os_error(error, name, self.directory) from error
+
+
+def is_artifact(directory: Path) -> bool:
+    """Say whether optkit published this directory."""
+    return (directory / RECORD).is_file()
+
+
+def read_artifact(directory: Path) -> Artifact:
+    """Return a published artifact. Raises ArtifactError where the directory is none, or its record cannot be read."""
+    path = directory / RECORD
+    if not directory.is_dir():
+        raise ArtifactError("no such directory", where=str(directory))
+    if not path.is_file():
+        raise ArtifactError(f"there is no {RECORD}", where=str(directory), why="It was not made by `optkit run`")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and data.get("optkit_artifact", SCHEMA) > SCHEMA:
+            raise ArtifactError(f"schema {data['optkit_artifact']} is newer than this optkit", where=str(path), remedy="Upgrade optkit")
+        return Artifact(directory=directory, record=ArtifactRecord.model_validate(data))
+    except (ValueError, ValidationError) as error:
+        raise ArtifactError("cannot be read", where=str(path), why=str(error).splitlines()[0]) from error
+
+
+@contextlib.contextmanager
+def reserve(out: Path) -> Iterator[None]:
+    """Hold an output directory for this process, so that two runs never write one artifact.
+
+    Raises StoreError where another run holds it, where it holds files that are not ours, or where it cannot be written.
+    """
+    if out.exists() and not out.is_dir():
+        raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
+    if out.is_dir() and any(out.iterdir()) and not is_artifact(out):
+        raise StoreError(
+            "the directory holds files that optkit did not write",
+            where=str(out),
+            why="They would be replaced",
+            remedy="Empty it, or name another directory with --out",
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = (out.parent / f".{out.name}.lock").open("a")
+    except OSError as error:
+        raise explain_os_error(error, "the artifact", out.parent) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(
+                "another optkit run is writing there", where=str(out), remedy="Wait for it, or name another directory with --out"
+            ) from error
+        for abandoned in [*out.parent.glob(f".{out.name}.draft-*"), *out.parent.glob(f".{out.name}.old-*")]:
+            shutil.rmtree(abandoned, ignore_errors=True)
+        yield
+
+
+def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping[str, dict[str, Any]] | None = None) -> Artifact:
+    """Make `out` the artifact with these weights, by a rename; call it inside `reserve(out)`.
+
+    `stored`: the files of the store's record when the weights lie in the store; they become hard links where the disk allows it, which
+    costs no space. The files of a user's own directory are copied, so that nobody changes both by changing one.
+    An artifact of the same key that is still whole stays as it is. `record` holds the fields of `ArtifactRecord` but `files`.
+    """
+    if is_artifact(out):
+        with contextlib.suppress(ArtifactError):
+            known = read_artifact(out)
+            if known.record.key == record["key"]:
+                known.check()
+                return known
+    draft = out.with_name(f".{out.name}.draft-{secrets.token_hex(4)}")
+    try:
+        files = {}
+        for name in list_files(weights):
+            if name not in OWN_FILES:
+                linked = place(weights / name, draft / name, link=stored is not None)
+                files[name] = stored[name] if linked and stored else describe_file(draft / name)
+        made = ArtifactRecord.model_validate({**record, "files": files})
+        (draft / RECORD).write_text(made.model_dump_json(indent=1), encoding="utf-8")
+        if out.exists():
+            out.rename(out.with_name(f".{out.name}.old-{secrets.token_hex(4)}"))
+        draft.rename(out)
+    except OSError as error:
+        raise explain_os_error(error, "the artifact", out.parent) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        for old in out.parent.glob(f".{out.name}.old-*"):
+            shutil.rmtree(old, ignore_errors=True)
+    return Artifact(directory=out, record=made)
+
+
+def place(source: Path, target: Path, *, link: bool) -> bool:
+    """Make `target` the same file as `source`: a hard link where asked for and possible, else a copy; returns whether it is a link."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        with contextlib.suppress(OSError):
+            target.hardlink_to(source)
+            return True
+    shutil.copyfile(source, target)
+    return False

@@ -1,0 +1,200 @@
+"""Finished steps and metrics, by the key of what made them: key in, draft, rename.
+
+    ROOT/steps/KEY/model/...      what a step left
+    ROOT/steps/KEY/record.json    how: kind, fields, report, seconds, and size, time and SHA-256 of each file
+    ROOT/metrics/KEY.json         what an eval measured
+    ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
+    ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
+
+Nothing is found by `get` before it is whole: a draft becomes an entry by one rename. Failures are never stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import ResourceError, StoreError
+
+
+def default_store() -> Path:
+    """Return `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`."""
+    if chosen := os.environ.get("OPTKIT_STORE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
+
+
+@dataclass
+class Draft:
+    """A step under way: `model` is the directory to fill, `record` is what will be remembered of it."""
+
+    model: Path
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Store:
+    """A directory of finished work that several processes may use at the same time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def get(self, key: str) -> Path | None:
+        """Return the directory that a finished step left, None if there is none or its files were damaged since."""
+        record = self._read_record(key)
+        return self._model(key) if record is not None and not self._damaged(key, record) else None
+
+    def record(self, key: str) -> dict[str, Any]:
+        """Return the record of a finished step; raises StoreError where there is none."""
+        record = self._read_record(key)
+        if record is None:
+            raise StoreError("there is no such entry", where=str(self.root / "steps" / key))
+        return record
+
+    def get_json(self, key: str) -> Any | None:
+        """Return what `put_json` kept under this key, None if nothing."""
+        try:
+            return json.loads((self.root / "metrics" / f"{key}.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def put_json(self, key: str, value: Any) -> None:
+        """Keep a JSON value under a key; readers see the old one or the new one, never half."""
+        with self._explaining("the metrics"):
+            path = self._directory("metrics") / f"{key}.json"
+            write_text_atomically(path, json.dumps(value, indent=1, allow_nan=False))
+
+    @contextlib.contextmanager
+    def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold a key for this process; calls `waiting` once if another process holds it, and waits until it is free."""
+        with self._explaining("the lock"):
+            file = (self._directory("locks") / f"{key}.lock").open("a")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Draft]:
+        """Give a draft to fill; when the block ends well it becomes the entry, when it fails nothing is left of it.
+
+        Raises ResourceError on a full disk, StoreError where the store cannot be written.
+        """
+        with self._explaining("a draft"):
+            self._delete_abandoned_drafts()
+            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
+            (home / "model").mkdir(parents=True)
+            alive = (home / "alive").open("w")
+            fcntl.flock(alive, fcntl.LOCK_EX)
+        draft = Draft(home / "model")
+        try:
+            with self._explaining(f"the step {key[:12]}"):
+                yield draft
+                draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
+                (home / "record.json").write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
+                alive.close()
+                (home / "alive").unlink()
+                entry = self._directory("steps") / key
+                if entry.exists():
+                    entry.rename(home.with_name(home.name + "-damaged"))
+                home.rename(entry)
+        finally:
+            alive.close()
+            shutil.rmtree(home, ignore_errors=True)
+            shutil.rmtree(home.with_name(home.name + "-damaged"), ignore_errors=True)
+
+    def _model(self, key: str) -> Path:
+        return self.root / "steps" / key / "model"
+
+    def _read_record(self, key: str) -> dict[str, Any] | None:
+        try:
+            record = json.loads((self.root / "steps" / key / "record.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def _damaged(self, key: str, record: dict[str, Any]) -> bool:
+        return any(not is_unchanged(self._model(key) / name, known) for name, known in record["files"].items())
+
+    def _directory(self, name: str) -> Path:
+        path = self.root / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _delete_abandoned_drafts(self) -> None:
+        for home in self._directory("drafts").iterdir():
+            with contextlib.suppress(OSError), (home / "alive").open("r") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(home, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise explain_os_error(error, what, self.root) from error
+
+
+def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | StoreError:
+    """Return the optkit error for a failed write of `what` under `place`: a full disk apart from everything else."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = f"{shutil.disk_usage(place).free:,} bytes are free" if place.exists() else ""
+        return ResourceError(
+            f"the disk is full while writing {what}",
+            where=str(place),
+            why=free,
+            remedy="Free some space, or name another place with --store or --out",
+        )
+    return StoreError(
+        f"cannot write {what}", where=str(place), why=f"{error.strerror or error}", remedy="Name another place with --store or --out"
+    )
+
+
+def list_files(directory: Path) -> list[str]:
+    """Return the relative names of all files below a directory, sorted, with forward slashes."""
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return size, time of the last change and SHA-256 of a file."""
+    status = path.stat()
+    return {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_of(path)}
+
+
+def is_unchanged(path: Path, known: dict[str, Any]) -> bool:
+    """Say whether a file is still what `describe_file` saw; it is read again only where its time of change differs."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    if status.st_size != known["size_bytes"]:
+        return False
+    return status.st_mtime_ns == known["mtime_ns"] or sha256_of(path) == known["sha256"]
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a whole text file by a rename, so that no reader ever sees a part of it."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

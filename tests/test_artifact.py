@@ -1,0 +1,133 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optkit.artifact import RECORD, is_artifact, publish, read_artifact, reserve
+from optkit.errors import ArtifactError, StoreError
+from optkit.store import Store
+
+RECORD_FIELDS = {
+    "name": "x",
+    "key": "k1",
+    "weights_key": "w",
+    "baseline_key": "b",
+    "created": "2026-01-01T00:00:00Z",
+    "optkit": "0.1.0",
+    "recipe": {},
+    "settings": (),
+    "steps": (),
+}
+
+
+@pytest.fixture
+def weights(tmp_path):
+    store = Store(tmp_path / "store")
+    with store.write("w") as draft:
+        (draft.model / "config.json").write_text("{}")
+        (draft.model / "model.safetensors").write_text("weights")
+    return store
+
+
+def publish_from(store, out, key="k1"):
+    with reserve(out):
+        return publish(store.get("w"), out, {**RECORD_FIELDS, "key": key}, store.record("w")["files"])
+
+
+def test_a_published_artifact_is_read_back(weights, tmp_path):
+    out = tmp_path / "out"
+    made = publish_from(weights, out)
+    read = read_artifact(out)
+    assert read == made
+    assert sorted(read.record.files) == ["config.json", "model.safetensors"]
+    read.check()
+
+
+def test_weights_from_the_store_take_no_space_twice(weights, tmp_path):
+    publish_from(weights, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").samefile(weights.get("w") / "model.safetensors")
+
+
+def test_weights_of_the_user_are_copied(weights, tmp_path):
+    with reserve(tmp_path / "out"):
+        publish(weights.get("w"), tmp_path / "out", RECORD_FIELDS)
+    copy = tmp_path / "out" / "model.safetensors"
+    assert copy.read_text() == "weights"
+    assert not copy.samefile(weights.get("w") / "model.safetensors")
+
+
+def test_the_same_artifact_stays_as_it_is_with_its_scorecard(weights, tmp_path):
+    out = tmp_path / "out"
+    publish_from(weights, out).attach("scorecard.json", "{}")
+    publish_from(weights, out)
+    assert (out / "scorecard.json").read_text() == "{}"
+
+
+def test_another_artifact_replaces_it_and_its_scorecard(weights, tmp_path):
+    out = tmp_path / "out"
+    publish_from(weights, out).attach("scorecard.json", "{}")
+    publish_from(weights, out, key="k2")
+    assert read_artifact(out).record.key == "k2"
+    assert not (out / "scorecard.json").exists()
+    assert [path.name for path in tmp_path.iterdir() if ".out." in path.name] == [".out.lock"]
+
+
+def test_a_damaged_artifact_is_published_again(weights, tmp_path):
+    out = tmp_path / "out"
+    publish_from(weights, out)
+    (out / "config.json").unlink()
+    with pytest.raises(ArtifactError, match=r"1 of 2 files are missing or were changed: config.json\. Run its recipe again"):
+        read_artifact(out).check()
+    publish_from(weights, out)
+    read_artifact(out).check()
+
+
+def test_a_directory_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreError, match=r"holds files that optkit did not write\. They would be replaced\. Empty it"), reserve(tmp_path):
+        pass
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_file_as_output_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(StoreError, match="is a file"), reserve(tmp_path / "out"):
+        pass
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from optkit.artifact import reserve
+with reserve(Path(sys.argv[1])):
+    print("holds", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_directory_that_another_run_writes_is_refused_until_it_ends(weights, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / "out")], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
+    )
+    assert process.stdout.readline() == b"holds\n"
+    with pytest.raises(StoreError, match="another optkit run is writing there"), reserve(tmp_path / "out"):
+        pass
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    publish_from(weights, tmp_path / "out")
+
+
+def test_what_is_no_artifact_is_said(tmp_path):
+    with pytest.raises(ArtifactError, match="no such directory"):
+        read_artifact(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match=r"there is no optkit.json\. It was not made by `optkit run`"):
+        read_artifact(tmp_path)
+    (tmp_path / RECORD).write_text("{half")
+    assert is_artifact(tmp_path)
+    with pytest.raises(ArtifactError, match="optkit.json: cannot be read"):
+        read_artifact(tmp_path)
+    (tmp_path / RECORD).write_text('{"optkit_artifact": 99}')
+    with pytest.raises(ArtifactError, match="schema 99 is newer than this optkit"):
+        read_artifact(tmp_path)

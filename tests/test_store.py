@@ -1,0 +1,161 @@
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from optkit.errors import ResourceError, StoreError
+from optkit.store import Store, default_store, explain_os_error, is_unchanged, write_text_atomically
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+def fill(store, key="k", text="weights"):
+    with store.write(key) as draft:
+        (draft.model / "a.txt").write_text(text)
+        (draft.model / "sub").mkdir()
+        (draft.model / "sub" / "b.txt").write_text("b")
+        draft.record["kind"] = "test"
+
+
+def test_an_entry_is_found_only_when_it_is_whole(store):
+    assert store.get("k") is None
+    with store.write("k") as draft:
+        (draft.model / "a.txt").write_text("x")
+        assert store.get("k") is None
+    assert (store.get("k") / "a.txt").read_text() == "x"
+
+
+def test_the_record_lists_every_file_with_its_digest(store):
+    fill(store)
+    record = store.record("k")
+    assert record["kind"] == "test"
+    assert sorted(record["files"]) == ["a.txt", "sub/b.txt"]
+    assert record["files"]["a.txt"]["size_bytes"] == 7
+    assert record["files"]["a.txt"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
+
+
+def test_a_failure_leaves_nothing(store):
+    with pytest.raises(ZeroDivisionError), store.write("k") as draft:
+        (draft.model / "a.txt").write_text("x")
+        raise ZeroDivisionError
+    assert store.get("k") is None
+    assert list((store.root / "drafts").iterdir()) == []
+    with pytest.raises(StoreError, match="no such entry"):
+        store.record("k")
+
+
+def test_a_damaged_entry_is_not_found_and_can_be_made_again(store):
+    fill(store)
+    (store.get("k") / "a.txt").write_text("WEIGHTS")
+    assert store.get("k") is None
+    fill(store, text="again")
+    assert (store.get("k") / "a.txt").read_text() == "again"
+
+
+def test_a_lost_file_is_damage(store):
+    fill(store)
+    (store.get("k") / "sub" / "b.txt").unlink()
+    assert store.get("k") is None
+
+
+def test_a_file_that_was_only_touched_is_unchanged(store):
+    fill(store)
+    path = store.get("k") / "a.txt"
+    os.utime(path, (1, 1))
+    assert is_unchanged(path, store.record("k")["files"]["a.txt"])
+    assert store.get("k") is not None
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from optkit.store import Store
+with Store(Path(sys.argv[1])).write("k") as draft:
+    (draft.model / "half").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_kill_9_leaves_a_draft_that_the_next_run_deletes(store):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(store.root)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent)
+    assert process.stdout.readline() == b"writing\n"
+    assert len(list((store.root / "drafts").iterdir())) == 1
+    fill(store, "other")
+    assert len(list((store.root / "drafts").iterdir())) == 1, "a draft whose process lives is kept"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert store.get("k") is None
+    fill(store, "third")
+    assert list((store.root / "drafts").iterdir()) == []
+
+
+def test_two_processes_take_turns_on_one_key(store):
+    order = []
+
+    def second():
+        with Store(store.root).lock("k", waiting=lambda: order.append("waits")):
+            order.append("second")
+
+    with store.lock("k"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        while "waits" not in order:
+            time.sleep(0.01)
+        order.append("first ends")
+    thread.join()
+    assert order == ["waits", "first ends", "second"]
+
+
+def test_metrics_are_kept_by_key(store):
+    assert store.get_json("m") is None
+    store.put_json("m", {"value": 1.5})
+    assert store.get_json("m") == {"value": 1.5}
+    (store.root / "metrics" / "m.json").write_text("{half")
+    assert store.get_json("m") is None
+
+
+def test_metrics_that_are_not_numbers_are_refused(store):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        store.put_json("m", {"value": float("nan")})
+
+
+def test_a_full_disk_says_so_and_what_to_do(store, monkeypatch):
+    with pytest.raises(ResourceError, match=r"disk is full while writing the step k.*bytes are free.*--store or --out"), store.write("k"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert store.get("k") is None
+
+
+def test_a_store_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file: cannot write a draft\. Not a directory\. Name another place"):
+        fill(Store(tmp_path / "file"))
+
+
+def test_other_os_errors_are_not_called_a_full_disk(tmp_path):
+    assert isinstance(explain_os_error(PermissionError(errno.EACCES, "Permission denied"), "x", tmp_path), StoreError)
+
+
+def test_the_default_store_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("OPTKIT_STORE", "/somewhere")
+    assert default_store() == Path("/somewhere")
+    monkeypatch.delenv("OPTKIT_STORE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_store() == Path("/cache/optkit")
+
+
+def test_a_text_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x.json"
+    write_text_atomically(path, json.dumps([1]))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
