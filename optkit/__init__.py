@@ -1,0 +1,40 @@
+"""optkit: optimize Hugging Face language models by recipe, and prove what it cost and what it bought.
+
+    scorecard = optkit.run("recipes/llama_int4.yaml", model="smollm2-135m")
+    session = optkit.open_artifact("artifacts/llama_int4")
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optkit.errors import OptkitError as OptkitError
+    from optkit.pipeline import compare as compare
+    from optkit.pipeline import evaluate as evaluate
+    from optkit.pipeline import open_artifact as open_artifact
+    from optkit.pipeline import run as run
+    from optkit.recipe import load_recipe as load_recipe
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "OptkitError": "optkit.errors",
+    "compare": "optkit.pipeline",
+    "evaluate": "optkit.pipeline",
+    "load_recipe": "optkit.recipe",
+    "open_artifact": "optkit.pipeline",
+    "run": "optkit.pipeline",
+}
+__all__ = ["OptkitError", "__version__", "compare", "evaluate", "load_recipe", "open_artifact", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'optkit' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__
