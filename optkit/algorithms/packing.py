@@ -1,0 +1,115 @@
+"""Codes of 2, 3, 4 or 8 bits in 32-bit words, as compressed-tensors and GPTQ store them.
+
+Both formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1, counted from the lowest bit of the
+first word, and may straddle two words (3 bits). They differ in the direction of the lines and in the names:
+
+    compressed-tensors pack-quantized (compressed_tensors.compressors.pack_quantized, 0.19)
+        weight_packed      int32 [out, ceil(in * bits / 32)]       lines along the inputs
+        weight_scale       float [out, groups]
+        weight_zero_point  int32 [ceil(out * bits / 32), groups]   lines along the outputs; only asymmetric
+        weight_shape       int64 [2]: out, in
+    GPTQ, checkpoint_format "gptq" (AutoGPTQ, gptqmodel, vLLM)
+        qweight            int32 [ceil(in * bits / 32), out]       lines along the inputs
+        qzeros             int32 [groups, ceil(out * bits / 32)]   lines along the outputs; zero point - 1
+        scales             float16 [groups, out]
+        g_idx              int32 [in]: the group of each input
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.grid import QuantizedWeight
+
+WORD_BITS = 32
+
+
+def packed_length(count: int, bits: int) -> int:
+    """Return how many words `count` codes take."""
+    return math.ceil(count * bits / WORD_BITS)
+
+
+def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Pack unsigned codes, uint8 [rows, columns] below 2^bits, along `dim`: int32 [rows, words] (dim 1) or [words, columns] (dim 0)."""
+    if dim == 0:
+        return pack(codes.T, bits, 1).T.contiguous()
+    rows, count = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, -count % WORD_BITS)).view(rows, -1, WORD_BITS)
+    words = torch.zeros(rows, padded.shape[1], bits, dtype=torch.int32, device=codes.device)
+    for index in range(WORD_BITS):
+        word, shift = divmod(index * bits, WORD_BITS)
+        code = padded[:, :, index].to(torch.int32)
+        words[:, :, word] |= code << shift
+        if shift + bits > WORD_BITS:
+            words[:, :, word + 1] |= code >> (WORD_BITS - shift)
+    return words.view(rows, -1)[:, : packed_length(count, bits)].contiguous()
+
+
+def unpack(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
+    """Undo `pack`: uint8, with `count` codes along `dim`."""
+    if dim == 0:
+        return unpack(words.T, bits, count, 1).T.contiguous()
+    rows = words.shape[0]
+    padded = torch.nn.functional.pad(words, (0, -words.shape[1] % bits)).view(rows, -1, bits)
+    codes = torch.empty(rows, padded.shape[1], WORD_BITS, dtype=torch.uint8, device=words.device)
+    mask = (1 << bits) - 1
+    for index in range(WORD_BITS):
+        word, shift = divmod(index * bits, WORD_BITS)
+        code = padded[:, :, word] >> shift
+        if shift + bits > WORD_BITS:
+            kept = WORD_BITS - shift
+            code = (code & ((1 << kept) - 1)) | (padded[:, :, word + 1] << kept)
+        codes[:, :, index] = (code & mask).to(torch.uint8)
+    return codes.view(rows, -1)[:, :count].contiguous()
+
+
+def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of one linear layer in the pack-quantized format; a symmetric grid needs no zero points."""
+    tensors = {
+        "weight_packed": pack(weight.codes, weight.bits, 1),
+        "weight_scale": weight.scales.to(scale_dtype).contiguous(),
+        "weight_shape": torch.tensor(weight.codes.shape, dtype=torch.int64),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = pack(weight.zeros, weight.bits, 0)
+    return tensors
+
+
+def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
+    """Read the tensors of one linear layer in the pack-quantized format."""
+    rows, columns = (int(size) for size in tensors["weight_shape"])
+    scales = tensors["weight_scale"]
+    if "weight_zero_point" in tensors:
+        zeros = unpack(tensors["weight_zero_point"], bits, rows, 0)
+    else:
+        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8, device=scales.device)
+    return QuantizedWeight(unpack(tensors["weight_packed"], bits, columns, 1), scales, zeros, bits)
+
+
+def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors of one linear layer in GPTQ's format; its zero points must be at least 1."""
+    if not bool((weight.zeros > 0).all()):
+        raise ValueError("GPTQ's format stores zero - 1 and cannot hold a zero point of 0")
+    group_of_input = torch.arange(weight.codes.shape[1], dtype=torch.int32) // weight.group_size
+    return {
+        "qweight": pack(weight.codes, weight.bits, 1).T.contiguous(),
+        "qzeros": pack((weight.zeros - 1).T.contiguous(), weight.bits, 1),
+        "scales": weight.scales.T.to(torch.float16).contiguous(),
+        "g_idx": group_of_input,
+    }
+
+
+def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
+    """Read the tensors of one linear layer in GPTQ's format; inputs that are not grouped in order are a ValueError."""
+    scales, group_of_input = tensors["scales"], tensors["g_idx"].long()
+    columns = group_of_input.numel()
+    width = columns // scales.shape[0]
+    if not torch.equal(group_of_input.cpu(), torch.arange(columns) // width):
+        raise ValueError("the inputs are grouped out of order (g_idx of an activation-ordered GPTQ checkpoint)")
+    zeros = unpack(tensors["qzeros"], bits, scales.shape[1], 1) + 1
+    codes = unpack(tensors["qweight"], bits, columns, 0)
+    return QuantizedWeight(codes.T.contiguous(), scales.T.contiguous(), zeros.T.contiguous(), bits)
