@@ -1,0 +1,140 @@
+"""The stages and evals that a recipe can name: dicts of strings, so that listing them imports nothing.
+
+A plug-in package adds its own with an entry point, in the same form as the built-in ones:
+
+    [project.entry-points."optkit.stages"]
+    smooth = "my_package.smooth:Smooth"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from optkit.errors import OptkitError, did_you_mean
+from optkit.measure import Eval
+from optkit.stage import Stage
+
+STAGES = {
+    "attention": "optkit.stages.attention:Attention",
+    "cast": "optkit.stages.cast:Cast",
+    "compile": "optkit.stages.compile:Compile",
+    "gptq": "optkit.stages.gptq:Gptq",
+    "rtn": "optkit.stages.rtn:Rtn",
+}
+EVALS = {
+    "divergence": "optkit_evals.divergence:Divergence",
+    "footprint": "optkit_evals.footprint:Footprint",
+    "perplexity": "optkit_evals.perplexity:Perplexity",
+    "throughput": "optkit_evals.throughput:Throughput",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "bf16": {"cast": "bf16"},
+    "eager": {"attention": "eager"},
+    "flash_attention_2": {"attention": "flash_attention_2"},
+    "flex_attention": {"attention": "flex_attention"},
+    "fp16": {"cast": "fp16"},
+    "fp32": {"cast": "fp32"},
+    "sdpa": {"attention": "sdpa"},
+}
+"""Bare names that stand for a stage with its field: `- sdpa` is `- attention: sdpa`."""
+
+
+Base = TypeVar("Base", Stage, Eval)
+
+
+class UnknownKindError(OptkitError):
+    """A name that no stage or eval has."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a kind comes from."""
+
+    target: str
+    """`module:Class`."""
+    distribution: str
+    """The package that brought it, `optkit` for the built-in ones."""
+
+
+def stage_names() -> list[str]:
+    """Return the kinds of stages, sorted; imports none of them."""
+    return sorted(origins("stage"))
+
+
+def eval_names() -> list[str]:
+    """Return the kinds of evals, sorted; imports none of them."""
+    return sorted(origins("eval"))
+
+
+def stage_class(kind: str) -> type[Stage]:
+    """Return the class of a stage. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
+    return _load("stage", kind, Stage)
+
+
+def eval_class(kind: str) -> type[Eval]:
+    """Return the class of an eval. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
+    return _load("eval", kind, Eval)
+
+
+def summary(described: type[Stage] | type[Eval]) -> str:
+    """Return the first line of a class's docstring."""
+    return (described.__doc__ or "").strip().split("\n")[0]
+
+
+def origins(role: str) -> dict[str, Origin]:
+    """Return kind -> origin of every `stage` or `eval`, built-in and plugged in; raises OptkitError for a name taken twice."""
+    built_in = {"stage": STAGES, "eval": EVALS}[role]
+    reserved = set(PRESETS) if role == "stage" else set[str]()
+    found = {kind: Origin(target, "optkit") for kind, target in built_in.items()}
+    for kind, origin in _plugged_in(f"optkit.{role}s"):
+        if kind in reserved:
+            raise OptkitError(f"the {role} '{kind}' of {origin.distribution} has the name of a preset", remedy="Rename it there")
+        if kind in found and found[kind] != origin:
+            raise OptkitError(
+                f"the {role} '{kind}' is there twice: {_text(found[kind])} and {_text(origin)}",
+                why="A recipe could mean either",
+                remedy=f"Uninstall one of them: pip uninstall {origin.distribution}",
+            )
+        found[kind] = origin
+    return found
+
+
+def _plugged_in(group: str) -> Iterable[tuple[str, Origin]]:
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        yield point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")
+
+
+def _text(origin: Origin) -> str:
+    return f"{origin.target} of {origin.distribution}"
+
+
+@cache
+def _import(kind: str, role: str, origin: Origin) -> object:
+    module, _, name = origin.target.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except OptkitError:
+        raise
+    except Exception as error:
+        raise OptkitError(
+            f"the {role} '{kind}' cannot be imported ({origin.target} of {origin.distribution})",
+            why=f"{type(error).__name__}: {error}",
+            remedy=f"Reinstall or uninstall the package {origin.distribution}",
+        ) from error
+
+
+def _load(role: str, kind: str, base: type[Base]) -> type[Base]:
+    known = origins(role)
+    if kind not in known:
+        raise UnknownKindError(f"there is no {role} '{kind}'.{did_you_mean(kind, [*known, *(PRESETS if role == 'stage' else ())])}")
+    loaded = _import(kind, role, known[kind])
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise OptkitError(f"the {role} '{kind}' ({_text(known[kind])}) is not a subclass of optkit's {base.__name__}")
+    return loaded
