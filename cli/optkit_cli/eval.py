@@ -1,0 +1,30 @@
+"""`optkit eval`: measure a model or an artifact as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option
+
+
+@click.command(cls=Command, short_help="Measure a model or an artifact.")
+@click.argument("model", metavar="MODEL_OR_ARTIFACT")
+@click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
+@all_of(device_option, data_option, json_option, quiet_option)
+def command(model: str, evals: str, device: str | None, data: Path | None, as_json: bool, quiet: bool) -> int:
+    """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE."""
+    from optkit import pipeline
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.progress import open_progress
+    from optkit_cli.recipes import find_recipe
+    from optkit_cli.tables import scorecard_view
+
+    with only_the_result_on_stdout():
+        scorecard = pipeline.evaluate(model, find_recipe(evals), device=device, data=data, progress=open_progress(quiet=quiet))
+    if as_json:
+        print_json(scorecard.model_dump(mode="json"))
+    else:
+        show(*scorecard_view(scorecard))
+    return scorecard.exit_status

@@ -1,0 +1,78 @@
+"""What the user sees when a command does not end well, and the exit status that a pipeline sees."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from optkit.errors import OptkitError
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; raised in the main thread, so that drafts and locks are cleared as on Ctrl-C."""
+
+
+@contextlib.contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM unwind the block like Ctrl-C instead of ending the process on the spot."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_status_of(error: BaseException, *, debug: bool) -> int:
+    """Print one clean message on stderr, after the traceback where that is wanted, and return the exit status."""
+    if debug:
+        traceback.print_exception(error)
+    match error:
+        case click.ClickException():
+            _say(f"error: {error.format_message()}")
+            if isinstance(error, click.UsageError) and error.ctx is not None:
+                _say(f"{error.ctx.get_usage()}\nTry: {error.ctx.command_path} --help")
+            return error.exit_code
+        case click.Abort() | KeyboardInterrupt():
+            _say("interrupted; finished steps are kept, run the same command again to go on")
+            return INTERRUPTED
+        case Terminated():
+            _say("terminated; finished steps are kept, run the same command again to go on")
+            return TERMINATED
+        case OptkitError():
+            for line in str(error).splitlines():
+                _say(f"error: {line}")
+            return error.exit_status
+        case MemoryError():
+            _say("error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.")
+            return OptkitError.exit_status
+        case OSError() if error.filename is not None:
+            _say(f"error: {error.filename}: {error.strerror}.")
+            return OptkitError.exit_status
+        case _:
+            _say(f"error: {_describe_bug(error)} This is a bug in optkit. Run the command again with --debug to see the traceback.")
+            return OptkitError.exit_status
+
+
+def _describe_bug(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
+    what = " ".join(str(error).split())
+    return f"{type(error).__name__}{place}: {what}." if what else f"{type(error).__name__}{place}."
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True, color=sys.stderr.isatty())

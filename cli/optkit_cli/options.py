@@ -1,0 +1,107 @@
+"""Options that several commands share, and what their values mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass
+class Invocation:
+    """What the words of one command line say about the program rather than about the work."""
+
+    debug: bool = False
+
+
+def _want_debug(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        context.ensure_object(Invocation).debug = True
+
+
+debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, is_eager=True, callback=_want_debug, help="Show the traceback of an error."
+)
+
+
+class Command(click.Command):
+    """A command that takes `--debug` and `-h` as the group does, before or after its name."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"context_settings": CONTEXT_SETTINGS, **settings})
+        debug_option(self)
+
+
+class Device(click.ParamType[str]):
+    """`cpu`, `cuda` or `cuda:N`."""
+
+    name = "device"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the device as torch names it."""
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+            self.fail(f"'{value}' is not a device. Use cpu, cuda or cuda:N.", param, ctx)
+        return value
+
+
+class Assignment(click.ParamType[str]):
+    """`PATH=VALUE`, e.g. `stages.0.gptq.group_size=32`."""
+
+    name = "assignment"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the assignment unchanged; `load_recipe` follows the path."""
+        path, equals, _ = value.partition("=")
+        if not (path.strip() and equals):
+            self.fail(f"'{value}' has no '='. Write it as stages.0.gptq.group_size=32.", param, ctx)
+        return value
+
+
+recipe_argument = click.argument("recipe", metavar="RECIPE")
+artifact_argument = click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
+model_option = click.option(
+    "--model", metavar="MODEL", help="Take this model instead of the recipe's: a built-in name, a directory, a .gguf file or a hub id."
+)
+set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="PATH=VALUE",
+    type=Assignment(),
+    multiple=True,
+    help="Change one value of the recipe, e.g. seed=1; repeatable.",
+)
+device_option = click.option("--device", metavar="DEVICE", type=Device(), help="cpu, cuda or cuda:N; by default the best that is here.")
+data_option = click.option(
+    "--data",
+    metavar="DIR",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    envvar="OPTKIT_DATA",
+    help="Directory with local copies of data sets [$OPTKIT_DATA].",
+)
+store_option = click.option(
+    "--store",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="OPTKIT_STORE",
+    help="Where finished steps are kept [$OPTKIT_STORE, ~/.cache/optkit].",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
+
+
+def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return one decorator that adds the options in the order given."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate

@@ -1,0 +1,201 @@
+"""How a running command says that it is getting on: bars on a terminal, plain lines elsewhere, always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from optkit.progress import Progress, SilentProgress, SilentTask, Task
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+LINE_INTERVAL_S = 5.0
+"""At most one plain line of a task in this time."""
+WORTH_A_LINE_S = 1.0
+"""A bar that was there for less leaves no line behind."""
+
+
+def open_progress(*, quiet: bool) -> Progress:
+    """Return what suits stderr: bars on a terminal, lines elsewhere, nothing but warnings when `quiet`."""
+    if quiet:
+        return WarningsOnly(sys.stderr)
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    return BarProgress(console) if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr)
+
+
+def clock_text(seconds: float) -> str:
+    """Return `0:31`, `12:05` or `3:10:00`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass
+class Pace:
+    """How much of a task is done, and how long the rest will take if it goes on like this."""
+
+    label: str
+    total: int
+    unit: str
+    clock: Callable[[], float] = time.monotonic
+    done: int = 0
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.start
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the end; None before the first step is done."""
+        return self.elapsed_s / self.done * max(self.total - self.done, 0) if self.done else None
+
+    @property
+    def count(self) -> str:
+        return f"{self.done}/{self.total} {self.unit}".rstrip()
+
+    @property
+    def left(self) -> str:
+        return "" if self.left_s is None else f"{clock_text(self.left_s)} left"
+
+    def ending(self, failed: bool) -> str:
+        """Return the last line: `gptq  30/30 blocks  done in 4:12`."""
+        return f"{self.label}  {self.count}  {'stopped after' if failed else 'done in'} {clock_text(self.elapsed_s)}"
+
+
+class WarningsOnly(SilentProgress):
+    """Prints warnings and nothing else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def warn(self, line: str) -> None:
+        """Print `warning: ...`."""
+        print(f"warning: {line}", file=self.stream, flush=True)
+
+
+class LineProgress(WarningsOnly):
+    """Plain lines, few enough for a log file."""
+
+    def __init__(self, stream: TextIO, interval_s: float = LINE_INTERVAL_S, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self.interval_s, self.clock = interval_s, clock
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        """Open a task that prints its start, its end and a line now and then."""
+        return LineTask(self, Pace(label, total, unit, self.clock))
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        print(line, file=self.stream, flush=True)
+
+
+class LineTask(SilentTask):
+    """One task in plain lines: `gptq  12/30 blocks  40%  0:31 left  model.layers.11`."""
+
+    def __init__(self, progress: LineProgress, pace: Pace) -> None:
+        self.progress, self.pace = progress, pace
+        self.last_line_s = pace.elapsed_s
+
+    def __enter__(self) -> Self:
+        self.progress.say(f"{self.pace.label}  {self.pace.count}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.progress.say(self.pace.ending(failed=kind is not None))
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Count, and print a line if the last one is long enough ago."""
+        pace = self.pace
+        pace.done += steps
+        if pace.done >= pace.total or pace.elapsed_s - self.last_line_s < self.progress.interval_s:
+            return
+        self.last_line_s = pace.elapsed_s
+        self.progress.say("  ".join(part for part in (pace.label, pace.count, f"{pace.done / pace.total:.0%}", pace.left, note) if part))
+
+
+class BarProgress:
+    """Bars that go when their work is done, with one line left of each."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bars: Bars | None = None
+        self.open_tasks = 0
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        """Open a bar."""
+        return BarTask(self, Pace(label, total, unit))
+
+    def say(self, line: str) -> None:
+        """Print one line above the bars."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        """Print `warning: ...` above the bars."""
+        self.console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+
+    def bar_opened(self) -> Bars:
+        """Return the live display, started with the first bar."""
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+        from rich.progress import Progress as Bars
+        from rich.table import Column
+
+        if self.bars is None:
+            self.bars = Bars(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[count]}", markup=False),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[left]}", markup=False),
+                TextColumn(
+                    "{task.fields[note]}", style="dim", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+                ),
+                console=self.console,
+                transient=True,
+                expand=True,
+                redirect_stdout=False,
+            )
+            self.bars.start()
+        self.open_tasks += 1
+        return self.bars
+
+    def bar_closed(self) -> None:
+        """End the live display with the last bar, so that the terminal is ours again."""
+        self.open_tasks -= 1
+        if self.open_tasks == 0 and self.bars is not None:
+            self.bars.stop()
+            self.bars = None
+
+
+class BarTask(SilentTask):
+    """One bar."""
+
+    def __init__(self, progress: BarProgress, pace: Pace) -> None:
+        self.progress, self.pace = progress, pace
+
+    def __enter__(self) -> Self:
+        self.bars = self.progress.bar_opened()
+        self.bar = self.bars.add_task(self.pace.label, total=self.pace.total, count=self.pace.count, left="", note="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bars.remove_task(self.bar)
+        self.progress.bar_closed()
+        if kind is not None or self.pace.elapsed_s >= WORTH_A_LINE_S:
+            self.progress.say(self.pace.ending(failed=kind is not None))
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Move the bar."""
+        self.pace.done += steps
+        self.bars.update(self.bar, completed=self.pace.done, count=self.pace.count, left=self.pace.left, note=note)

@@ -1,0 +1,59 @@
+"""`optkit run`: make the artifact of a recipe, measure it beside the unmodified model, and print the scorecard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import (
+    Command,
+    all_of,
+    data_option,
+    device_option,
+    json_option,
+    model_option,
+    quiet_option,
+    recipe_argument,
+    set_option,
+    store_option,
+)
+
+
+@click.command(cls=Command, short_help="Make an artifact, measure it, print its scorecard.")
+@recipe_argument
+@all_of(model_option, set_option)
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Where the artifact goes [artifacts/RECIPE].")
+@all_of(device_option, data_option, store_option, json_option, quiet_option)
+def command(
+    recipe: str,
+    model: str | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    device: str | None,
+    data: Path | None,
+    store: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Run RECIPE (a file, or a name from `optkit list recipes`): make the artifact, measure it, print the scorecard.
+
+    What was finished before is not done again. Exit status: 0 all gates pass, 3 a gate failed, 4 a gate is inconclusive.
+    """
+    from optkit.recipe import load_recipe
+
+    from optkit import pipeline
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.progress import open_progress
+    from optkit_cli.recipes import find_recipe
+    from optkit_cli.tables import scorecard_view
+
+    with only_the_result_on_stdout():
+        wanted = load_recipe(find_recipe(recipe), overrides=overrides, model=model)
+        target = out or Path("artifacts") / wanted.name
+        scorecard = pipeline.run(wanted, out=target, device=device, store=store, data=data, progress=open_progress(quiet=quiet))
+    if as_json:
+        print_json(scorecard.model_dump(mode="json"))
+    else:
+        show(*scorecard_view(scorecard))
+    return scorecard.exit_status

@@ -1,0 +1,30 @@
+"""`optkit validate`: every problem of one or more recipes at once."""
+
+from __future__ import annotations
+
+import click
+
+from optkit.errors import OptkitError, RecipeError
+from optkit_cli.options import Command
+
+
+@click.command(cls=Command, short_help="Check recipes; every problem at once.")
+@click.argument("recipes", metavar="RECIPE...", nargs=-1, required=True)
+def command(recipes: tuple[str, ...]) -> None:
+    """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
+    from optkit.recipe import load_recipe
+
+    from optkit.errors import Problem
+    from optkit_cli.recipes import find_recipe
+
+    problems: list[Problem] = []
+    for recipe in recipes:
+        try:
+            load_recipe(find_recipe(recipe))
+            click.echo(f"{recipe}: ok")
+        except RecipeError as error:
+            problems.extend(error.problems)
+        except OptkitError as error:
+            problems.append(Problem(str(error)))
+    if problems:
+        raise RecipeError(problems)
