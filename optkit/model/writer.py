@@ -1,0 +1,167 @@
+"""Write a model directory: shards of safetensors that are streamed to disk, the index, config.json and the files that hold no weights.
+
+Names and index are those of transformers' `save_pretrained`, so that anything that opens a checkpoint opens ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from optkit.errors import ResourceError, StageError
+from optkit.model.checkpoint import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GIB = 1 << 30
+WEIGHT_SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz", ".mlmodel"}
+)
+INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".msgpack.index.json")
+
+
+class CheckpointWriter:
+    """Writes tensors to `target` as they come; at most one shard is in memory.
+
+    Used as a context manager it finishes on a clean exit and removes its own files on an error.
+    """
+
+    def __init__(self, target: Path, shard_bytes: int = 4 * GIB) -> None:
+        self.target = Path(target)
+        self.shard_bytes = shard_bytes
+        self.size_bytes = 0
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._storages: dict[int, str] = {}
+        self._shards: list[tuple[Path, tuple[str, ...]]] = []
+        self._names: set[str] = set()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor of any shape; the caller must not change it afterwards.
+
+        Raises StageError for a name that was added before or memory that another pending name shares, ResourceError when the disk is full.
+        """
+        if name in self._names:
+            raise StageError("the tensor is written twice", where=f"{self.target}: {name}", why="A checkpoint holds each name once")
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        storage = tensor.untyped_storage().data_ptr()
+        if tensor.nbytes and (other := self._storages.get(storage)):
+            raise StageError(
+                f"the tensor shares its memory with {other}",
+                where=f"{self.target}: {name}",
+                why="Tied weights are written once, under one name",
+                remedy="Add only one of them, or a clone",
+            )
+        if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
+            self._flush()
+        self._names.add(name)
+        self._pending[name] = tensor
+        self._storages[storage] = name
+        self._pending_bytes += tensor.nbytes
+        self.size_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the last shard, give the shards their final names and write the index; raises StageError when nothing was added."""
+        if self._pending:
+            self._flush()
+        if not self._shards:
+            raise StageError("no tensor was written", where=str(self.target))
+        if len(self._shards) == 1:
+            self._shards[0][0].rename(self.target / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._shards, start=1):
+            final = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
+            path.rename(self.target / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(self.target / INDEX, index)
+
+    def _flush(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        path = self.target / f".shard-{len(self._shards) + 1:05d}.partial"
+        with disk_space_for(path, self._pending_bytes):
+            try:
+                save_file(self._pending, path, metadata={"format": "pt"})
+            except SafetensorError as error:
+                if "os error 28" in str(error) or "No space left" in str(error):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+                raise
+        self._shards.append((path, tuple(self._pending)))
+        self._pending, self._pending_bytes, self._storages = {}, 0, {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+            return
+        for path in self.target.glob(".shard-*.partial"):
+            path.unlink()
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy every file that holds no weights (tokenizer, chat template, licence, custom code, subfolders), but not config.json.
+
+    Raises ResourceError when the disk is full.
+    """
+    for path in sorted(Path(source).rglob("*")):
+        relative = path.relative_to(source)
+        if not path.is_file() or _left_behind(relative):
+            continue
+        copy = Path(target) / relative
+        with disk_space_for(copy, path.stat().st_size):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def write_config(target: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json, whole or not at all; raises ResourceError when the disk is full."""
+    _write_json(Path(target) / "config.json", config)
+
+
+@contextmanager
+def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
+    """Turn "no space left" while `path` is written into a ResourceError that says how much was needed and is free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(_existing(path)).free
+        raise ResourceError(
+            f"the disk is full: {size_bytes:,} bytes were to be written and {free:,} are free",
+            where=str(path),
+            remedy="Free some space, or put the store on another disk",
+        ) from error
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _left_behind(relative: Path) -> bool:
+    if relative == Path("config.json") or any(part in {".git", ".cache", "__pycache__"} for part in relative.parts):
+        return True
+    return relative.suffix in WEIGHT_SUFFIXES or relative.name.endswith(INDEX_SUFFIXES)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    draft = path.with_name(f".{path.name}.partial")
+    with disk_space_for(path, len(text.encode())):
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
