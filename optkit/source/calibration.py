@@ -1,0 +1,96 @@
+"""Token windows to calibrate on, cut from a text so that the same recipe always gives the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from optkit.errors import SourceError
+from optkit.source.quiet import quiet_transformers
+from optkit.source.texts import KNOWN, TextSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Calibration(TextSource):
+    """A text cut into `samples` windows of `sequence_length` tokens."""
+
+    default_splits: ClassVar[Mapping[str, str]] = dict.fromkeys(KNOWN, "train")
+    default_hub_split: ClassVar[str] = "train"
+
+    samples: int = Field(default=128, ge=1)
+    """Number of windows."""
+    sequence_length: int = Field(default=512, ge=2)
+    """Tokens of a window."""
+    packing: Literal["auto", "documents", "joined"] = "auto"
+    """`documents`: the start of the first documents that are long enough. `joined`: windows spread evenly over the joined text.
+    `auto`: documents where a record is a document (c4, .jsonl, hub), joined where the text runs on."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether a window is the start of a document."""
+        if self.packing != "auto":
+            return self.packing == "documents"
+        return self.dataset not in ("python-reference", "wikitext2") and not self.dataset.endswith(".txt")
+
+    def tokens(self, tokenizer_directory: Path, data: Path | None) -> Tensor:
+        """Return the windows, int64 [samples, sequence_length], with the special tokens that the tokenizer itself adds.
+
+        Raises SourceError where the text is too short for them.
+        """
+        import torch
+
+        tokenizer = load_tokenizer(tokenizer_directory)
+        windows = self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
+        return torch.tensor(windows, dtype=torch.int64)
+
+    def _documents(self, tokenizer: Any, data: Path | None) -> list[list[int]]:
+        documents = self.documents(data)
+        windows: list[list[int]] = []
+        longest = 0
+        for document in documents:
+            ids = tokenizer(document, verbose=False).input_ids
+            longest = max(longest, len(ids))
+            if len(ids) >= self.sequence_length:
+                windows.append(ids[: self.sequence_length])
+            if len(windows) == self.samples:
+                return windows
+        raise SourceError(
+            f"{len(windows):,} of {len(documents):,} documents have {self.sequence_length} tokens and {self.samples:,} are needed",
+            where=self.where,
+            why=f"The longest has {longest:,}",
+            remedy="Lower `samples` or `sequence_length`, or set `packing: joined`",
+        )
+
+    def _joined(self, tokenizer: Any, data: Path | None) -> list[list[int]]:
+        ids = tokenizer(self.joined(data), verbose=False).input_ids
+        length = self.sequence_length
+        available = len(ids) // length
+        if available < self.samples:
+            raise SourceError(
+                f"the text has {len(ids):,} tokens and {self.samples:,} x {length:,} = {self.samples * length:,} are needed",
+                where=self.where,
+                remedy=f"Lower `samples` to {available:,}, or `sequence_length`" if available else "Lower `sequence_length`",
+            )
+        starts = [index * available // self.samples * length for index in range(self.samples)]
+        return [ids[start : start + length] for start in starts]
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer of a model directory. Raises SourceError where it has none."""
+    with quiet_transformers():
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(
+                "the tokenizer cannot be loaded",
+                where=str(directory),
+                why=str(error).split("\n")[0],
+                remedy="Copy tokenizer.json and tokenizer_config.json into it",
+            ) from error

@@ -1,0 +1,63 @@
+"""SHA-256 of files, remembered by path, size, time of change and inode: many gigabytes are read once and not at every run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+REMEMBERED_BYTES = 1 << 20
+"""Smaller files are read again each time; that is quicker than to be wrong."""
+PREFIX = "sha256:"
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class FileDigests:
+    """Digests of files, kept in `digests.json` of a cache directory; without a directory nothing is remembered."""
+
+    def __init__(self, cache: Path | None) -> None:
+        self.file = cache / "digests.json" if cache else None
+        self._known: dict[str, dict[str, Any]] = _read(self.file) if self.file else {}
+        self._changed = False
+
+    def of(self, path: Path) -> str:
+        """Return the SHA-256 of a file, from memory where it is the same file as before."""
+        path = path.resolve()
+        status = path.stat()
+        if self.file is None or status.st_size < REMEMBERED_BYTES:
+            return sha256_of(path)
+        identity = {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+        known = self._known.get(str(path), {})
+        if {name: known.get(name) for name in identity} != identity:
+            known = identity | {"sha256": sha256_of(path)}
+            self._known[str(path)] = known
+            self._changed = True
+        return str(known["sha256"])
+
+    def save(self) -> None:
+        """Write what was learnt, beside what other runs wrote meanwhile."""
+        if self.file is None or not self._changed:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
+        draft.write_text(json.dumps(_read(self.file) | self._known, indent=1), encoding="utf-8")
+        draft.replace(self.file)
+        self._changed = False
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    # Only a memory: where it is damaged, the files themselves are read again and it is written anew.
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return (
+        {path: entry for path, entry in known.items() if isinstance(entry, dict) and "sha256" in entry} if isinstance(known, dict) else {}
+    )

@@ -1,0 +1,164 @@
+"""Repositories of the Hugging Face hub: a revision becomes a commit, and the hub's own cache is where files are looked for first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from optkit.errors import SourceError
+from optkit.progress import Progress
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SITE = "https://huggingface.co"
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A model or data set repository; `looked` and `remedy` are added to what an error says when it cannot be reached."""
+
+    name: str
+    kind: Literal["model", "dataset"] = "model"
+    looked: str = ""
+    remedy: str = ""
+
+    @property
+    def cache(self) -> Path:
+        """Where the hub's cache keeps this repository, there or not."""
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self.name, repo_type=self.kind)
+
+    def snapshot(self, commit: str) -> Path:
+        """Where the hub's cache keeps the files of a commit, there or not."""
+        return self.cache / "snapshots" / commit
+
+    def commit(self, revision: str | None = None) -> str:
+        """Return the commit that a branch, a tag or nothing (the main branch) stands for now.
+
+        Offline it is the commit that the cache last saw there. Raises SourceError where neither is to be had.
+        """
+        if revision and COMMIT.fullmatch(revision):
+            return revision
+        with self._explained(revision) as unreachable:
+            from huggingface_hub import HfApi
+
+            return str(HfApi().repo_info(self.name, repo_type=self.kind, revision=revision).sha)
+        reference = self.cache / "refs" / (revision or "main")
+        if reference.is_file():
+            return reference.read_text(encoding="utf-8").strip()
+        raise self._unreachable(f"the revision {revision or 'main'}", reference, unreachable[0])
+
+    def file(self, name: str, commit: str) -> Path:
+        """Return a file of a commit, downloaded where the cache lacks it. Raises SourceError."""
+        cached = self.snapshot(commit) / name
+        if cached.is_file():
+            return cached
+        with self._explained(commit) as unreachable, quiet_hub():
+            from huggingface_hub import hf_hub_download
+            from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+            try:
+                return Path(hf_hub_download(self.name, name, repo_type=self.kind, revision=commit))
+            except LocalEntryNotFoundError as error:
+                unreachable.append(error)
+            except EntryNotFoundError as error:
+                raise SourceError(
+                    f"there is no {name}", where=self._where(commit), why=f"See {SITE}/{self.name}/tree/{commit[:12]}"
+                ) from error
+        raise self._unreachable(name, cached, unreachable[0])
+
+    def download(self, commit: str, wanted: tuple[str, ...], unwanted: tuple[str, ...], progress: Progress) -> Path:
+        """Return the directory of a commit in the hub's cache, with all files that match `wanted` and not `unwanted`.
+
+        Raises SourceError where they cannot all be had.
+        """
+        with self._explained(commit) as unreachable:
+            from huggingface_hub import HfApi
+
+            listed = HfApi().model_info(self.name, revision=commit, files_metadata=True).siblings or []
+            files = {
+                file.rfilename: file.size or 0
+                for file in listed
+                if any(fnmatch(file.rfilename, pattern) for pattern in wanted)
+                and not any(fnmatch(file.rfilename, pattern) for pattern in unwanted)
+            }
+            with progress.task(f"download {self.name}", sum(files.values()), "bytes") as task:
+                for name, size_bytes in sorted(files.items()):
+                    self.file(name, commit)
+                    task.advance(size_bytes, note=name)
+            return self.snapshot(commit)
+        raise self._unreachable("the whole snapshot", self.snapshot(commit), unreachable[0])
+
+    def _where(self, revision: str | None) -> str:
+        return f"{self.name}@{revision[:12]}" if revision else self.name
+
+    def _unreachable(self, what: str, place: Path, error: Exception) -> SourceError:
+        from huggingface_hub import constants
+
+        why = "The hub is switched off (HF_HUB_OFFLINE)" if constants.is_offline_mode() else f"The hub cannot be reached ({error})"
+        looked = f"{why}, and {what} is not in its cache: there is no {place}"
+        remedy = self.remedy or (
+            f"Connect and run: hf download {self.name}{' --repo-type dataset' if self.kind == 'dataset' else ''}"
+            f"{', then copy the cache' if constants.is_offline_mode() else ''}, or name a local directory"
+        )
+        kind = "data set" if self.kind == "dataset" else self.kind
+        return SourceError(
+            f"the {kind} is neither here nor to be downloaded", where=self.name, why=f"{looked}. {self.looked}".strip(" ."), remedy=remedy
+        )
+
+    @contextmanager
+    def _explained(self, revision: str | None) -> Iterator[list[Exception]]:
+        """Turn the hub's refusals into SourceErrors; no connection ends the block, with the reason in the list."""
+        from httpx import HTTPError, TransportError
+        from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+        from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+
+        unreachable: list[Exception] = []
+        page = f"{SITE}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
+        try:
+            yield unreachable
+        except (OfflineModeIsEnabled, TransportError) as error:
+            unreachable.append(error)
+        except GatedRepoError as error:
+            raise SourceError(
+                "the repository is gated",
+                where=self._where(revision),
+                why="Its authors ask you to accept a licence first",
+                remedy=f"Accept it at {page}, then run: hf auth login",
+            ) from error
+        except RepositoryNotFoundError as error:
+            raise SourceError(
+                f"the hub has no such {'data set' if self.kind == 'dataset' else 'model'}, or it is private",
+                where=self.name,
+                remedy=f"Check the name at {page}; for a private one run: hf auth login",
+            ) from error
+        except NoRevision as error:
+            raise SourceError(
+                f"there is no revision '{revision}'", where=self.name, remedy=f"Branches, tags and commits are listed at {page}/tree/main"
+            ) from error
+        except HFValidationError as error:
+            raise SourceError("not a name that the hub could have", where=self.name, why=str(error).split("\n")[0]) from error
+        except HTTPError as error:
+            raise SourceError(
+                "the hub refused", where=self._where(revision), why=str(error).split("\n")[0], remedy="Try again in a while"
+            ) from error
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Draw none of the hub's own progress bars, and leave its setting as it was."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    before = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            enable_progress_bars()

@@ -1,0 +1,47 @@
+"""Read a data set of the hub through the package `datasets`, at one commit."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from optkit.errors import MissingPackageError, SourceError, did_you_mean
+from optkit.source.hub import HubRepo, quiet_hub
+
+FIRST_ROWS = 10_000
+"""Rows that are read of a data set that is streamed: enough to calibrate and to measure on, whatever its size."""
+WHOLE = ("Salesforce/wikitext",)
+"""Data sets that are read whole, because their protocols ask for the whole text; the others are streamed from the start."""
+
+
+def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: str | None, where: str) -> list[str]:
+    """Return one field of the rows of a split, the first 10,000 of them unless the data set is one of `WHOLE`.
+
+    Raises SourceError for an unknown configuration, split or field, MissingPackageError where `datasets` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingPackageError("datasets", where=where, install="optkit[hub]") from error
+    identifier, _, configuration = name.partition(":")
+    commit = repo.commit(revision)
+    with quiet_hub():
+        try:
+            rows = datasets.load_dataset(identifier, configuration or None, split=split, revision=commit, streaming=identifier not in WHOLE)
+            return [_field(row, field, where) for row in (rows if identifier in WHOLE else islice(rows, FIRST_ROWS))]
+        except (OSError, ValueError, LookupError, RuntimeError) as error:
+            raise SourceError(
+                "the data set cannot be read",
+                where=where,
+                why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                remedy=f"Check split and configuration (org/name:configuration) at https://huggingface.co/datasets/{identifier}",
+            ) from error
+
+
+def _field(row: dict[str, Any], field: str, where: str) -> str:
+    if field not in row:
+        raise SourceError(f"a row has no field '{field}'.{did_you_mean(field, row)}", where=where, remedy="Set `field:`")
+    value = row[field]
+    if not isinstance(value, str):
+        raise SourceError(f"the field '{field}' is not a text but {str(value)[:40]}", where=where)
+    return value

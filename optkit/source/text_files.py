@@ -1,0 +1,59 @@
+"""Read local texts: .txt, .jsonl and the raw WikiText files; every complaint names the file and, where there is one, the line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from optkit.errors import SourceError, did_you_mean
+
+
+def read_text(path: Path) -> str:
+    """Return a text file as it is. Raises SourceError where it is missing or not UTF-8."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"byte {error.start:,} is not UTF-8",
+            where=str(path),
+            why=error.reason,
+            remedy="Convert it: iconv -f latin1 -t utf-8 OLD > NEW",
+        ) from error
+    except OSError as error:
+        raise SourceError("cannot be read", where=str(path), why=error.strerror or str(error)) from error
+
+
+def read_rows(path: Path) -> list[str]:
+    """Return the lines of a raw WikiText file as the hub's rows: a blank line is the empty string, a text line keeps its newline."""
+    lines = read_text(path).removesuffix("\n").split("\n")
+    return [f"{line}\n" if line.strip() else "" for line in lines]
+
+
+def read_records(paths: Iterable[Path], field: str) -> list[str]:
+    """Return one field of each line of .jsonl files. Raises SourceError with file and line where it is not there."""
+    return [text for path in paths for text in _records(path, field)]
+
+
+def _records(path: Path, field: str) -> list[str]:
+    texts = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise SourceError("the line is not JSON", where=where, why=str(error)) from error
+        if not isinstance(record, dict):
+            raise SourceError(f"the line is not a JSON object but {line[:40]!r}", where=where)
+        if field not in record:
+            raise SourceError(f"there is no field '{field}'.{did_you_mean(field, record)}", where=where, remedy="Set `field:`")
+        if not isinstance(record[field], str):
+            raise SourceError(f"the field '{field}' is not a text but {json.dumps(record[field])[:40]}", where=where)
+        if any("\ud800" <= character <= "\udfff" for character in record[field]):
+            raise SourceError(
+                f"the field '{field}' holds half of a surrogate pair", where=where, why="That is no text, and no tokenizer takes it"
+            )
+        texts.append(record[field])
+    return texts
