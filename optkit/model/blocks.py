@@ -1,0 +1,155 @@
+"""The decoder blocks of a model: where they are, what each of them is called with, and running one of them alone.
+
+The base model decides per block what it passes (a sliding or a full attention mask, local or global rotary embeddings), so the arguments
+of every block are recorded, by running the model with blocks that hand their input on unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from optkit.errors import SourceError
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block: its module and the name of it in the model, e.g. `model.layers.3`."""
+
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block is called with beside the hidden states."""
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    hidden_keyword: str | None = None
+    """The keyword of the hidden states where the model passes them by one; None where they are the first argument."""
+
+    def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        """float [batch, sequence, hidden] -> float [batch, sequence, hidden], without gradients."""
+        with torch.no_grad():
+            if self.hidden_keyword is None:
+                output = module(hidden, *self.arguments, **self.keywords)
+            else:
+                output = module(*self.arguments, **{self.hidden_keyword: hidden}, **self.keywords)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some of the sequences, and what each block is called with for them."""
+
+    rows: slice
+    calls: tuple[Call, ...]
+    """One for each block."""
+
+
+@dataclass
+class BlockInputs:
+    """What goes into the first block, and what each block is called with."""
+
+    hidden: Tensor
+    """float [sequences, sequence_length, hidden]"""
+    batches: tuple[Batch, ...]
+
+
+def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
+    """Return the decoder blocks, in order; raises SourceError where the model has no list of `num_hidden_layers` modules."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    fitting = [(name, module) for name, module in lists if len(module) == count and len(set(module)) == count]
+    outermost = [(name, module) for name, module in fitting if not any(name.startswith(f"{other}.") for other, _ in fitting)]
+    if not outermost:
+        seen = ", ".join(f"{name} with {len(module)}" for name, module in lists[:3]) or "none at all"
+        raise SourceError(
+            f"unsupported architecture {type(model).__name__}: no list of {count} decoder blocks",
+            where=model.config.model_type,
+            why=f"A torch.nn.ModuleList of num_hidden_layers = {count} modules was looked for; there is {seen}",
+        )
+    name, blocks = max(outermost, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+    return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
+
+
+class _Captured(Exception):
+    """Raised by the last block: nothing after it is needed."""
+
+
+class _OtherForm(Exception):
+    """The model takes the output of a block for something else than what it was given."""
+
+
+def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
+    """Run int64 [batch, sequence] up to the blocks; return the hidden states that enter the first and the call of each.
+
+    Raises SourceError where the model changes the hidden states between two blocks or passes more than them from one to the next.
+    """
+    reason = ""
+    for as_tuple in (False, True):
+        calls: list[Call] = []
+        hidden: list[Tensor] = []
+        with _passing_on(blocks, calls, hidden, as_tuple):
+            try:
+                with torch.no_grad():
+                    model(input_ids=tokens, use_cache=False)
+            except _Captured:
+                return hidden[0], tuple(calls)
+            except (_OtherForm, TypeError, ValueError, IndexError, AttributeError) as error:
+                reason = str(error)
+                continue
+        reason = f"only {len(calls)} of {len(blocks)} blocks were called"
+    raise SourceError(
+        f"unsupported architecture {type(model).__name__}: its blocks cannot be run one by one",
+        where=model.config.model_type,
+        why=reason,
+    )
+
+
+@contextmanager
+def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor], as_tuple: bool) -> Iterator[None]:
+    """Let each block record its call and return the hidden states that it was given; the last one raises _Captured."""
+
+    def record(*arguments: Any, **keywords: Any) -> Any:
+        keyword = None if arguments else "hidden_states"
+        hidden = keywords.pop(keyword) if keyword else arguments[0]
+        if entered and hidden is not entered[0]:
+            raise _OtherForm("the hidden states that enter a block are not those that the block before it returned")
+        entered.append(hidden)
+        calls.append(Call(arguments[1:], keywords, keyword))
+        if len(calls) == len(blocks):
+            raise _Captured
+        return (hidden,) if as_tuple else hidden
+
+    try:
+        for block in blocks:
+            block.module.forward = record
+        yield
+    finally:
+        for block in blocks:
+            block.module.__dict__.pop("forward", None)
+
+
+def shared_with(call: Call, reference: Call) -> Call:
+    """Return the call with each tensor that equals the reference's replaced by it, so that batches do not keep copies."""
+    arguments = _shared(call.arguments, reference.arguments)
+    keywords = {name: _shared(value, reference.keywords.get(name)) for name, value in call.keywords.items()}
+    return Call(arguments, keywords, call.hidden_keyword)
+
+
+def _shared(value: Any, reference: Any) -> Any:
+    if isinstance(value, Tensor) and isinstance(reference, Tensor):
+        same = value.dtype == reference.dtype and value.shape == reference.shape and torch.equal(value, reference)
+        return reference if same else value
+    if type(value) is tuple and type(reference) is tuple and len(value) == len(reference):
+        return tuple(_shared(item, other) for item, other in zip(value, reference, strict=True))
+    return value

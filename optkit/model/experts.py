@@ -1,0 +1,135 @@
+"""Take fused experts apart: transformers 5 holds the experts of a block in two 3-D parameters, checkpoints hold one matrix per projection.
+
+Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each fused module becomes a list of experts made
+of Linears, named as on disk (`experts.3.w1` for Mixtral, `experts.3.gate_proj` for Qwen and most others). The names are those that
+transformers itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of its eager experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+Gate = Callable[[Tensor], Tensor]
+FUSED_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Expert(nn.Module):
+    """One feed-forward expert: `down(gate([first; second](x)))`, with one input projection less where the model has no gate."""
+
+    def __init__(self, inputs: dict[str, nn.Linear], down: tuple[str, nn.Linear], gate: Gate) -> None:
+        super().__init__()
+        self.input_names, self.down_name, self.gate = tuple(inputs), down[0], gate
+        for name, linear in (*inputs.items(), down):
+            self.add_module(name, linear)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [tokens, hidden] -> float [tokens, hidden]."""
+        projected = torch.cat([self.get_submodule(name)(hidden) for name in self.input_names], dim=-1)
+        output: Tensor = self.get_submodule(self.down_name)(self.gate(projected))
+        return output
+
+
+class Experts(nn.ModuleList):
+    """The experts of one block; each sees only the tokens that the router sends to it."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens, hidden]."""
+        total = torch.zeros_like(hidden)
+        for index, expert in enumerate(self):
+            token, place = torch.where(chosen == index)
+            if len(token):
+                output = expert(hidden[token]) * weights[token, place, None]
+                total.index_add_(0, token, output.to(total.dtype))
+        return total
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """The names on disk of the matrices that one fused parameter is made of, in the order in which they are joined."""
+
+    inputs: tuple[str, ...]
+    down: str
+
+
+def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, str]:
+    """Replace each fused experts module by `Experts` with the same outputs; the new weights are views of the old ones.
+
+    `stored` holds the parameter names that the checkpoint itself has in the fused form: these modules stay as they are. Returns those that
+    stay fused: module name -> the reason.
+    """
+    converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
+    fused: dict[str, str] = {}
+    for name, module in list(_fused_modules(model)):
+        leaves = _leaves(name, module, converters)
+        if any(f"{name}.{leaf}" in stored for leaf, _ in module.named_parameters(recurse=False)):
+            fused[name] = f"the checkpoint stores all experts in one tensor ({_shapes(module)}), which only its own loader can read"
+        elif isinstance(leaves, str):
+            fused[name] = leaves
+        else:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, _take_apart(module, leaves))
+    return fused
+
+
+def _fused_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FUSED_CONVOLUTIONS):
+            continue
+        parameters = list(module.parameters(recurse=False))
+        if any(parameter.dim() == 3 and min(parameter.shape) > 1 for parameter in parameters):
+            yield name, module
+
+
+def _leaves(name: str, module: nn.Module, converters: list[WeightConverter]) -> _Leaves | str:
+    """Return the names of an expert's projections, or why there are none."""
+    shapes = _shapes(module)
+    if not hasattr(module, "_apply_gate") or getattr(module, "down_proj", None) is None:
+        return f"the experts are fused ({shapes}) in a way that is not known"
+    if module.has_bias:
+        return f"the fused experts ({shapes}) have biases"
+    if module.is_transposed or (module.has_gate and not module.is_concatenated):
+        return f"the fused experts ({shapes}) are transposed or interleaved"
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    found: dict[str, tuple[str, ...]] = {}
+    for converter in converters:
+        patterns = [pattern.rpartition("*.")[2].replace("\\", "").rstrip("$") for pattern in converter.source_patterns]
+        targets = {converter.rename_source_key(f"{name}.0.{pattern}")[0] for pattern in patterns}
+        operations = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+        joined = [(MergeModulelist, 0)] if len(patterns) == 1 else [(MergeModulelist, 0), (Concatenate, 1)]
+        plain = len(operations) == len(converter.operations) and operations == joined
+        for parameter in (first, "down_proj"):
+            if targets == {f"{name}.{parameter}"} and plain and all(pattern.endswith(".weight") for pattern in patterns):
+                found[parameter] = tuple(pattern.removesuffix(".weight") for pattern in patterns)
+    inputs, down = found.get(first, ()), found.get("down_proj", ())
+    if len(inputs) != 1 + module.has_gate or len(down) != 1:
+        return f"transformers has no rule that names the single experts of {shapes}"
+    return _Leaves(inputs, down[0])
+
+
+def _take_apart(module: nn.Module, leaves: _Leaves) -> Experts:
+    joined: Tensor = (module.gate_up_proj if module.has_gate else module.up_proj).detach()  # [experts, inputs * intermediate, hidden]
+    down: Tensor = module.down_proj.detach()  # [experts, hidden, intermediate]
+    for leaf in [leaf for leaf, _ in module.named_parameters(recurse=False)]:
+        delattr(module, leaf)
+    gate: Gate = module._apply_gate if module.has_gate else module.act_fn
+    experts = []
+    for matrix, last in zip(joined, down, strict=True):
+        inputs = zip(leaves.inputs, matrix.chunk(len(leaves.inputs)), strict=True)
+        experts.append(Expert({leaf: _linear(part) for leaf, part in inputs}, (leaves.down, _linear(last)), gate))
+    return Experts(experts)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _shapes(module: nn.Module) -> str:
+    return ", ".join(f"{leaf} {list(parameter.shape)}" for leaf, parameter in module.named_parameters(recurse=False))

@@ -1,0 +1,112 @@
+"""Which tensor of the checkpoint holds which parameter of the model: every one on both sides is accounted for, or it is an error.
+
+The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the model), by the prefix of the base model (old
+GPT-2 files have no `transformer.`) and by tied weights (no `lm_head` in the file). transformers would fill a parameter that it does not find
+with random numbers; here that is a SourceError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+from optkit.errors import SourceError
+from optkit.model.checkpoint import Checkpoint
+
+
+def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
+    """Return tensor of the checkpoint -> the name that transformers gives it before it joins experts and adjusts the prefix."""
+    renamings = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
+    renamed = {}
+    for name in tensors:
+        renamed[name] = name
+        for renaming in renamings:
+            renamed[name], _ = renaming.rename_source_key(renamed[name])
+    return renamed
+
+
+def with_base_prefix(name: str, prefix: str, known: Mapping[str, object] | set[str]) -> str:
+    """Return the name as `known` has it: with the prefix of the base model added or removed, or as it is."""
+    if name in known or not prefix:
+        return name
+    candidates = (f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+    return next((candidate for candidate in candidates if candidate in known), name)
+
+
+def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+    """Return parameter or persistent buffer -> tensor of the checkpoint, for a model whose experts are unfused.
+
+    Raises SourceError where a side has names that the other lacks, or shapes differ; up to three of each are named.
+    """
+    slots = {name: tuple(slot.shape) for name, slot in model.state_dict(keep_vars=True).items()}
+    found: dict[str, str] = {}
+    extra: list[str] = []
+    for tensor, renamed in renamed_tensors(model, checkpoint.tensors).items():
+        name = with_base_prefix(renamed, model.base_model_prefix, slots)
+        if name in slots and name not in found:
+            found[name] = tensor
+        elif not _ignorable(renamed, model):
+            extra.append(tensor)
+    _refuse_rewritten(model, found, checkpoint)
+    _tie(found, model)
+    missing = [name for name in slots if name not in found and not _may_be_missing(name, model)]
+    if extra or missing:
+        raise SourceError(
+            f"the weights are not those of {type(model).__name__}: {_some(missing, 'parameters are missing in the file')}, "
+            f"{_some(extra, 'tensors in the file have no place in the model')}",
+            where=str(checkpoint.directory),
+            why="A parameter without weights would be random numbers",
+            remedy="See that config.json and the weights belong together",
+        )
+    _refuse_other_shapes(found, slots, checkpoint)
+    return found
+
+
+def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
+    for name, tensor in found.items():
+        if any(converter.rename_source_key(name)[1] for converter in converters) and ".experts." not in name:
+            raise SourceError(
+                f"{model.config.model_type} is not supported: transformers rewrites {tensor} while it loads it",
+                where=str(checkpoint.directory),
+                why="optkit reads weights as they are in the file",
+            )
+
+
+def _refuse_other_shapes(found: Mapping[str, str], slots: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
+    wrong = [(name, tensor) for name, tensor in found.items() if checkpoint.tensors[tensor].shape != slots[name]]
+    if wrong:
+        shown = "; ".join(f"{tensor} is {list(checkpoint.tensors[tensor].shape)}, not {list(slots[name])}" for name, tensor in wrong[:3])
+        raise SourceError(
+            f"{len(wrong):,} of {len(found):,} tensors have another shape than config.json says: {shown}",
+            where=str(checkpoint.directory),
+            remedy="See that config.json and the weights belong together",
+        )
+
+
+def _tie(found: dict[str, str], model: PreTrainedModel) -> None:
+    """Give a tied parameter that is not in the file the tensor of a partner that is."""
+    ties: Mapping[str, str] = model.all_tied_weights_keys
+    for target, source in ties.items():
+        group = [name for name in (source, target, *(other for other, same in ties.items() if same == source)) if name in found]
+        for name in (target, source):
+            if group and name not in found:
+                found[name] = found[group[0]]
+
+
+def _ignorable(name: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor holds no weight of this model: a buffer that the code computes now, or a part that it never reads."""
+    patterns = {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _may_be_missing(name: str, model: PreTrainedModel) -> bool:
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
+
+
+def _some(names: list[str], label: str) -> str:
+    return f"{len(names):,} {label}" + (f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "")

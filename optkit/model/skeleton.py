@@ -1,0 +1,224 @@
+"""A causal language model without its weights: built on the meta device, with the real weights of one part of it at a time.
+
+    skeleton = Skeleton(Checkpoint(directory))
+    inputs = skeleton.capture_inputs(tokens, "cpu", batch_size=8)
+    for index, block in enumerate(skeleton.blocks):
+        skeleton.load_(block.name, "cpu")
+        for batch in inputs.batches:
+            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.release_(block.name)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from optkit.errors import SourceError
+from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.experts import unfuse_experts_
+from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Float dtypes by the names that safetensors uses."""
+Projection = nn.Linear | Conv1D
+ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One place of a parameter or buffer: its full name, the module that has it, and the name there."""
+
+    name: str
+    owner: nn.Module
+    leaf: str
+
+
+class Skeleton:
+    """A model whose parameters are on the meta device; `load_` and `release_` put the real ones there and take them away."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, attention: str | None = "sdpa", trust_remote_code: bool = False
+    ) -> None:
+        """Build the model in `dtype` (the checkpoint's own where None), experts unfused; no weight is read.
+
+        Raises SourceError for a quantized checkpoint, an architecture that is not supported, and weights that do not fit the model.
+        """
+        self.checkpoint = checkpoint
+        self.model = _empty_model(checkpoint, dtype or _stored_dtype(checkpoint), attention, trust_remote_code)
+        self.dtype: torch.dtype = self.model.dtype
+        renamed = renamed_tensors(self.model, checkpoint.tensors).values()
+        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        stored = {with_base_prefix(name, self.model.base_model_prefix, known) for name in renamed} & known
+        self.fused: Mapping[str, str] = unfuse_experts_(self.model, stored)
+        """Experts that could not be taken apart into Linears: module name -> the reason."""
+        self.blocks: tuple[Block, ...] = find_blocks(self.model)
+        self.tensor_names: Mapping[str, str] = match_tensors(self.model, checkpoint)
+        """Parameter or persistent buffer of the model -> tensor of the checkpoint."""
+        self._dtypes = _planned_dtypes(self.model, self.dtype)
+        self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
+
+    def tensor_name(self, parameter: str) -> str:
+        """Return the tensor of the checkpoint that holds a parameter of the model, e.g. `model.layers.0.mlp.up_proj.weight`."""
+        return self.tensor_names[parameter]
+
+    def block_tensors(self, block: Block) -> tuple[str, ...]:
+        """Return the tensors of the checkpoint that a block is made of."""
+        return tuple(tensor for name, tensor in self.tensor_names.items() if name.startswith(f"{block.name}."))
+
+    @property
+    def outside_tensors(self) -> tuple[str, ...]:
+        """The tensors of the checkpoint that belong to no block, among them those that the model never reads: to be passed on as they are."""
+        inside = {tensor for block in self.blocks for tensor in self.block_tensors(block)}
+        return tuple(name for name in self.checkpoint.tensors if name not in inside)
+
+    def linears(self, block: Block) -> dict[str, Projection]:
+        """Return the Linear and Conv1D modules of a block by their names in the checkpoint, in the order of definition, routers included."""
+        named = block.module.named_modules(prefix=block.name)
+        found = {name: module for name, module in named if isinstance(module, Projection)}
+        return {self.tensor_name(f"{name}.weight").removesuffix(".weight"): module for name, module in found.items()}
+
+    def load_(self, module_name: str, device: str | torch.device) -> None:
+        """Put the real weights of a module and all below it on the device, in the model's dtype.
+
+        Raises SourceError for weights that are NaN or Inf, in the file or after the cast to the model's dtype.
+        """
+        self._load(self._slots(module_name), device)
+
+    def release_(self, module_name: str) -> None:
+        """Put a module and all below it back to the meta device."""
+        self._release(self._slots(module_name))
+
+    def load_outside_(self, device: str | torch.device) -> None:
+        """Put everything outside the blocks on the device; raises as `load_` does."""
+        self._load(self._outside(), device)
+
+    def release_outside_(self) -> None:
+        """Put everything outside the blocks back to the meta device."""
+        self._release(self._outside())
+
+    def capture_inputs(self, tokens: Tensor, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
+        """Return what int64 [sequences, sequence_length] becomes in front of the first block, and what each block is called with.
+
+        The part of the model in front of the blocks is on the device while this runs, without lm_head. Raises SourceError where the
+        blocks cannot be run one by one.
+        """
+        hidden: list[Tensor] = []
+        batches: list[Batch] = []
+        before = [slot for slot in self._outside() if slot.owner is not self.model.get_output_embeddings()]
+        self._load(before, device)
+        try:
+            for start in range(0, len(tokens), batch_size):
+                rows = slice(start, min(start + batch_size, len(tokens)))
+                entered, calls = record_calls(self.model, self.blocks, tokens[rows].to(device))
+                if batches:
+                    calls = tuple(shared_with(call, first) for call, first in zip(calls, batches[0].calls, strict=True))
+                hidden.append(entered)
+                batches.append(Batch(rows, calls))
+        finally:
+            self._release(before)
+        return BlockInputs(torch.cat(hidden), tuple(batches))
+
+    def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        """Run one loaded block alone: float [batch, sequence, hidden] -> the same shape."""
+        return call.run(self.blocks[index].module, hidden)
+
+    def _slots(self, module_name: str) -> Iterator[_Slot]:
+        for name, owner in self.model.get_submodule(module_name).named_modules(prefix=module_name, remove_duplicate=False):
+            for leaf in (*owner._parameters, *owner._buffers):
+                if getattr(owner, leaf) is not None:
+                    yield _Slot(f"{name}.{leaf}" if name else leaf, owner, leaf)
+
+    def _outside(self) -> list[_Slot]:
+        inside = self.blocks[0].name.rpartition(".")[0] + "."
+        return [slot for slot in self._slots("") if not slot.name.startswith(inside)]
+
+    def _load(self, slots: Iterable[_Slot], device: str | torch.device) -> None:
+        for slot in slots:
+            if slot.name not in self.tensor_names:
+                setattr(slot.owner, slot.leaf, getattr(slot.owner, slot.leaf).to(device))
+            elif slot.leaf in slot.owner._buffers:
+                setattr(slot.owner, slot.leaf, self._read(slot).to(device))
+            else:
+                key = (self.tensor_name(slot.name), str(device), self._dtype(slot))
+                parameter = self._real.get(key)
+                if parameter is None:
+                    parameter = nn.Parameter(self._read(slot).to(device), requires_grad=False)
+                    self._real[key] = parameter
+                slot.owner._parameters[slot.leaf] = parameter
+
+    def _release(self, slots: Iterable[_Slot]) -> None:
+        for slot in slots:
+            held = getattr(slot.owner, slot.leaf)
+            if slot.name not in self.tensor_names:
+                setattr(slot.owner, slot.leaf, held.to("cpu"))
+            elif slot.leaf in slot.owner._buffers:
+                setattr(slot.owner, slot.leaf, held.to("meta"))
+            else:
+                slot.owner._parameters[slot.leaf] = nn.Parameter(held.detach().to("meta"), requires_grad=False)
+
+    def _dtype(self, slot: _Slot) -> torch.dtype:
+        planned = self._dtypes.get(slot.name)
+        held: Tensor = getattr(slot.owner, slot.leaf)
+        return planned or held.dtype
+
+    def _read(self, slot: _Slot) -> Tensor:
+        tensor = self.tensor_name(slot.name)
+        stored = self.checkpoint.read_finite(tensor)
+        dtype = self._dtype(slot)
+        if not stored.is_floating_point() or stored.dtype == dtype:
+            return stored
+        cast = stored.to(dtype)
+        if not cast.isfinite().all():
+            raise SourceError(
+                f"weights of up to {float(stored.abs().max()):.4g} do not fit {str(dtype).removeprefix('torch.')}",
+                where=f"{self.checkpoint.files[tensor]}: {tensor}",
+                why=f"Its largest number is {torch.finfo(dtype).max:.4g}",
+                remedy="Open the model in bfloat16 or float32",
+            )
+        return cast
+
+
+def is_router(name: str) -> bool:
+    """Whether a Linear decides where tokens go (`mlp.gate`, `mlp.router`, `mlp.shared_expert_gate`): tiny, and best left in full precision."""
+    return not ROUTER_NAMES.isdisjoint(name.split("."))
+
+
+def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str | None, trust_remote_code: bool) -> PreTrainedModel:
+    where = str(checkpoint.directory)
+    if checkpoint.quantization:
+        method = checkpoint.quantization.get("quant_method", "unknown method")
+        raise SourceError(f"the model is quantized already ({method})", where=where, why="Its float weights are gone")
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        options = {"attn_implementation": attention} if attention else {}
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError, OSError) as error:
+        architecture = ", ".join(checkpoint.config.get("architectures") or [str(checkpoint.config.get("model_type"))])
+        raise SourceError(f"transformers cannot build {architecture}", where=where, why=str(error).strip().splitlines()[0]) from error
+    return model.requires_grad_(False).eval()
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that config.json names, else that of the first float tensor."""
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
+        return getattr(torch, named)  # type: ignore[no-any-return]
+    return next((TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32)
+
+
+def _planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the parameters that transformers keeps in another dtype than the model's (`_keep_in_fp32_modules`)."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: kept for pattern, kept in plan.items() for name in names if re.search(pattern.replace("*", ".*"), name)}
