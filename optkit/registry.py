@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Bare names that stand for a stage with its field: `- sdpa` is `- attention: sdpa`."""
 
 
-Base = TypeVar("Base", Stage, Eval)
+Base = TypeVar("Base", bound=Stage | Eval)
 
 
 class UnknownKindError(OptkitError):

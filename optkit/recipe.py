@@ -1,0 +1,172 @@
+"""A recipe: the model, the stages that change it, the evals that measure it, and the gates that judge the result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, SerializeAsAny
+
+from optkit.errors import RecipeError
+from optkit.frozen import Frozen
+from optkit.measure import Eval
+from optkit.overrides import override
+from optkit.recipe_check import check_fields, check_gates, check_order, check_repeats, check_root, check_texts, read_items
+from optkit.recipe_files import find_recipe, read_text
+from optkit.source.models import ModelSource, pin_model
+from optkit.stage import Setting, Transform
+from optkit.yaml_places import PlacedData, read_yaml
+
+
+class TransformEntry(Frozen):
+    """A stage that changes weights, with its name in the recipe."""
+
+    kind: str
+    value: SerializeAsAny[Transform]
+
+
+class SettingEntry(Frozen):
+    """A stage that is applied when the artifact is opened, with its name in the recipe."""
+
+    kind: str
+    value: SerializeAsAny[Setting]
+
+
+class EvalEntry(Frozen):
+    """An eval with its name in the recipe."""
+
+    kind: str
+    value: SerializeAsAny[Eval]
+
+
+Entry = TransformEntry | SettingEntry | EvalEntry
+
+
+class Heading(Frozen):
+    """The part of a recipe that is no list."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the artifact's directory: letters, digits, dot, dash and underscore. Default: the file's name without its ending."""
+    description: str = ""
+    """What the recipe is for, in a sentence."""
+    model: ModelSource
+    """The model to start from: its name, or a mapping of the fields below."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Where everything random begins, so that a run can be repeated."""
+
+
+class Recipe(Heading):
+    """What a recipe file says, checked, with every default filled in."""
+
+    stages: tuple[TransformEntry | SettingEntry, ...] = ()
+    """What is done to the model, in order: `kind: {field: value}`, or the kind alone where every field keeps its default."""
+    evals: tuple[EvalEntry, ...] = ()
+    """What is measured, of the artifact and of the unmodified model: written like the stages."""
+    gates: dict[str, str] = {}
+    """Limits to metrics, e.g. `perplexity: "<= 1.10x"`; a run that breaks one ends with status 3."""
+
+    @property
+    def transforms(self) -> tuple[TransformEntry, ...]:
+        """The stages that change weights, in order."""
+        return tuple(entry for entry in self.stages if isinstance(entry, TransformEntry))
+
+    @property
+    def settings(self) -> tuple[SettingEntry, ...]:
+        """The stages that are applied when the artifact is opened, in order."""
+        return tuple(entry for entry in self.stages if isinstance(entry, SettingEntry))
+
+    def pinned(self, data: Path | None) -> Recipe:
+        """Return the recipe with every revision filled in; `data` holds local copies of data sets. Raises SourceError."""
+        return self.model_copy(
+            update={
+                "model": pin_model(self.model, data),
+                "stages": tuple(_pinned(entry, data) for entry in self.stages),
+                "evals": tuple(_pinned(entry, data) for entry in self.evals),
+            }
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the recipe as plain data with every default filled in, as its YAML would say it; `load_recipe` takes it again."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "model": self.model.model_dump(mode="json"),
+            "stages": [{entry.kind: entry.value.model_dump(mode="json")} for entry in self.stages],
+            "evals": [{entry.kind: entry.value.model_dump(mode="json")} for entry in self.evals],
+            "gates": dict(self.gates),
+            "seed": self.seed,
+        }
+
+
+def load_recipe(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: str | None = None) -> Recipe:
+    """Return the recipe of a file, of a shipped recipe's name, of YAML text (more than one line) or of plain data.
+
+    `overrides` are changes like `stages.0.gptq.group_size=32`; `model` replaces the recipe's. Raises RecipeError with every problem.
+    """
+    if isinstance(source, Mapping):
+        placed, name = PlacedData(dict(source)), "recipe"
+    elif isinstance(source, str) and "\n" in source:
+        placed, name = read_yaml(source, "recipe"), "recipe"
+    else:
+        path = find_recipe(source)
+        placed, name = read_yaml(read_text(path), str(path)), path.stem
+    return _checked(placed, name, overrides, model)
+
+
+def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str | None) -> Recipe:
+    known = Recipe.model_fields
+    problems = check_root(placed, known)
+    if not isinstance(placed.data, dict):
+        raise RecipeError(problems)
+    problems = override(placed, overrides, model)
+    problems += check_root(placed, known)
+    heading = check_fields(placed, (), Heading, _heading(placed.data, name))
+    if isinstance(heading, list):
+        problems += heading
+    stages, stage_problems = read_items(placed, "stage")
+    evals, eval_problems = read_items(placed, "eval")
+    gates, gate_problems = check_gates(placed, evals)
+    if not placed.data.get("stages") and not placed.data.get("evals"):
+        problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
+    problems += [*stage_problems, *eval_problems, *gate_problems]
+    problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
+    if problems or isinstance(heading, list):
+        raise RecipeError(sorted(problems, key=lambda problem: (problem.line, problem.column)))
+    return Recipe(
+        **{key: getattr(heading, key) for key in Heading.model_fields},
+        stages=tuple(
+            TransformEntry(kind=item.kind, value=item.value)
+            if isinstance(item.value, Transform)
+            else SettingEntry(kind=item.kind, value=item.value)
+            for item in stages
+        ),
+        evals=tuple(EvalEntry(kind=item.kind, value=item.value) for item in evals),
+        gates=gates,
+    )
+
+
+def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the keys of a `Heading`, the model spelled out and the name filled in."""
+    given = {key: value for key, value in data.items() if key in Heading.model_fields}
+    if isinstance(given.get("model"), str):
+        given["model"] = {"name": given["model"]}
+    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "recipe", **given}
+
+
+def _pinned(value: Any, data: Path | None) -> Any:
+    """Return the value with each frozen value in it replaced by what its `pinned` returns, innermost first."""
+    if isinstance(value, Frozen):
+        parts = {name: getattr(value, name) for name in type(value).model_fields}
+        changed = {name: new for name, part in parts.items() if (new := _pinned(part, data)) is not part}
+        value = value.model_copy(update=changed) if changed else value
+        pin = getattr(value, "pinned", None)
+        return pin(data) if pin else value
+    if isinstance(value, tuple):
+        return tuple(_pinned(part, data) for part in value)
+    if isinstance(value, list):
+        return [_pinned(part, data) for part in value]
+    if isinstance(value, dict):
+        return {key: _pinned(part, data) for key, part in value.items()}
+    return value

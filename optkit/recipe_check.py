@@ -1,0 +1,202 @@
+"""Everything that can be wrong in a recipe before it runs, found at once and each at its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from optkit.entries import class_of, names_of, spell_out
+from optkit.errors import OptkitError, Problem, did_you_mean
+from optkit.frozen import Frozen
+from optkit.gates import check_gate, parse_gate
+from optkit.registry import PRESETS, eval_class, eval_names
+from optkit.stage import Format, Setting, Transform
+from optkit.validation import shown, validate
+from optkit.yaml_places import PlacedData, Steps
+
+FORMATS = {
+    Format.CHECKPOINT: "a checkpoint with float weights",
+    Format.QUANTIZED: "one with packed weights",
+    Format.ONNX: "an ONNX model",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One stage or eval that was read from a recipe."""
+
+    steps: Steps
+    kind: str
+    value: Any
+
+
+def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
+    """Return what is wrong with the recipe as a whole: no mapping, or keys that no recipe has."""
+    if recipe.data is None:
+        return [recipe.value_place(()).problem("the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`.")]
+    if not isinstance(recipe.data, dict):
+        return [recipe.value_place(()).problem(f"a recipe is a mapping of {', '.join(known)}, not {shown(recipe.data)}.")]
+    problems = []
+    for key in recipe.data:
+        if key not in known:
+            role = next((role for role in ("stage", "eval") if key in names_of(role)), None)
+            hint = f" '{key}' is one of the {role}s: write it below `{role}s:`, as `- {key}`." if role else did_you_mean(key, known)
+            problems.append(recipe.key_place((key,)).problem(f"unknown key '{key}'.{hint}"))
+    return problems
+
+
+def check_fields(recipe: PlacedData, steps: Steps, model: type[BaseModel], data: Mapping[str, Any]) -> Any | list[Problem]:
+    """Return the data as an instance of `model`, else its problems."""
+    try:
+        checked = validate(model, data)
+    except OptkitError as error:
+        return [recipe.value_place(steps).problem(str(error))]
+    if not isinstance(checked, list):
+        return checked
+    places = [recipe.key_place if fault.of_key else recipe.value_place for fault in checked]
+    return [place((*steps, *fault.steps)).problem(fault.message) for place, fault in zip(places, checked, strict=True)]
+
+
+def read_items(recipe: PlacedData, role: str) -> tuple[list[Item], list[Problem]]:
+    """Return the stages or evals that could be read, and the problems of the others."""
+    group = f"{role}s"
+    listed = recipe.data.get(group)
+    if listed is None:
+        return [], []
+    if not isinstance(listed, list):
+        message = f"{group} are a list: begin each with `- `. This is {shown(listed)}."
+        return [], [recipe.value_place((group,)).problem(message)]
+    items: list[Item] = []
+    problems: list[Problem] = []
+    for index, written in enumerate(listed):
+        read = _read_item(recipe, role, (group, index), written)
+        if isinstance(read, Item):
+            items.append(read)
+        else:
+            problems += read
+    return items, problems
+
+
+def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> Item | list[Problem]:
+    place = recipe.value_place(steps)
+    try:
+        spelled = spell_out(role, written)
+        if not isinstance(spelled, dict):
+            return [place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")]
+        if len(spelled) != 1:
+            first, *others = spelled or ["it"]
+            what = f"{len(spelled)} names at once: {', '.join(spelled)}." if spelled else "no name."
+            return [place.problem(f"one {role} has {what} Indent its fields below `{first}:`, and begin the next {role} with `- `.")]
+        ((kind, fields),) = spelled.items()
+        if kind not in names_of(role):
+            return [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]
+        model = class_of(role, kind)
+        if not isinstance(fields, dict):
+            return [recipe.value_place((*steps, kind)).problem(f"{kind} takes a mapping of fields, not {shown(fields)}.")]
+    except OptkitError as error:
+        return [place.problem(str(error))]
+    checked = check_fields(recipe, (*steps, kind), model, fields)
+    return checked if isinstance(checked, list) else Item((*steps, kind), kind, checked)
+
+
+def _unknown(role: str, kind: str) -> str:
+    other = "eval" if role == "stage" else "stage"
+    if kind in names_of(other):
+        return f"'{kind}' is one of the {other}s. Move it below `{other}s:`."
+    if role == "stage" and kind in PRESETS:
+        return f"'{kind}' is a preset and takes no fields. Write `- {kind}`."
+    return f"unknown {role} '{kind}'.{did_you_mean(kind, [*names_of(role), *(PRESETS if role == 'stage' else ())])}"
+
+
+def check_order(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
+    """Yield the transforms that cannot read what the one before leaves."""
+    before: Item | None = None
+    for item in stages:
+        if not isinstance(item.value, Transform):
+            continue
+        if before and before.value.produces not in item.value.accepts:
+            reads = " or ".join(FORMATS[each] for each in sorted(item.value.accepts))
+            message = f"{item.kind} reads {reads} and {before.kind} leaves {FORMATS[before.value.produces]}."
+            remedy = "Keep one of them." if before.value.produces is item.value.produces else f"Put {item.kind} before {before.kind}."
+            yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
+        before = item
+
+
+def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the settings that are given twice, and the evals that would measure the same again."""
+    for index, item in enumerate(stages):
+        earlier = [other for other in stages[:index] if isinstance(item.value, Setting) and type(other.value) is type(item.value)]
+        if earlier:
+            first = recipe.key_place(earlier[0].steps)
+            message = f"the setting {item.kind} is given twice, first in line {first.line}. Only one can be in force; remove the other."
+            yield recipe.key_place(item.steps).problem(message)
+    for index, item in enumerate(evals):
+        if any(item.value == other.value for other in evals[:index]):
+            yield recipe.key_place(item.steps).problem(f"the eval {item.kind} is here twice with the same fields. Remove one of them.")
+
+
+def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the evals that measure on a text which the weights are calibrated on."""
+    calibrated = {text: stage for stage in stages for _, text in texts_in(stage.value)}
+    for item in evals:
+        for way, text in texts_in(item.value):
+            if stage := calibrated.get(text):
+                line = recipe.key_place(stage.steps).line
+                message = f"{item.kind} would measure on {' '.join(text)}, which {stage.kind} (line {line}) is calibrated on."
+                remedy = "The result would look better than it is. Name another split or data set for one of them."
+                yield recipe.value_place((*item.steps, *way)).problem(f"{message} {remedy}")
+
+
+def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:
+    """Return the gates, and the problems of those that are no limit or that no eval of the recipe measures."""
+    written = recipe.data.get("gates")
+    if written is None:
+        return {}, []
+    if not isinstance(written, dict):
+        message = f'gates are a mapping like `perplexity: "<= 1.10x"`, not {shown(written)}.'
+        return {}, [recipe.value_place(("gates",)).problem(message)]
+    problems = []
+    for key, limit in written.items():
+        place = recipe.value_place(("gates", key))
+        if not isinstance(limit, str):
+            problems.append(place.problem(f'{key}: {shown(limit)} is not a limit in quotes, such as "<= 25" or "<= 1.10x".'))
+            continue
+        try:
+            gate = parse_gate(key, limit)
+        except ValueError as error:
+            problems.append(place.problem(f"{key}: {error}"))
+            continue
+        try:
+            check_gate(gate, [item.value for item in evals])
+        except ValueError as error:
+            others = [kind for kind in eval_names() if kind not in {item.kind for item in evals} and gate.name in eval_class(kind).metrics]
+            hint = f" The eval {others[0]} measures it: write `- {others[0]}` below `evals:`." if others else ""
+            problems.append(recipe.key_place(("gates", key)).problem(f"{error}{hint}"))
+    return written, problems
+
+
+def texts_in(value: Any) -> Iterator[tuple[Steps, tuple[str, str]]]:
+    """Yield (data set, split) of every text that a stage or eval names, with the way to the field that names the data set."""
+    for steps, found in nested(value):
+        if {"dataset", "split"} <= set(type(found).model_fields):
+            text = found.model_dump(include={"dataset", "split"})
+            if text["dataset"]:
+                yield (*steps, "dataset"), (text["dataset"], text["split"] or "")
+
+
+def nested(value: Any) -> Iterator[tuple[Steps, Frozen]]:
+    """Yield every frozen value in a value, itself included, with the way to it."""
+    parts: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Frozen):
+        yield (), value
+        parts = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    for step, part in parts:
+        for steps, found in nested(part):
+            yield (step, *steps), found

@@ -1,0 +1,60 @@
+"""Find a recipe by path or by the name of a shipped one, and read its text."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import NoReturn
+
+from optkit.errors import Problem, RecipeError
+
+LARGEST_BYTES = 1_000_000
+SUFFIXES = (".yaml", ".yml")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name -> file of the recipes that come with optkit."""
+    package = Path(__file__).parent
+    folder = package / "_recipes" if (package / "_recipes").is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(source: Path | str) -> Path:
+    """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError with the nearest names."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
+        _refuse(
+            path, f"this is a directory, not a recipe. {f'Name one of its recipes: {inside}.' if inside else 'It holds no .yaml file.'}"
+        )
+    shipped = shipped_recipes()
+    if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
+        return shipped[path.name.removesuffix(".yaml")]
+    nearby = {file.name: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if path.parent.is_dir() else {}
+    known = {**{name: name for name in shipped}, **{Path(name).stem: file for name, file in nearby.items()}, **nearby}
+    near = difflib.get_close_matches(path.name, known, n=1) or difflib.get_close_matches(path.stem, known, n=1)
+    hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
+    _refuse(path, f"there is no such recipe. {hint}")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not UTF-8."""
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            _refuse(path, f"{path.stat().st_size:,} bytes are too many for a recipe ({LARGEST_BYTES:,} at most). Name the YAML file.")
+        content = path.read_bytes()
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}.")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        message = f"the byte 0x{content[error.start]:02x} is not UTF-8 text. Save the file as UTF-8."
+        raise RecipeError([Problem(message, str(path), line, column)]) from error
+
+
+def _refuse(path: Path, message: str) -> NoReturn:
+    raise RecipeError([Problem(message, str(path))])
