@@ -1,0 +1,142 @@
+"""Run the steps of a plan that are not in the store yet: each reads one directory and fills another."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from optkit.environment import describe_environment, package_version
+from optkit.errors import MissingPackageError, ResourceError, StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.plan import Plan, Step
+from optkit.source.models import import_model, locate_model
+from optkit.stage import Context, Format, Report
+from optkit.store import Store
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One transform as the scorecard tells it."""
+
+    kind: str
+    key: str
+    cached: bool
+    """It lay in the store; `seconds` is what it took when it was made."""
+    seconds: float
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The weights that a plan asked for."""
+
+    weights: Path
+    stored: Mapping[str, dict[str, Any]] | None
+    """Files of the store's record; None where the weights are the user's own directory or the hub's cache."""
+    steps: tuple[StepOutcome, ...]
+
+    @property
+    def calibrated_on(self) -> tuple[dict[str, str], ...]:
+        """The texts that shaped the weights, over all steps."""
+        return tuple(dict(text) for step in self.steps for text in step.report.get("calibrated_on", ()))
+
+
+def execute(plan: Plan, store: Store, context: Context) -> Execution:
+    """Return the weights of the last transform, running only what the store does not hold.
+
+    Raises MissingPackageError and ResourceError before anything runs, StageError and SourceError from the stages.
+    """
+    check_packages(plan)
+    check_disk(plan, store)
+    made: set[str] = set()
+    last = max(index for index, step in enumerate(plan.steps))
+    weights = materialize(plan, last, store, context, made)
+    outcomes = tuple(_outcome(step, store, made) for step in plan.steps if step.stage is not None)
+    in_store = store.get(plan.steps[last].key) == weights
+    return Execution(weights, store.record(plan.steps[last].key)["files"] if in_store else None, outcomes)
+
+
+def materialize(plan: Plan, index: int, store: Store, context: Context, made: set[str]) -> Path:
+    """Return the directory that step `index` leaves, running it and what it stands on where the store does not hold it.
+
+    The keys of the steps that ran are added to `made`.
+    """
+    step = plan.steps[index]
+    if index == 0 and (there := locate_model(plan.recipe.model)):
+        return there
+    if found := store.get(step.key):
+        return found
+    source = materialize(plan, index - 1, store, context, made) if index else None
+    with store.lock(step.key, waiting=lambda: context.progress.say(f"{step.kind}: another run is at work on this step; waiting for it")):
+        if found := store.get(step.key):
+            return found
+        with store.write(step.key) as draft:
+            start = time.perf_counter()
+            report = run_step(plan, step, source, draft.model, context)
+            draft.record.update(
+                kind=step.kind,
+                fields=step.stage.model_dump(mode="json") if step.stage else plan.recipe.model.model_dump(mode="json"),
+                source_key=step.source_key,
+                seconds=round(time.perf_counter() - start, 3),
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                environment=describe_environment(context.device),
+                report=asdict(report),
+            )
+        made.add(step.key)
+    return store.get(step.key) or locate_model(plan.recipe.model) or _lost(step)
+
+
+def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context: Context) -> Report:
+    """Run one step into `target` and prove its effect: something changed, and what was written can be read."""
+    if step.stage is None or source is None:
+        details = import_model(plan.recipe.model, target, context.progress)
+        return Report(changed=len(Checkpoint(target).tensors), details=details)
+    try:
+        report = step.stage.run(source, target, context)
+    except MemoryError as error:
+        raise ResourceError("memory ran out", where=step.kind, remedy="Lower the samples or the sequence length") from error
+    if report.changed == 0:
+        raise StageError("the stage changed nothing", where=step.kind, why=f"{len(report.skipped)} modules were skipped")
+    if step.format is not Format.ONNX:
+        Checkpoint(target)
+    return report
+
+
+def check_packages(plan: Plan) -> None:
+    """Raise MissingPackageError for the first stage or eval that needs a package which is not installed or too old."""
+    from packaging.requirements import Requirement
+
+    wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.requires]
+    wanted += [(entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires]
+    for kind, need in wanted:
+        requirement = Requirement(need)
+        version = package_version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            raise MissingPackageError(requirement.name, where=kind, install=need)
+
+
+def check_disk(plan: Plan, store: Store) -> None:
+    """Raise ResourceError if what the missing steps will leave does not fit on the store's disk."""
+    needed = sum(step.cost.disk_bytes for step in plan.steps if not step.hit)
+    place = next(path for path in (store.root, *store.root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ResourceError(
+            f"the steps will write {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free",
+            where=str(store.root),
+            remedy="Free some space, or name a store on another disk with --store",
+        )
+
+
+def _outcome(step: Step, store: Store, made: set[str]) -> StepOutcome:
+    record = store.record(step.key)
+    return StepOutcome(step.kind, step.key, step.key not in made, record["seconds"], record["report"])
+
+
+def _lost(step: Step) -> Path:
+    raise StageError("what the step left is gone again", where=step.kind, why="Its files changed right after they were written")

@@ -1,0 +1,197 @@
+"""From a recipe to a scorecard: pin, plan, execute, publish, measure; and the same without making anything, for what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from optkit import __version__
+from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve
+from optkit.environment import choose_device
+from optkit.errors import ArtifactError
+from optkit.execute import Execution, execute, materialize
+from optkit.measure import Session
+from optkit.measuring import Measurement, Subject, measure
+from optkit.plan import Plan, make_plan
+from optkit.progress import Progress, SilentProgress
+from optkit.recipe import Recipe, load_recipe
+from optkit.registry import stage_class
+from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, read_json, to_json, to_markdown
+from optkit.stage import Context, Setting
+from optkit.store import Store, default_store
+
+
+def plan(
+    recipe: Recipe | Path | str,
+    *,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    store: Path | None = None,
+    data: Path | None = None,
+) -> Plan:
+    """Return what `run` would do: every step with its key, whether the store holds it, and what it will need; computes nothing."""
+    wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
+    return make_plan(wanted.pinned(data), Store(store or default_store()), device or choose_device())
+
+
+def run(
+    recipe: Recipe | Path | str,
+    *,
+    model: str | None = None,
+    overrides: Sequence[str] = (),
+    out: Path | str | None = None,
+    device: str | None = None,
+    store: Path | None = None,
+    data: Path | None = None,
+    progress: Progress | None = None,
+) -> Scorecard:
+    """Make a recipe's artifact in `out` (`artifacts/NAME`), measure it beside the unmodified model, and return its scorecard.
+
+    `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`, `data` is a directory with local copies of
+    data sets. What the store holds is not done again. Raises an OptkitError for everything that a user can cause.
+    """
+    progress = progress or SilentProgress()
+    wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
+    target = Path(out) if out is not None else Path("artifacts") / wanted.name
+    with reserve(target):
+        shelf = Store(store or default_store())
+        todo = make_plan(wanted.pinned(data), shelf, device or choose_device())
+        context = Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data)
+        execution = execute(todo, shelf, context)
+        artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
+        measured = measure(
+            todo,
+            Subject(lambda: artifact.directory, _settings(todo), todo.recipe.model.trust_remote_code),
+            _baseline(todo, shelf, context) if todo.artifact_key != todo.baseline_key else None,
+            shelf,
+            data=data,
+            progress=progress,
+            calibrated_on=execution.calibrated_on,
+        )
+        scorecard = _scorecard(todo, measured, [asdict(step) for step in execution.steps])
+        artifact.attach(SCORECARD_JSON, to_json(scorecard))
+        artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
+    return scorecard
+
+
+def evaluate(
+    model: str,
+    evals: Path | str,
+    *,
+    device: str | None = None,
+    store: Path | None = None,
+    data: Path | None = None,
+    progress: Progress | None = None,
+) -> Scorecard:
+    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing."""
+    progress = progress or SilentProgress()
+    shelf = Store(store or default_store())
+    chosen = device or choose_device()
+    if not is_artifact(Path(model)):
+        asked = load_recipe(evals, model=model)
+        if asked.stages:
+            progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
+        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
+        context = Context(device=chosen, seed=todo.recipe.seed, progress=progress, data=data)
+        return _scorecard(todo, measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress), [])
+    artifact = read_artifact(Path(model))
+    artifact.check()
+    made = load_recipe(artifact.record.recipe)
+    asked = load_recipe(evals, model=made.model.name)
+    todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}).pinned(data), shelf, chosen)
+    context = Context(device=chosen, seed=todo.recipe.seed, progress=progress, data=data)
+    measured = measure(
+        todo,
+        Subject(lambda: artifact.directory, _settings(todo), made.model.trust_remote_code),
+        _baseline(todo, shelf, context) if artifact.record.key != artifact.record.baseline_key else None,
+        shelf,
+        data=data,
+        progress=progress,
+        calibrated_on=artifact.record.calibrated_on,
+    )
+    return _scorecard(todo, measured, artifact.record.steps)
+
+
+def read_scorecard(artifact: Path) -> Scorecard:
+    """Return the scorecard of an artifact. Raises ArtifactError where there is none."""
+    read_artifact(artifact)
+    if not (artifact / SCORECARD_JSON).is_file():
+        raise ArtifactError("there is no scorecard", where=str(artifact), why="Its run did not finish", remedy="Run its recipe again")
+    return read_json(artifact / SCORECARD_JSON)
+
+
+def compare(artifacts: Sequence[Path]) -> Comparison:
+    """Return several artifacts' scorecards side by side."""
+    return compare_table([read_scorecard(Path(artifact)) for artifact in artifacts])
+
+
+def open_artifact(directory: Path | str, *, device: str | None = None, dtype: str | None = None) -> Session:
+    """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
+
+    Raises ArtifactError where files of the artifact were lost or changed.
+    """
+    from optkit.session import open_session
+
+    directory = Path(directory)
+    if not is_artifact(directory):
+        return open_session(directory, (), device=device or choose_device(), dtype=dtype)
+    artifact = read_artifact(directory)
+    artifact.check()
+    trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
+    return open_session(directory, settings_of(artifact), device=device or choose_device(), dtype=dtype, trust_remote_code=trusted)
+
+
+def settings_of(artifact: Artifact) -> list[Setting]:
+    """Return the settings that an artifact was measured with."""
+    found = []
+    for entry in artifact.record.settings:
+        for kind, fields in entry.items():
+            setting = stage_class(kind).model_validate(fields)
+            if not isinstance(setting, Setting):
+                raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
+            found.append(setting)
+    return found
+
+
+def _settings(todo: Plan) -> list[Setting]:
+    return [entry.value for entry in todo.recipe.settings]
+
+
+def _baseline(todo: Plan, store: Store, context: Context) -> Subject:
+    return Subject(lambda: materialize(todo, 0, store, context, set()), (), todo.recipe.model.trust_remote_code)
+
+
+def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
+    recipe = todo.recipe
+    return {
+        "name": recipe.name,
+        "key": todo.artifact_key,
+        "weights_key": todo.weights_key,
+        "baseline_key": todo.baseline_key,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "optkit": __version__,
+        "recipe": recipe.resolved(),
+        "settings": tuple({entry.kind: entry.value.model_dump(mode="json")} for entry in recipe.settings),
+        "steps": tuple(asdict(step) for step in execution.steps),
+        "calibrated_on": execution.calibrated_on,
+    }
+
+
+def _scorecard(todo: Plan, measured: Measurement, steps: Sequence[dict[str, Any]]) -> Scorecard:
+    return build_scorecard(
+        name=todo.recipe.name,
+        artifact_key=todo.artifact_key,
+        recipe=todo.recipe.resolved(),
+        metrics=measured.metrics,
+        baseline=measured.baseline,
+        gates=todo.recipe.gates,
+        steps=steps,
+        settings=[setting.describe(todo.device) for setting in _settings(todo)],
+        notes=measured.notes,
+        baseline_notes=measured.baseline_notes,
+        environment=measured.environment,
+    )
