@@ -18,11 +18,10 @@ def command(model: str, evals: str, device: str | None, data: Path | None, as_js
     from optkit import pipeline
     from optkit_cli.output import only_the_result_on_stdout, print_json, show
     from optkit_cli.progress import open_progress
-    from optkit_cli.recipes import find_recipe
     from optkit_cli.tables import scorecard_view
 
     with only_the_result_on_stdout():
-        scorecard = pipeline.evaluate(model, find_recipe(evals), device=device, data=data, progress=open_progress(quiet=quiet))
+        scorecard = pipeline.evaluate(model, evals, device=device, data=data, progress=open_progress(quiet=quiet))
     if as_json:
         print_json(scorecard.model_dump(mode="json"))
     else:

@@ -10,19 +10,20 @@ from optkit_cli.options import Command, json_option
 def _stages() -> dict[str, str]:
     from optkit import registry
 
-    return {name: _first_sentence(registry.stage_class(name)) for name in registry.stage_names()}
+    return {name: registry.summary(registry.stage_class(name)) for name in registry.stage_names()}
 
 
 def _evals() -> dict[str, str]:
     from optkit import registry
 
-    return {name: _first_sentence(registry.eval_class(name)) for name in registry.eval_names()}
+    return {name: registry.summary(registry.eval_class(name)) for name in registry.eval_names()}
 
 
 def _recipes() -> dict[str, str]:
-    from optkit_cli.recipes import built_in_recipes, first_comment
+    from optkit.recipe import load_recipe
+    from optkit.recipe_files import shipped_recipes
 
-    return {name: first_comment(path) for name, path in built_in_recipes().items()}
+    return {name: load_recipe(path).description for name, path in shipped_recipes().items()}
 
 
 def _datasets() -> dict[str, str]:
@@ -41,7 +42,7 @@ LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _d
 
 
 @click.command(cls=Command, short_help="List what recipes can name.")
-@click.argument("what", type=click.Choice(list(LISTS)))
+@click.argument("what", metavar="|".join(LISTS), type=click.Choice(list(LISTS)))
 @json_option
 def command(what: str, as_json: bool) -> None:
     """List the stages, evals, recipes, data sets or models that optkit knows by name, plug-ins included."""
@@ -53,8 +54,3 @@ def command(what: str, as_json: bool) -> None:
         print_json(known)
     else:
         show(names_view(known))
-
-
-def _first_sentence(described: type) -> str:
-    text = " ".join((described.__doc__ or "").split("\n\n")[0].split())
-    return text.split(". ")[0].rstrip(".")

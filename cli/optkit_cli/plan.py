@@ -32,14 +32,12 @@ def command(
     as_json: bool,
 ) -> None:
     """Print the steps of RECIPE, hit or miss, with the disk and memory that they will need; computes nothing."""
-    from optkit.recipe import load_recipe
-
     from optkit import pipeline
+    from optkit.recipe import load_recipe
     from optkit_cli.output import print_json, show
-    from optkit_cli.recipes import find_recipe
     from optkit_cli.tables import plan_view
 
-    wanted = load_recipe(find_recipe(recipe), overrides=overrides, model=model)
+    wanted = load_recipe(recipe, overrides=overrides, model=model)
     plan = pipeline.plan(wanted, device=device, store=store, data=data)
     if as_json:
         print_json(plan.model_dump(mode="json"))

@@ -40,16 +40,14 @@ def command(
 
     What was finished before is not done again. Exit status: 0 all gates pass, 3 a gate failed, 4 a gate is inconclusive.
     """
-    from optkit.recipe import load_recipe
-
     from optkit import pipeline
+    from optkit.recipe import load_recipe
     from optkit_cli.output import only_the_result_on_stdout, print_json, show
     from optkit_cli.progress import open_progress
-    from optkit_cli.recipes import find_recipe
     from optkit_cli.tables import scorecard_view
 
     with only_the_result_on_stdout():
-        wanted = load_recipe(find_recipe(recipe), overrides=overrides, model=model)
+        wanted = load_recipe(recipe, overrides=overrides, model=model)
         target = out or Path("artifacts") / wanted.name
         scorecard = pipeline.run(wanted, out=target, device=device, store=store, data=data, progress=open_progress(quiet=quiet))
     if as_json:

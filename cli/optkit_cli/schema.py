@@ -11,7 +11,6 @@ from optkit_cli.options import Command
 def command() -> None:
     """Print the JSON Schema of recipes, so that an editor completes and checks them."""
     from optkit.recipe import recipe_schema
-
     from optkit_cli.output import print_json
 
     print_json(recipe_schema())

@@ -12,15 +12,13 @@ from optkit_cli.options import Command
 @click.argument("recipes", metavar="RECIPE...", nargs=-1, required=True)
 def command(recipes: tuple[str, ...]) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
-    from optkit.recipe import load_recipe
-
     from optkit.errors import Problem
-    from optkit_cli.recipes import find_recipe
+    from optkit.recipe import load_recipe
 
     problems: list[Problem] = []
     for recipe in recipes:
         try:
-            load_recipe(find_recipe(recipe))
+            load_recipe(recipe)
             click.echo(f"{recipe}: ok")
         except RecipeError as error:
             problems.extend(error.problems)

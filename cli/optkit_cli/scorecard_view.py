@@ -1,0 +1,112 @@
+"""A scorecard on the terminal: how the artifact was made, the numbers beside the baseline's, their protocols, the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from optkit.scorecard import Measured, Row, Scorecard, StepLine, format_ratio, format_value, protocols, table_rows
+from optkit_cli.progress import clock_text
+from optkit_cli.tables import definition_list, plain_table, verdict_text
+
+RATIO_STYLES = {"better": "green", "worse": "", "": ""}
+LONGEST_VERDICT = "INCONCLUSIVE"
+"""Stands below its limit, so that the table fits into 100 columns."""
+UNBOUNDED = 1000
+"""Columns that no table needs, to measure how wide it is by itself."""
+
+
+def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[RenderableType]:
+    """Return what to print, top to bottom; `directory` is where the artifact lies."""
+    made = [(step.kind, _step(step)) for step in scorecard.steps] + [("setting", line) for line in scorecard.settings]
+    notes = [*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]
+    sections = [
+        _title(scorecard),
+        _indented(made),
+        Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
+        _indented([(f"[{number}]", line) for number, line in enumerate(protocols(scorecard), start=1)]),
+        _indented([("note", note) for note in notes]),
+        _closing(scorecard, directory),
+    ]
+    return [part for section in sections if section is not None for part in (Text(""), section)]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The table: a line for each number where the terminal is wide enough, else two."""
+
+    scorecard: Scorecard
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the wide table where it fits, else the narrow one."""
+        wide = self._table(" ")
+        fits = Measurement.get(console, options.update(width=UNBOUNDED), wide).maximum <= options.max_width
+        yield wide if fits else self._table("\n")
+
+    def _table(self, gap: str) -> Table:
+        table = plain_table(("", "left"), ("baseline", "right"), ("artifact", "right"), ("ratio [95%]", "right"), ("gate", "left"))
+        rows = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
+        names = [measured.metric.name for measured, _ in rows]
+        for name, group in groupby(sorted(rows, key=lambda pair: names.index(pair[0].metric.name)), key=lambda pair: pair[0].metric.name):
+            alike = list(group)
+            if len(alike) > 1:
+                table.add_row(Text(name))
+            for measured, row in alike:
+                label = name if len(alike) == 1 else f"  {_distinction(measured, [other for other, _ in alike])}"
+                table.add_row(Text.assemble(label, gap if label == name else " ", (f"[{row.protocol}]", "dim")), *_cells(measured, row, gap))
+        return table
+
+
+def _cells(measured: Measured, row: Row, gap: str) -> tuple[Text, ...]:
+    metric, baseline = measured.metric, measured.baseline
+    before = Text(format_value(baseline.value, baseline.unit) if baseline else "-")
+    after, ratio = format_value(metric.value, metric.unit), Text("-")
+    if measured.ratio is not None:
+        ratio = Text(format_ratio(measured.ratio, measured.ratio_interval).replace(" [", f"{gap}["), style=RATIO_STYLES[row.change])
+    elif metric.interval:
+        whole = format_value(metric.value, metric.unit, metric.interval)
+        after = whole if gap == " " else f"{after}\n± {whole.split(' ± ')[1].split(' ')[0]}"
+    gates = [Text.assemble(gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict)) for gate in measured.gates]
+    return before, Text(after), ratio, Text("\n").join(gates)
+
+
+def _distinction(row: Measured, alike: Sequence[Measured]) -> str:
+    """Return the labels that tell a row from those of the same name: `batch 8`."""
+    labels = row.metric.labels
+    told = {label: value for label, value in labels.items() if any(other.metric.labels.get(label) != value for other in alike)}
+    return ", ".join(f"{label.replace('_', ' ')} {value}" for label, value in told.items())
+
+
+def _title(scorecard: Scorecard) -> Text:
+    model = scorecard.recipe.get("model")
+    model_name = model.get("name", "") if isinstance(model, dict) else str(model or "")
+    device = " ".join(str(scorecard.environment[key]) for key in ("device", "device_name") if scorecard.environment.get(key))
+    about = " · ".join(part for part in (model_name, device) if part)
+    return Text.assemble((scorecard.name, "bold"), (f"  {about}", "dim"))
+
+
+def _step(step: StepLine) -> str:
+    changed, skipped = step.report.get("changed"), step.report.get("skipped")
+    said = [f"{changed} changed" if changed else "", f"{len(skipped)} skipped" if skipped else ""]
+    said.append(f"from the store (it took {clock_text(step.seconds)})" if step.cached else f"in {clock_text(step.seconds)}")
+    return ", ".join(part for part in said if part)
+
+
+def _indented(pairs: Sequence[tuple[str, str]]) -> Table | None:
+    return definition_list([(Text(f"  {word}", style="dim"), Text(meaning)) for word, meaning in pairs]) if pairs else None
+
+
+def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
+    gates = [gate for row in scorecard.rows for gate in row.gates]
+    place = f"  {directory}" if directory else ""
+    if not gates:
+        return Text.assemble(("no gates", "dim"), place)
+    kept = sum(gate.verdict == "PASS" for gate in gates)
+    return Text.assemble(verdict_text(scorecard.verdict), f"  {kept} of {len(gates)} gates pass", place)

