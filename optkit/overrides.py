@@ -18,7 +18,7 @@ _DOT = re.compile(r"\.(?![^\[]*\])")
 
 def override(recipe: PlacedData, overrides: Sequence[str], model: str | None) -> list[Problem]:
     """Change the data in place and note where each new value comes from; returns what could not be followed."""
-    problems = []
+    problems: list[Problem] = []
     for text in overrides:
         try:
             _apply(recipe, text)
@@ -66,15 +66,14 @@ def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place
             raise RecipeError([place.problem(f"{numbers}; there is no {name}.")])
         return int(name)
     if len(steps) == 2 and steps[0] in ROLES and name not in container:
-        raise RecipeError(
-            [place.problem(f"{inside} is {' and '.join(container)}, not {name}. Write {inside}.{next(iter(container), name)}.")]
-        )
+        there = next(iter(container), "empty")
+        raise RecipeError([place.problem(f"{inside} is {there}, not {name}. Write {'.'.join([inside, there, *rest])}.")])
     return name
 
 
-def _opened(container: Any, step: str | int, steps: Steps, place: Place) -> Any:
+def _opened(container: Any, step: Any, steps: Steps, place: Place) -> Any:
     """Return the list or mapping that `step` leads to, ready to be changed: short forms spelled out, missing mappings made."""
-    value = container[step] if isinstance(container, list) or step in container else None
+    value: Any = container[step] if isinstance(container, list) or step in container else None
     if steps[0] in ROLES and len(steps) == 1:
         value = [] if value is None else value
     elif steps[0] in ROLES and len(steps) == 2:

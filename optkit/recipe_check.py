@@ -87,9 +87,9 @@ def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> Ite
         if not isinstance(spelled, dict):
             return [place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")]
         if len(spelled) != 1:
-            first, *others = spelled or ["it"]
-            what = f"{len(spelled)} names at once: {', '.join(spelled)}." if spelled else "no name."
-            return [place.problem(f"one {role} has {what} Indent its fields below `{first}:`, and begin the next {role} with `- `.")]
+            message = f"{len(spelled)} keys stand side by side: {', '.join(spelled)}." if spelled else "this mapping is empty."
+            remedy = f"Write `- name: {{field: value}}`, with the fields indented below the name and each {role} after its own `- `."
+            return [place.problem(f"{message} {remedy}")]
         ((kind, fields),) = spelled.items()
         if kind not in names_of(role):
             return [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import NoReturn
 
 from optkit.errors import Problem, RecipeError
 
@@ -26,9 +25,7 @@ def find_recipe(source: Path | str) -> Path:
         return path
     if path.is_dir():
         inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
-        _refuse(
-            path, f"this is a directory, not a recipe. {f'Name one of its recipes: {inside}.' if inside else 'It holds no .yaml file.'}"
-        )
+        raise _refused(path, f"this is a directory, not a recipe. Name a file in it: {inside or 'it holds no .yaml file'}.")
     shipped = shipped_recipes()
     if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")]
@@ -36,17 +33,17 @@ def find_recipe(source: Path | str) -> Path:
     known = {**{name: name for name in shipped}, **{Path(name).stem: file for name, file in nearby.items()}, **nearby}
     near = difflib.get_close_matches(path.name, known, n=1) or difflib.get_close_matches(path.stem, known, n=1)
     hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
-    _refuse(path, f"there is no such recipe. {hint}")
+    raise _refused(path, f"there is no such recipe. {hint}")
 
 
 def read_text(path: Path) -> str:
     """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not UTF-8."""
     try:
         if path.stat().st_size > LARGEST_BYTES:
-            _refuse(path, f"{path.stat().st_size:,} bytes are too many for a recipe ({LARGEST_BYTES:,} at most). Name the YAML file.")
+            raise _refused(path, f"{path.stat().st_size:,} bytes are too many for a recipe. Name the YAML file.")
         content = path.read_bytes()
     except OSError as error:
-        _refuse(path, f"cannot be read: {error.strerror}.")
+        raise _refused(path, f"cannot be read: {error.strerror}.") from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -56,5 +53,5 @@ def read_text(path: Path) -> str:
         raise RecipeError([Problem(message, str(path), line, column)]) from error
 
 
-def _refuse(path: Path, message: str) -> NoReturn:
-    raise RecipeError([Problem(message, str(path))])
+def _refused(path: Path, message: str) -> RecipeError:
+    return RecipeError([Problem(message, str(path))])

@@ -33,15 +33,15 @@ EVALS = {
     "throughput": "optkit_evals.throughput:Throughput",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "bf16": {"cast": "bf16"},
-    "eager": {"attention": "eager"},
-    "flash_attention_2": {"attention": "flash_attention_2"},
-    "flex_attention": {"attention": "flex_attention"},
-    "fp16": {"cast": "fp16"},
-    "fp32": {"cast": "fp32"},
-    "sdpa": {"attention": "sdpa"},
+    "bf16": {"cast": {"dtype": "bfloat16"}},
+    "eager": {"attention": {"implementation": "eager"}},
+    "flash_attention_2": {"attention": {"implementation": "flash_attention_2"}},
+    "flex_attention": {"attention": {"implementation": "flex_attention"}},
+    "fp16": {"cast": {"dtype": "float16"}},
+    "fp32": {"cast": {"dtype": "float32"}},
+    "sdpa": {"attention": {"implementation": "sdpa"}},
 }
-"""Bare names that stand for a stage with its field: `- sdpa` is `- attention: sdpa`."""
+"""Bare names that stand for a stage with its field: `- sdpa` is `- attention: {implementation: sdpa}`."""
 
 
 Base = TypeVar("Base", bound=Stage | Eval)

@@ -70,11 +70,13 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _steps(detail: ErrorDetails, data: Any) -> tuple[str | int, ...]:
+def _steps(detail: ErrorDetails, root: Any) -> tuple[str | int, ...]:
     """Return the location without the union tags that pydantic puts into it."""
     steps: list[str | int] = []
+    data = root
     for part in detail["loc"]:
-        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+        within = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if within:
             steps.append(part)
             data = data[part]
         elif detail["type"] == "missing" and part == detail["loc"][-1]:

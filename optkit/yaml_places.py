@@ -103,9 +103,8 @@ class _Reader:
     def read(self, node: Node, steps: Steps) -> Any:
         self.nodes += 1
         if self.nodes > MOST_NODES:
-            raise RecipeError(
-                [self.place(node).problem(f"more than {MOST_NODES:,} values. Aliases repeat each other; write less of them.")]
-            )
+            message = f"more than {MOST_NODES:,} values. Aliases repeat each other; write less of them."
+            raise RecipeError([self.place(node).problem(message)])
         if id(node) in self.open:
             self.refuse(node, f"the anchor '&{node.anchor}' holds an alias to itself. Write the value out.")
             return None
@@ -151,7 +150,7 @@ class _Reader:
         if node.tag != TAG + expected:
             self.refuse(node, f"the tag {node.tag} is not supported. Remove it.")
 
-    def read_scalar(self, node: ScalarNode) -> Any:
+    def read_scalar(self, node: Node) -> Any:
         kind = str(node.tag).removeprefix(TAG)
         try:
             if kind in _SCALARS:
