@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from optkit.frozen import Frozen
 from optkit.progress import Progress, SilentProgress
@@ -97,10 +97,6 @@ class Eval(Frozen):
     """Depends on the device and library versions, and must be measured for artifact and baseline in the same run."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that `run` returns, so that a recipe's gates can be checked before anything runs."""
-
-    def pinned(self, data: Path | None) -> Self:
-        """Return the eval with every revision filled in; `data` is a directory with local copies of data sets."""
-        return self
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure the session. Raises EvalError where the number could not be had or would not be honest."""

@@ -1,0 +1,114 @@
+"""Bytes on disk, and bits per weight recounted from the headers of the safetensors files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from optkit.errors import EvalError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import TensorInfo
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"})
+"""Weights in other formats beside the checkpoint are not read when it is opened, so they do not count."""
+NOT_DEPLOYED = frozenset({"scorecard.json", "scorecard.md"})
+
+PACKED = ("weight_packed", "qweight")
+"""Names of packed tensors, in compressed-tensors and in gptq."""
+BESIDE = frozenset({
+    "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point",
+    "scales", "qzeros", "g_idx",
+})  # fmt: skip
+"""Tensors that a packed one needs: they cost bits and stand for no weight."""
+
+
+class Footprint(Eval):
+    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight")
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""
+        checkpoint = Checkpoint(session.directory)
+        layers = list(stored_layers(checkpoint).values())
+        quantized = [layer for layer in layers if layer.quantized]
+        weights_bytes = sum(path.stat().st_size for path in set(checkpoint.files.values()))
+        found = [
+            _metric("size_bytes", deployed_bytes(checkpoint), "bytes", "weights and every file beside them"),
+            _metric("weights_bytes", weights_bytes, "bytes", "safetensors files"),
+            _metric("bits_per_weight", bits_per_weight(layers), "bits", "all tensors (scales, zero points, embeddings), per weight"),
+        ]
+        if quantized:
+            protocol = "tensors of the quantized layers (scales, zero points), per weight of theirs"
+            found.append(_metric("bits_per_quantized_weight", bits_per_weight(quantized), "bits", protocol))
+        return found
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """What one module's tensors take, and how many weights they stand for; its bias belongs to it."""
+
+    stored_bits: int
+    weights: int
+    quantized: bool
+
+
+def bits_per_weight(layers: list[StoredLayer]) -> float:
+    """Return the bits stored over the weights that they stand for."""
+    return sum(layer.stored_bits for layer in layers) / sum(layer.weights for layer in layers)
+
+
+def deployed_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of a model directory: its weights and all files beside them, without scorecards and other formats' weights."""
+    root = checkpoint.directory
+    files = {path for path in root.rglob("*") if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)}
+    beside = {path for path in files if path.suffix not in WEIGHT_SUFFIXES and path.name not in NOT_DEPLOYED}
+    return sum(path.stat().st_size for path in beside | set(checkpoint.files.values()))
+
+
+def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
+    """Return module -> what it takes; raises EvalError for a quantized checkpoint whose layout is not known."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in checkpoint.tensors.items():
+        module, _, kind = name.rpartition(".")
+        modules.setdefault(module, {})[kind] = info
+    layers = {module: _stored_layer(checkpoint, module, tensors) for module, tensors in modules.items()}
+    if checkpoint.quantization is not None and not any(layer.quantized for layer in layers.values()):
+        raise EvalError(
+            f"no quantized layer is recognised in a checkpoint of quant_method {checkpoint.quantization.get('quant_method')}",
+            where=str(checkpoint.directory),
+            why="Bits per weight can be recounted for the layouts of compressed-tensors and gptq",
+            remedy="Take footprint out of the evals",
+        )
+    return layers
+
+
+def _stored_layer(checkpoint: Checkpoint, module: str, tensors: dict[str, TensorInfo]) -> StoredLayer:
+    bits = 8 * sum(info.size_bytes for info in tensors.values())
+    if "weight_scale" not in tensors and "qweight" not in tensors:
+        return StoredLayer(bits, sum(info.elements for info in tensors.values()), quantized=False)
+    plain = sum(info.elements for kind, info in tensors.items() if kind not in BESIDE and kind not in PACKED)
+    return StoredLayer(bits, plain + _packed_weights(checkpoint, module, tensors), quantized=True)
+
+
+def _packed_weights(checkpoint: Checkpoint, module: str, tensors: dict[str, TensorInfo]) -> int:
+    where = f"{checkpoint.directory}: {module}"
+    if "weight_packed" in tensors:
+        if "weight_shape" not in tensors:
+            raise EvalError("there is no weight_shape beside weight_packed", where=where)
+        return math.prod(checkpoint.read(f"{module}.weight_shape").tolist())
+    if "qweight" not in tensors:
+        return 0
+    qweight = tensors["qweight"]  # int32 [in * bits / 32, out]
+    if "g_idx" in tensors:
+        return tensors["g_idx"].elements * qweight.shape[1]
+    bits = (checkpoint.quantization or {}).get("bits")
+    if not bits:
+        raise EvalError("neither g_idx nor the bits of quantization_config say how many weights there are", where=where)
+    return qweight.elements * 32 // int(bits)
+
+
+def _metric(name: str, value: float, unit: str, protocol: str) -> Metric:
+    return Metric(name=name, value=value, unit=unit, higher_is_better=False, protocol=protocol)

@@ -1,0 +1,70 @@
+"""Perplexity on a text: exp of the mean negative log likelihood of a token, by the protocol of the GPTQ paper."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from optkit.errors import EvalError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.statistics import mean, standard_error, t_quantile
+from optkit_evals.windows import WindowedText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POSITIONS_AT_ONCE = 256
+"""Positions whose losses are computed together: the log softmax of a slice, not of a window, is held beside the logits."""
+LARGEST_LOSS = 700.0
+"""Nats; exp of more is no float, and a model that knows nothing has ln(vocabulary), about 11."""
+
+
+class Perplexity(WindowedText, Eval):
+    """exp of the mean loss of a token; its interval is from the standard error over windows (delta method)."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Measure; raises EvalError where a logit is NaN, and as `WindowedText.cut` does."""
+        windows = self.cut(session, context)
+        losses: list[float] = []
+        with context.progress.task("perplexity", len(windows.tokens), "windows") as task:
+            for window in windows.tokens:
+                losses.append(window_loss(session, window))
+                task.advance(note=f"{math.exp(math.fsum(losses) / len(losses)):.3f}")
+        value = math.exp(mean(losses))
+        half = value * standard_error(losses) * t_quantile(len(losses) - 1)
+        return [
+            Metric(
+                name="perplexity",
+                value=value,
+                unit="perplexity",
+                higher_is_better=False,
+                interval=(max(1.0, value - half), value + half),
+                protocol=f"{windows.protocol}; exp of the mean loss",
+                samples=tuple(losses),
+                pairing="paired_log",
+            )
+        ]
+
+
+def window_loss(session: Session, window: Tensor) -> float:
+    """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence]; raises EvalError where it is not finite."""
+    import torch
+
+    logits = session.logits(window.unsqueeze(0))[0]  # [sequence, vocabulary]
+    targets = window.to(logits.device)[1:]
+    total = 0.0
+    for start in range(0, len(targets), POSITIONS_AT_ONCE):
+        part = targets[start : start + POSITIONS_AT_ONCE]
+        losses = torch.nn.functional.cross_entropy(logits[start : start + len(part)], part, reduction="none")
+        total += losses.double().sum().item()
+    loss = total / len(targets)
+    if not loss < LARGEST_LOSS:
+        raise EvalError(
+            f"the mean loss of a window is {loss} nats",
+            where=str(session.directory),
+            why="Its logits are NaN, Inf or out of all bounds: the weights are damaged, or the dtype overflows",
+            remedy="Open it in float32 or bfloat16",
+        )
+    return loss

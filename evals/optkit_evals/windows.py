@@ -1,0 +1,117 @@
+"""The tokens that a text eval measures on: a joined text, cut into windows that do not overlap, by the protocol of the GPTQ paper.
+
+    text    t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9            window 4
+    window  t0 t1 t2 t3   t4 t5 t6 t7   (t8 t9 dropped)
+    counted    t1 t2 t3      t5 t6 t7                     the first token of a window has no context
+
+https://arxiv.org/abs/2210.17323, https://github.com/IST-DASLab/gptq
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from optkit.errors import EvalError
+from optkit.measure import EvalContext, Session
+from optkit.source.texts import TextSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Equal windows of a text."""
+
+    tokens: Tensor
+    """int64 [windows, window]."""
+    protocol: str
+    """Data set, split, revision, window, BOS, tokens counted and a digest of the token ids."""
+
+
+class WindowedText(TextSource):
+    """A text and how it is cut into windows."""
+
+    window: int = Field(default=2048, ge=2)
+    """Tokens of a window."""
+    windows: int | None = Field(default=None, ge=2)
+    """Windows to measure, from the start of the text; all of them when null. One window would have no error bar."""
+    bos: Literal["none", "text", "window"] = "text"
+    """Where the tokens stand that the tokenizer puts before a text: nowhere, once at the start of it, or at the start of each window."""
+
+    def cut(self, session: Session, context: EvalContext) -> Windows:
+        """Return the windows; raises EvalError where the text was calibrated on, is too short, or the model's positions are too few."""
+        text = self if self.revision else self.pinned(context.data)
+        refuse_calibrated(text, context)
+        if self.window > session.positions:
+            raise EvalError(
+                f"a window of {self.window} tokens is longer than the model's {session.positions} positions",
+                where=self.where,
+                why="The model was not built for it, so the number would mean nothing",
+                remedy=f"Set window to {session.positions} or less",
+            )
+        prefix, body = self._encode(session, text.joined(context.data))
+        room = self.window - len(prefix) if self.bos == "window" else self.window
+        stream = [*prefix, *body] if self.bos == "text" else body
+        least = self.windows or 2
+        if len(stream) < least * room:
+            raise EvalError(
+                f"the text has {len(stream):,} tokens and {least} windows of {self.window} need {least * room:,}",
+                where=self.where,
+                remedy="Lower windows or window, or take a longer text",
+            )
+        count = self.windows or len(stream) // room
+        lead = prefix if self.bos == "window" else []
+        rows = [[*lead, *stream[index * room : (index + 1) * room]] for index in range(count)]
+        import torch
+
+        tokens = torch.tensor(rows, dtype=torch.int64)
+        ids = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:12]
+        bos = {"none": "no BOS", "text": "BOS once", "window": "BOS in each window"}[self.bos] if prefix else "tokenizer adds no BOS"
+        return Windows(
+            tokens=tokens,
+            protocol=f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), documents joined,"
+            f" first {count} windows of {self.window} tokens without overlap, {bos}, {count * (self.window - 1)} tokens counted,"
+            f" token ids {ids}",
+        )
+
+    def _encode(self, session: Session, text: str) -> tuple[list[int], list[int]]:
+        special: list[int] = session.encode("").tolist()
+        ids: list[int] = session.encode(text).tolist()
+        lead = 0
+        while lead < min(len(special), len(ids)) and special[lead] == ids[lead]:
+            lead += 1
+        tail = len(special) - lead
+        if tail and ids[-tail:] == special[lead:]:
+            ids = ids[:-tail]
+        if self.bos == "window" and not lead:
+            raise EvalError(
+                "bos is `window`, and the tokenizer puts no token before a text",
+                where=self.where,
+                remedy="Set bos to text or none",
+            )
+        if self.bos == "window" and lead >= self.window:
+            raise EvalError(f"{lead} tokens before the text fill the window of {self.window}", remedy="Raise window")
+        return ids[:lead], ids[lead:]
+
+
+def refuse_calibrated(text: TextSource, context: EvalContext) -> None:
+    """Raise EvalError where the weights were calibrated on this text: same data set and split, or the same content by its digest."""
+    for calibrated in context.calibrated_on:
+        if text.overlaps(calibrated):
+            raise EvalError(
+                f"the model was calibrated on {calibrated['dataset']} ({calibrated['split']})",
+                where=text.where,
+                why="A number measured on the same text would flatter it",
+                remedy="Measure on another split or data set",
+            )
+
+
+def short_revision(revision: str) -> str:
+    """Return the first 12 digits of a commit hash or digest, which name it well enough to read."""
+    kind, _, digits = revision.rpartition(":")
+    return f"{kind}:{digits[:12]}" if kind else digits[:12]

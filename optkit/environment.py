@@ -1,0 +1,135 @@
+"""What the numbers were measured on: versions, device, driver, memory, cores. Torch is imported only when a GPU is asked about."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("optkit", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of memory of a device."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def package_version(name: str) -> str | None:
+    """Return the installed version of a distribution, None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def best_device() -> str:
+    """Return `cuda` where torch can use a GPU, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the CPU's model name, e.g. `AMD EPYC 9654 96-Core Processor`."""
+    if cpuinfo.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: str) -> str:
+    """Return the name of a device, a GPU's as torch has it (`NVIDIA H200`); torch is imported only where nvidia-smi cannot tell."""
+    if device == "cpu":
+        return cpu_name()
+    program = shutil.which("nvidia-smi")
+    command = [program or "", "--query-gpu=name", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30) if program else None
+    names = set(answer.stdout.strip().splitlines()) if answer and answer.returncode == 0 else set()
+    if len(names) == 1:
+        return names.pop()
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def cpu_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory(device: str = "cpu") -> Memory:
+    """Return the memory of a device; main memory is what the container's limit (cgroup v2) leaves of it."""
+    if device != "cpu":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(total_bytes=int(total), available_bytes=int(free))
+    import psutil
+
+    main = psutil.virtual_memory()
+    limit = _cgroup_number("memory.max")
+    if limit is None or limit >= main.total:
+        return Memory(total_bytes=int(main.total), available_bytes=int(main.available))
+    used = _cgroup_number("memory.current") or 0
+    return Memory(total_bytes=limit, available_bytes=max(0, min(int(main.available), limit - used)))
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """Return what a scorecard records about the machine, as JSON values; a version that is not installed is left out."""
+    described: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "device_name": cpu_name(),
+        "cpu": cpu_name(),
+        "cpu_cores": cpu_cores(),
+        "memory_bytes": memory().total_bytes,
+    }
+    described |= {name: version for name in PACKAGES if (version := package_version(name))}
+    if loaded := sys.modules.get("torch"):
+        described["cpu_threads"] = loaded.get_num_threads()
+    if device != "cpu":
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        described |= {
+            "device_name": properties.name,
+            "device_memory_bytes": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "driver": driver_version(),
+        }
+    return described
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's kernel driver, None where there is none."""
+    module = Path("/proc/driver/nvidia/version")
+    if module.is_file():
+        found = re.search(r"Kernel Module\D*([\d.]+)", module.read_text(encoding="utf-8", errors="replace"))
+        if found:
+            return found[1]
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None
+
+
+def _cgroup_number(name: str) -> int | None:
+    path = _CGROUP / name
+    text = path.read_text(encoding="ascii").strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None

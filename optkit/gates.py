@@ -1,0 +1,107 @@
+"""A gate: the limit that a recipe sets to a metric, absolute or relative to the baseline.
+
+perplexity: "<= 1.10x"                      at most 1.10 times the baseline's
+size_bytes: "<= 300e6"                      at most 300 MB
+decode_tokens_per_s[batch=1]: ">= 1.2x"     only the rows measured at batch 1
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+from optkit.errors import did_you_mean
+from optkit.frozen import Frozen
+from optkit.measure import Eval, Metric
+from optkit.statistics import Estimate
+
+OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+_KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?")
+_LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*")
+_LIMIT = re.compile(r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)")
+
+
+class Verdict(StrEnum):
+    """Whether a limit was kept."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """The limit lies within the 95% interval of what was measured."""
+
+
+class Gate(Frozen):
+    """One limit."""
+
+    name: str
+    """The metric's name."""
+    labels: dict[str, int | str] = {}
+    """Labels that a row must have; none: every row of that name."""
+    operator: str
+    limit: float
+    relative: bool
+    """The limit is a ratio to the baseline."""
+
+    @property
+    def key(self) -> str:
+        """The gate's key as a recipe spells it."""
+        return metric_key(self.name, self.labels)
+
+    @property
+    def text(self) -> str:
+        """The limit as a recipe spells it."""
+        return f"{self.operator} {self.limit:g}{'x' if self.relative else ''}"
+
+    def matches(self, metric: Metric) -> bool:
+        """Return whether the gate is about this metric."""
+        return metric.name == self.name and self.labels.items() <= metric.labels.items()
+
+    def judge(self, measured: Estimate) -> Verdict:
+        """Return whether a value, or the ratio to the baseline for a relative gate, keeps the limit all over its interval."""
+        compare = OPERATORS[self.operator]
+        kept = {compare(end, self.limit) for end in measured.interval or (measured.value,)}
+        return Verdict.INCONCLUSIVE if len(kept) == 2 else Verdict.PASS if kept.pop() else Verdict.FAIL
+
+
+def metric_key(name: str, labels: dict[str, int | str]) -> str:
+    """Return `name[batch=1,prompt=128]`, or the bare name where there are no labels."""
+    return f"{name}[{','.join(f'{label}={value}' for label, value in labels.items())}]" if labels else name
+
+
+def parse_gate(key: str, text: str) -> Gate:
+    """Return the gate that a recipe states as `key: text`; raises ValueError with a sentence that says what is wrong."""
+    named = _KEY.fullmatch(key.strip())
+    if not named:
+        raise ValueError(f"'{key}' names no metric. Write a name, or name[batch=1,prompt=128] to pick rows.")
+    labels: dict[str, int | str] = {}
+    for part in named["labels"].split(",") if named["labels"] is not None else ():
+        label = _LABEL.fullmatch(part)
+        if not label:
+            raise ValueError(f"'{part.strip()}' in '{key}' is no label. Write name[batch=1,prompt=128] to pick rows.")
+        labels[label[1]] = int(label[2]) if label[2].isdecimal() else label[2]
+    stated = _LIMIT.fullmatch(text.strip())
+    if not stated:
+        raise ValueError(f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" relative to the baseline.')
+    return Gate(
+        name=named["name"], labels=labels, operator=stated["operator"], limit=float(stated["limit"]), relative=bool(stated["relative"])
+    )
+
+
+def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
+    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is about; nothing is run."""
+    measures = {name: each for each in evals for name in each.metrics}
+    if not measures:
+        raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
+    if gate.name not in measures:
+        raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
+    if gate.relative and measures[gate.name].compares:
+        absolute = f"{gate.operator} {gate.limit:g}"
+        raise ValueError(f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\".")
+
+
+def overall(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return FAIL where any gate failed, else INCONCLUSIVE where any is open, else PASS (also for no gates at all)."""
+    return next((verdict for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)

@@ -1,0 +1,27 @@
+"""The scorecard: what an artifact cost and bought, each number beside the baseline's, with its protocol."""
+
+from optkit.scorecard.build import build_scorecard, ratio_to_baseline
+from optkit.scorecard.markdown import to_markdown
+from optkit.scorecard.numbers import format_ratio, format_value
+from optkit.scorecard.record import GateResult, Measured, Scorecard, StepLine, read_json, to_json
+from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, protocols, table_rows
+
+__all__ = [
+    "Comparison",
+    "ComparisonRow",
+    "GateResult",
+    "Measured",
+    "Row",
+    "Scorecard",
+    "StepLine",
+    "build_scorecard",
+    "compare_table",
+    "format_ratio",
+    "format_value",
+    "protocols",
+    "ratio_to_baseline",
+    "read_json",
+    "table_rows",
+    "to_json",
+    "to_markdown",
+]

@@ -1,0 +1,111 @@
+"""Put the artifact's metrics beside the baseline's, form the ratios and judge the gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from optkit.errors import EvalError, did_you_mean
+from optkit.gates import Gate, metric_key, parse_gate
+from optkit.measure import Metric
+from optkit.scorecard.record import GateResult, Measured, Scorecard, StepLine
+from optkit.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio
+
+
+def build_scorecard(
+    *,
+    name: str,
+    artifact_key: str,
+    recipe: Mapping[str, Any],
+    metrics: Sequence[Metric],
+    baseline: Sequence[Metric] = (),
+    gates: Mapping[str, str] | None = None,
+    steps: Iterable[Any] = (),
+    settings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    baseline_notes: Sequence[str] = (),
+    environment: Mapping[str, Any] | None = None,
+) -> Scorecard:
+    """Return the scorecard. `steps` have the attributes of `StepLine`; `gates` are the recipe's.
+
+    Raises EvalError for a gate that no metric was measured for, and for a relative one without a baseline to divide by.
+    """
+    limits = [parse_gate(key, text) for key, text in (gates or {}).items()]
+    for gate in limits:
+        _check_measured(gate, metrics)
+    return Scorecard(
+        name=name,
+        artifact_key=artifact_key,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        recipe=dict(recipe),
+        steps=tuple(StepLine.model_validate(step, from_attributes=True) for step in steps),
+        settings=tuple(settings),
+        notes=tuple(notes),
+        baseline_notes=tuple(baseline_notes),
+        environment=dict(environment or {}),
+        rows=tuple(_row(metric, baseline, limits) for metric in metrics),
+    )
+
+
+def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
+    """Return the ratio of a metric to the baseline's, formed as its `pairing` says; raises ValueError where there is none."""
+    if metric.pairing == "paired_log":
+        return paired_log_ratio(metric.samples, baseline.samples)
+    if metric.pairing == "independent":
+        return independent_ratio(metric.samples, baseline.samples)
+    return exact_ratio(metric.value, baseline.value)
+
+
+def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> Measured:
+    other = next((each for each in baseline if _identity(each) == _identity(metric)), None)
+    ratio = _ratio(metric, other) if other else None
+    return Measured(
+        metric=metric,
+        baseline=other,
+        ratio=ratio.value if ratio else None,
+        ratio_interval=ratio.interval if ratio else None,
+        gates=tuple(_judge(gate, metric, ratio, baseline) for gate in gates if gate.matches(metric)),
+    )
+
+
+def _identity(metric: Metric) -> tuple[str, dict[str, int | str], str]:
+    return metric.name, metric.labels, metric.protocol
+
+
+def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:
+    """A ratio to 0 has no value; every other failure to form one is a mistake of the eval and is not hidden."""
+    if metric.pairing == "exact" and baseline.value == 0:
+        return None
+    return ratio_to_baseline(metric, baseline)
+
+
+def _judge(gate: Gate, metric: Metric, ratio: Estimate | None, baseline: Sequence[Metric]) -> GateResult:
+    if gate.relative and ratio is None:
+        same = [each for each in baseline if (each.name, each.labels) == (metric.name, metric.labels)]
+        raise EvalError(
+            f"the limit {gate.text} is relative to the baseline, and there is no ratio",
+            where=f"gate {gate.key}",
+            why=_why_no_ratio(metric, same[0]) if same else "This metric was not measured on the baseline",
+            remedy="Set an absolute limit, without x",
+        )
+    measured = ratio if gate.relative and ratio else Estimate(metric.value, metric.interval)
+    return GateResult(key=gate.key, limit=gate.text, verdict=gate.judge(measured))
+
+
+def _why_no_ratio(metric: Metric, baseline: Metric) -> str:
+    if metric.protocol == baseline.protocol:
+        return "The baseline's value is 0"
+    return f"The protocols differ: '{metric.protocol}' and, on the baseline, '{baseline.protocol}'"
+
+
+def _check_measured(gate: Gate, metrics: Sequence[Metric]) -> None:
+    if any(gate.matches(metric) for metric in metrics):
+        return
+    same_name = [metric_key(metric.name, metric.labels) for metric in metrics if metric.name == gate.name]
+    if same_name:
+        raise EvalError("no row has these labels", where=f"gate {gate.key}", why=f"Measured: {', '.join(same_name)}")
+    if not metrics:
+        raise EvalError("nothing was measured", where=f"gate {gate.key}", remedy="Add an eval that measures it")
+    hint = did_you_mean(gate.name, {metric.name for metric in metrics})
+    raise EvalError(f"no eval measured this.{hint}", where=f"gate {gate.key}")

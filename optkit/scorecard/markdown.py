@@ -1,0 +1,58 @@
+"""scorecard.md: the same record as scorecard.json, for people."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from optkit.scorecard.record import Scorecard, StepLine
+from optkit.scorecard.table import NOTHING, markdown_table, numbered, protocols, table_rows
+
+
+def to_markdown(scorecard: Scorecard) -> str:
+    """Return scorecard.md: verdict, table, protocols, how it was made, notes, environment and the recipe as resolved."""
+    rows = [(f"{row.metric} [{row.protocol}]", row.baseline, row.artifact, row.ratio, row.gate) for row in table_rows(scorecard)]
+    verdict = f"**{scorecard.verdict}**" if any(row.gates for row in scorecard.rows) else "No gates"
+    sections = {
+        f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
+        "## Numbers": f"{markdown_table(('metric', 'baseline', 'artifact', 'ratio [95%]', 'gate'), rows)}\n\n"
+        "Baseline: the unmodified model, measured in the same run. ±: half of the 95% interval. [n]: protocol."
+        if rows
+        else "Nothing was measured.",
+        "## Protocols": numbered(protocols(scorecard)),
+        "## Steps": _steps(scorecard.steps),
+        "## Settings": _bullets(scorecard.settings),
+        "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
+        "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
+        "## Recipe": f"```yaml\n{_yaml(scorecard.recipe)}```" if scorecard.recipe else "",
+    }
+    return "\n\n".join(f"{title}\n\n{text}" for title, text in sections.items() if text) + "\n"
+
+
+def _steps(steps: tuple[StepLine, ...]) -> str:
+    if not steps:
+        return ""
+    body = [(step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", _report(step), f"`{step.key[:12]}`") for step in steps]
+    return markdown_table(("step", "seconds", "from the store", "what it did", "key"), body)
+
+
+def _report(step: StepLine) -> str:
+    said = [f"{step.report['changed']} changed"] if "changed" in step.report else []
+    if skipped := step.report.get("skipped"):
+        said.append(f"{len(skipped)} skipped")
+    texts = [f"calibrated on {text.get('dataset')} {text.get('split')}" for text in step.report.get("calibrated_on", ())]
+    return ", ".join([*said, *texts]) or NOTHING
+
+
+def _bullets(lines: list[str] | tuple[str, ...]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _yaml(value: object) -> str:
+    from ruamel.yaml import YAML
+
+    emitter = YAML()
+    emitter.default_flow_style = False
+    emitter.width = 120
+    text = StringIO()
+    emitter.dump(value, text)
+    return text.getvalue()

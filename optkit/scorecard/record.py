@@ -1,0 +1,120 @@
+"""What scorecard.json holds; `schema` is raised when its meaning changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, computed_field, model_validator
+
+from optkit.errors import ArtifactError
+from optkit.frozen import Frozen
+from optkit.gates import Verdict, overall
+from optkit.measure import Metric
+
+SCHEMA = 1
+REMEDY = "Measure the artifact again: optkit eval"
+EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
+
+
+class StepLine(Frozen):
+    """One transform that made the weights."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    kind: str
+    key: str
+    cached: bool
+    """It lay in the store already."""
+    seconds: float
+    """What it took when it was made."""
+    report: dict[str, Any] = {}
+    """Its `Report`: changed, skipped, details, calibrated_on."""
+
+
+class GateResult(Frozen):
+    """One limit of the recipe and whether this number keeps it."""
+
+    key: str
+    limit: str
+    verdict: Verdict
+
+
+class Measured(Frozen):
+    """One number of the artifact beside the baseline's."""
+
+    metric: Metric
+    baseline: Metric | None = None
+    """None where the baseline has no such number, or one of another protocol."""
+    ratio: float | None = None
+    ratio_interval: tuple[float, float] | None = None
+    """95%; None where there is no ratio, or it has no error."""
+    gates: tuple[GateResult, ...] = ()
+
+
+class Scorecard(Frozen):
+    """What an artifact cost and bought."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    name: str
+    artifact_key: str
+    created: str
+    """ISO 8601, UTC."""
+    recipe: dict[str, Any]
+    """As resolved and pinned."""
+    steps: tuple[StepLine, ...] = ()
+    settings: tuple[str, ...] = ()
+    """One line for each setting: what is in force on this device."""
+    notes: tuple[str, ...] = ()
+    """What the artifact's session said: what is in force, what fell back."""
+    baseline_notes: tuple[str, ...] = ()
+    environment: dict[str, Any] = {}
+    rows: tuple[Measured, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_computed(cls, value: Any) -> Any:
+        return {key: each for key, each in value.items() if key not in {"verdict", "exit_status"}} if isinstance(value, Mapping) else value
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of any gate; PASS where there are none."""
+        return overall([gate.verdict for row in self.rows for gate in row.gates])
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exit_status(self) -> int:
+        """0 pass, 3 a gate failed, 4 inconclusive."""
+        return EXIT_STATUS[self.verdict]
+
+
+def to_json(scorecard: Scorecard) -> str:
+    """Return the text of scorecard.json: the record with its verdict and exit status."""
+    return json.dumps(scorecard.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_json(path: Path) -> Scorecard:
+    """Return the scorecard in a file; raises ArtifactError where it cannot be read, is damaged or of another schema."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError("is no readable scorecard", where=str(path), why=str(error), remedy=REMEDY) from error
+    if not isinstance(record, dict) or "schema" not in record:
+        raise ArtifactError("is JSON and no scorecard", where=str(path), why="There is no `schema`")
+    if record["schema"] != SCHEMA:
+        raise ArtifactError(
+            f"the scorecard has schema {record['schema']}, and this optkit reads schema {SCHEMA}",
+            where=str(path),
+            remedy=f"Open it with the optkit that wrote it. {REMEDY}",
+        )
+    try:
+        return Scorecard.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ArtifactError("the scorecard is damaged", where=str(path), why=f"{place}: {first['msg']}") from error
