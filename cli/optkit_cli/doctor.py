@@ -15,8 +15,8 @@ from optkit_cli.options import Command, json_option, store_option
 def command(store: Path | None, as_json: bool) -> None:
     """Print versions, devices, memory, disk, and which stages, evals and engines can run here."""
     from optkit.doctor import diagnose
+    from optkit_cli.doctor_view import diagnosis_view
     from optkit_cli.output import print_json, show
-    from optkit_cli.tables import diagnosis_view
 
     diagnosis = diagnose(store)
     if as_json:

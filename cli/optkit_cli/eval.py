@@ -13,17 +13,16 @@ from optkit_cli.options import Command, all_of, data_option, device_option, json
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
 @all_of(device_option, data_option, json_option, quiet_option)
-def command(model: str, evals: str, device: str | None, data: Path | None, as_json: bool, quiet: bool) -> int:
-    """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE."""
+def command(model: str, evals: str, device: str | None, data: Path | None, store: Path | None, as_json: bool, quiet: bool) -> int:
+    """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE.
+
+    An artifact is measured beside its unmodified model. Exit status: as for `optkit run`, by the gates of FILE.
+    """
     from optkit import pipeline
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
-    from optkit_cli.tables import scorecard_view
 
     with only_the_result_on_stdout():
-        scorecard = pipeline.evaluate(model, evals, device=device, data=data, progress=open_progress(quiet=quiet))
-    if as_json:
-        print_json(scorecard.model_dump(mode="json"))
-    else:
-        show(*scorecard_view(scorecard))
+        scorecard = pipeline.evaluate(model, evals, device=device, store=store, data=data, progress=open_progress(quiet=quiet))
+    print_scorecard(scorecard, None, as_json=as_json)
     return scorecard.exit_status

@@ -47,10 +47,10 @@ LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _d
 def command(what: str, as_json: bool) -> None:
     """List the stages, evals, recipes, data sets or models that optkit knows by name, plug-ins included."""
     from optkit_cli.output import print_json, show
-    from optkit_cli.tables import names_view
+    from optkit_cli.tables import definition_list
 
     known = LISTS[what]()
     if as_json:
         print_json(known)
     else:
-        show(names_view(known))
+        show(definition_list(list(known.items())))

@@ -65,7 +65,6 @@ class Assignment(click.ParamType[str]):
 
 
 recipe_argument = click.argument("recipe", metavar="RECIPE")
-artifact_argument = click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
 model_option = click.option(
     "--model", metavar="MODEL", help="Take this model instead of the recipe's: a built-in name, a directory, a .gguf file or a hub id."
 )

@@ -42,16 +42,12 @@ def command(
     """
     from optkit import pipeline
     from optkit.recipe import load_recipe
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
-    from optkit_cli.tables import scorecard_view
 
     with only_the_result_on_stdout():
         wanted = load_recipe(recipe, overrides=overrides, model=model)
         target = out or Path("artifacts") / wanted.name
         scorecard = pipeline.run(wanted, out=target, device=device, store=store, data=data, progress=open_progress(quiet=quiet))
-    if as_json:
-        print_json(scorecard.model_dump(mode="json"))
-    else:
-        show(*scorecard_view(scorecard))
+    print_scorecard(scorecard, target, as_json=as_json)
     return scorecard.exit_status

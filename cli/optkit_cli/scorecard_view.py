@@ -8,19 +8,16 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from optkit.scorecard import Measured, Row, Scorecard, StepLine, format_ratio, format_value, protocols, table_rows
 from optkit_cli.progress import clock_text
-from optkit_cli.tables import definition_list, plain_table, verdict_text
+from optkit_cli.tables import fits, indented, plain_table, verdict_text
 
 RATIO_STYLES = {"better": "green", "worse": "", "": ""}
 LONGEST_VERDICT = "INCONCLUSIVE"
 """Stands below its limit, so that the table fits into 100 columns."""
-UNBOUNDED = 1000
-"""Columns that no table needs, to measure how wide it is by itself."""
 
 
 def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[RenderableType]:
@@ -29,10 +26,10 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
     notes = [*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]
     sections = [
         _title(scorecard),
-        _indented(made),
+        indented(made),
         Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
-        _indented([(f"[{number}]", line) for number, line in enumerate(protocols(scorecard), start=1)]),
-        _indented([("note", note) for note in notes]),
+        indented([(f"[{number}]", line) for number, line in enumerate(protocols(scorecard), start=1)]),
+        indented([("note", note) for note in notes]),
         _closing(scorecard, directory),
     ]
     return [part for section in sections if section is not None for part in (Text(""), section)]
@@ -47,8 +44,7 @@ class Numbers:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the wide table where it fits, else the narrow one."""
         wide = self._table(" ")
-        fits = Measurement.get(console, options.update(width=UNBOUNDED), wide).maximum <= options.max_width
-        yield wide if fits else self._table("\n")
+        yield wide if fits(wide, console, options) else self._table("\n")
 
     def _table(self, gap: str) -> Table:
         table = plain_table(("", "left"), ("baseline", "right"), ("artifact", "right"), ("ratio [95%]", "right"), ("gate", "left"))
@@ -60,7 +56,9 @@ class Numbers:
                 table.add_row(Text(name))
             for measured, row in alike:
                 label = name if len(alike) == 1 else f"  {_distinction(measured, [other for other, _ in alike])}"
-                table.add_row(Text.assemble(label, gap if label == name else " ", (f"[{row.protocol}]", "dim")), *_cells(measured, row, gap))
+                table.add_row(
+                    Text.assemble(label, gap if label == name else " ", (f"[{row.protocol}]", "dim")), *_cells(measured, row, gap)
+                )
         return table
 
 
@@ -73,7 +71,9 @@ def _cells(measured: Measured, row: Row, gap: str) -> tuple[Text, ...]:
     elif metric.interval:
         whole = format_value(metric.value, metric.unit, metric.interval)
         after = whole if gap == " " else f"{after}\n± {whole.split(' ± ')[1].split(' ')[0]}"
-    gates = [Text.assemble(gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict)) for gate in measured.gates]
+    gates = [
+        Text.assemble(gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict)) for gate in measured.gates
+    ]
     return before, Text(after), ratio, Text("\n").join(gates)
 
 
@@ -97,10 +97,6 @@ def _step(step: StepLine) -> str:
     said = [f"{changed} changed" if changed else "", f"{len(skipped)} skipped" if skipped else ""]
     said.append(f"from the store (it took {clock_text(step.seconds)})" if step.cached else f"in {clock_text(step.seconds)}")
     return ", ".join(part for part in said if part)
-
-
-def _indented(pairs: Sequence[tuple[str, str]]) -> Table | None:
-    return definition_list([(Text(f"  {word}", style="dim"), Text(meaning)) for word, meaning in pairs]) if pairs else None
 
 
 def _closing(scorecard: Scorecard, directory: Path | None) -> Text:

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, artifact_argument, json_option
+from optkit_cli.options import Command, json_option
 
 
 @click.command(cls=Command, short_help="Print an artifact's scorecard.")
-@artifact_argument
+@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
 @json_option
 def command(artifact: Path, as_json: bool) -> None:
-    """Print how ARTIFACT was made and its scorecard."""
+    """Print how ARTIFACT was made and its scorecard; an error follows if its files were changed since."""
+    from optkit.artifact import read_artifact
+    from optkit.pipeline import read_scorecard
+    from optkit_cli.output import print_scorecard
+
+    print_scorecard(read_scorecard(artifact), artifact, as_json=as_json)
+    read_artifact(artifact).check()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+UNBOUNDED = 1000
+"""Columns that no table needs, to measure how wide it is by itself."""
 VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
 
 
@@ -27,6 +31,20 @@ def definition_list(pairs: Sequence[tuple[Text | str, Text | str]]) -> Table:
     for word, meaning in pairs:
         grid.add_row(_text(word), _text(meaning))
     return grid
+
+
+def indented(pairs: Sequence[tuple[Text | str, str | Text]]) -> Table | None:
+    """Return a definition list below a heading, its words dim; None for nothing."""
+    if not pairs:
+        return None
+    return definition_list(
+        [(Text("  ").append(word if isinstance(word, Text) else Text(word, style="dim")), meaning) for word, meaning in pairs]
+    )
+
+
+def fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
+    """Say whether a table needs no more than the columns that are there."""
+    return Measurement.get(console, options.update(width=UNBOUNDED), table).maximum <= options.max_width
 
 
 def heading(text: str) -> Text:

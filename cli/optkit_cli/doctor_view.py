@@ -1,0 +1,51 @@
+"""A diagnosis on the terminal: the machine, the packages, and what can run."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from optkit.doctor import Diagnosis, Part
+from optkit_cli.tables import heading, indented, size_text
+
+
+def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
+    """Return what to print, top to bottom."""
+    sections: list[tuple[str, Table | None]] = [
+        ("machine", indented(_machine(diagnosis))),
+        ("packages", indented(_packages(diagnosis))),
+        *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ("stage", "eval", "engine")),
+        ("problems", indented([(Text("!!", style="bold red"), problem) for problem in diagnosis.problems])),
+    ]
+    return [part for title, section in sections if section is not None for part in (heading(title), section)]
+
+
+def _machine(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    lines = [("system", diagnosis.platform)]
+    for device in diagnosis.devices:
+        about = f"{device.name}, " + (f"{diagnosis.cpu_cores} cores, " if device.device == "cpu" else "")
+        lines.append((device.device, f"{about}{size_text(device.available_bytes)} of {size_text(device.total_bytes)} free"))
+    features = " ".join(diagnosis.cpu_features)
+    return [
+        *lines,
+        *([("cpu features", features)] if features else []),
+        ("cuda", f"{diagnosis.cuda or 'torch was built without it'}, driver {diagnosis.driver or 'none'}"),
+        ("c++ compiler", diagnosis.compiler or "none; `compile` needs one on a CPU: apt install g++"),
+        ("store", f"{diagnosis.store}, {size_text(diagnosis.store_free_bytes)} free"),
+        ("hub cache", f"{diagnosis.hub_cache}, {'offline (HF_HUB_OFFLINE)' if diagnosis.hub_offline else 'online'}"),
+        ("data", str(diagnosis.data) if diagnosis.data else "none; --data or $OPTKIT_DATA names a directory with local data sets"),
+    ]
+
+
+def _packages(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    here = {"optkit": diagnosis.optkit, "python": diagnosis.python, **diagnosis.packages}
+    return [(name, version or "not installed") for name, version in here.items()]
+
+
+def _line(part: Part) -> tuple[Text, Text]:
+    mark = Text("ok ", style="green") if part.works else Text("-- ", style="dim")
+    meaning = Text(part.note)
+    if part.remedy:
+        meaning.append(f"{': ' if part.note else ''}{part.remedy}", style="cyan")
+    return mark + Text(part.name), meaning
