@@ -1,7 +1,8 @@
-"""What the numbers were measured on: versions, device, driver, memory, cores. Torch is imported only when a GPU is asked about."""
+"""What the numbers were measured on: versions, device, driver, memory, cores. Torch is imported only to describe a GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -34,10 +35,28 @@ def package_version(name: str) -> str | None:
 
 
 def best_device() -> str:
-    """Return `cuda` where torch can use a GPU, else `cpu`."""
-    import torch
+    """Return `cuda` where torch was built for CUDA and the driver shows a GPU (CUDA_VISIBLE_DEVICES counts), else `cpu`; imports no torch."""
+    return "cuda" if torch_has_cuda() and visible_gpus() else "cpu"
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+
+def torch_has_cuda() -> bool:
+    """Return whether the installed torch was built for CUDA, from its version file; False where torch is not installed."""
+    try:
+        version = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    except metadata.PackageNotFoundError:
+        return False
+    text = version.read_text(encoding="utf-8") if version.is_file() else ""
+    return re.search(r"^cuda(?::[^=]+)?\s*=\s*['\"]", text, re.MULTILINE) is not None
+
+
+def visible_gpus() -> int:
+    """Return how many GPUs NVIDIA's driver shows to this process; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -53,10 +72,7 @@ def device_name(device: str) -> str:
     """Return the name of a device, a GPU's as torch has it (`NVIDIA H200`); torch is imported only where nvidia-smi cannot tell."""
     if device == "cpu":
         return cpu_name()
-    program = shutil.which("nvidia-smi")
-    command = [program or "", "--query-gpu=name", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30) if program else None
-    names = set(answer.stdout.strip().splitlines()) if answer and answer.returncode == 0 else set()
+    names = set(_nvidia_smi("name"))
     if len(names) == 1:
         return names.pop()
     import torch
@@ -121,12 +137,16 @@ def driver_version() -> str | None:
         found = re.search(r"Kernel Module\D*([\d.]+)", module.read_text(encoding="utf-8", errors="replace"))
         if found:
             return found[1]
+    return next(iter(_nvidia_smi("driver_version")), None)
+
+
+def _nvidia_smi(question: str) -> list[str]:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        return []
+    command = [program, f"--query-gpu={question}", "--format=csv,noheader"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None
+    return answer.stdout.strip().splitlines() if answer.returncode == 0 else []
 
 
 def _cgroup_number(name: str) -> int | None:

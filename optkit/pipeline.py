@@ -10,7 +10,7 @@ from typing import Any
 
 from optkit import __version__
 from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve
-from optkit.environment import choose_device
+from optkit.environment import best_device
 from optkit.errors import ArtifactError
 from optkit.execute import Execution, execute, materialize
 from optkit.measure import Session
@@ -35,7 +35,7 @@ def plan(
 ) -> Plan:
     """Return what `run` would do: every step with its key, whether the store holds it, and what it will need; computes nothing."""
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
-    return make_plan(wanted.pinned(data), Store(store or default_store()), device or choose_device())
+    return make_plan(wanted.pinned(data), Store(store or default_store()), device or best_device())
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
     target = Path(out) if out is not None else Path("artifacts") / wanted.name
     with reserve(target):
         shelf = Store(store or default_store())
-        todo = make_plan(wanted.pinned(data), shelf, device or choose_device())
+        todo = make_plan(wanted.pinned(data), shelf, device or best_device())
         context = Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
@@ -90,7 +90,7 @@ def evaluate(
     """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing."""
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
-    chosen = device or choose_device()
+    chosen = device or best_device()
     if not is_artifact(Path(model)):
         asked = load_recipe(evals, model=model)
         if asked.stages:
@@ -138,11 +138,11 @@ def open_artifact(directory: Path | str, *, device: str | None = None, dtype: st
 
     directory = Path(directory)
     if not is_artifact(directory):
-        return open_session(directory, (), device=device or choose_device(), dtype=dtype)
+        return open_session(directory, (), device=device or best_device(), dtype=dtype)
     artifact = read_artifact(directory)
     artifact.check()
     trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
-    return open_session(directory, settings_of(artifact), device=device or choose_device(), dtype=dtype, trust_remote_code=trusted)
+    return open_session(directory, settings_of(artifact), device=device or best_device(), dtype=dtype, trust_remote_code=trusted)
 
 
 def settings_of(artifact: Artifact) -> list[Setting]:
