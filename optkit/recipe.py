@@ -52,7 +52,7 @@ class Heading(Frozen):
     description: str = ""
     """What the recipe is for, in a sentence."""
     model: ModelSource
-    """The model to start from: its name, or a mapping of the fields below."""
+    """The model to start from: its name, or a mapping of name, revision and the like."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Where everything random begins, so that a run can be repeated."""
 
@@ -77,11 +77,14 @@ class Recipe(Heading):
         """The stages that are applied when the artifact is opened, in order."""
         return tuple(entry for entry in self.stages if isinstance(entry, SettingEntry))
 
-    def pinned(self, data: Path | None) -> Recipe:
-        """Return the recipe with every revision filled in; `data` holds local copies of data sets. Raises SourceError."""
+    def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
+        """Return the recipe with every revision filled in; raises SourceError.
+
+        `data` holds local copies of data sets; in `cache` the digests of large files are remembered.
+        """
         return self.model_copy(
             update={
-                "model": pin_model(self.model, data),
+                "model": pin_model(self.model),
                 "stages": tuple(_pinned(entry, data) for entry in self.stages),
                 "evals": tuple(_pinned(entry, data) for entry in self.evals),
             }
@@ -127,7 +130,7 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
         problems += heading
     stages, stage_problems = read_items(placed, "stage")
     evals, eval_problems = read_items(placed, "eval")
-    gates, gate_problems = check_gates(placed, evals)
+    gates, gate_problems = check_gates(placed, evals, complete=not eval_problems)
     if not placed.data.get("stages") and not placed.data.get("evals"):
         problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
     problems += [*stage_problems, *eval_problems, *gate_problems]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -45,10 +46,12 @@ class FileDigests:
         """Write what was learnt, beside what other runs wrote meanwhile."""
         if self.file is None or not self._changed:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         draft = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
-        draft.write_text(json.dumps(_read(self.file) | self._known, indent=1), encoding="utf-8")
-        draft.replace(self.file)
+        # Where nothing can be written, the next run reads the files again; that is all that is lost.
+        with contextlib.suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(_read(self.file) | self._known, indent=1), encoding="utf-8")
+            draft.replace(self.file)
         self._changed = False
 
 

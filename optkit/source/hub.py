@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from optkit.errors import SourceError
+from optkit.model.shape import TensorInfo
 from optkit.progress import Progress
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -94,6 +95,19 @@ class HubRepo:
                     task.advance(size_bytes, note=name)
             return self.snapshot(commit)
         raise self._unreachable("the whole snapshot", self.snapshot(commit), unreachable[0])
+
+    def tensors(self, commit: str) -> dict[str, TensorInfo]:
+        """Return dtype and shape of every tensor of a commit, by the headers of its safetensors alone. Raises SourceError."""
+        with self._explained(commit) as unreachable:
+            from huggingface_hub import HfApi
+            from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+            try:
+                files = HfApi().get_safetensors_metadata(self.name, revision=commit).files_metadata.values()
+            except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+                raise SourceError("there are no safetensors", where=self._where(commit), why=str(error).split("\n")[0]) from error
+            return {name: TensorInfo(info.dtype, tuple(info.shape)) for file in files for name, info in file.tensors.items()}
+        raise self._unreachable("the model", self.snapshot(commit), unreachable[0])
 
     def _where(self, revision: str | None) -> str:
         return f"{self.name}@{revision[:12]}" if revision else self.name

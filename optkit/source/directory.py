@@ -1,0 +1,101 @@
+"""A model directory as a source: what its config says it is, and the digest of what it holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.frozen import digest
+from optkit.model.checkpoint import Checkpoint
+from optkit.source.digests import PREFIX, FileDigests
+
+OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md"})
+"""What optkit leaves beside the weights of an artifact; it says how they were made and is no part of the model."""
+OTHER_WEIGHTS = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz", ".mlmodel"}
+)
+"""Weights that optkit does not read; the safetensors that it does read are those of the checkpoint."""
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
+    """Raise SourceError unless a config.json describes a causal language model whose code may be run."""
+    architectures = config.get("architectures") or []
+    if not architectures:
+        raise SourceError(
+            "config.json names no `architectures`",
+            where=where,
+            why="What the weights are is not known without them",
+            remedy='Add, for example, "architectures": ["LlamaForCausalLM"]',
+        )
+    if config.get("is_encoder_decoder") or not any(str(name).endswith(CAUSAL) for name in architectures):
+        raise SourceError(
+            f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language models",
+            where=where,
+            why=f"Their architectures end in {' or '.join(CAUSAL)}",
+            remedy="Take the text-generation checkpoint of the model, if there is one",
+        )
+    if "auto_map" in config and not trust_remote_code and not is_built_into_transformers(str(config.get("model_type", ""))):
+        raise SourceError(
+            f"the model comes with code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
+            where=where,
+            why="transformers has no model type '" + str(config.get("model_type", "")) + "', and code of others is not run unasked",
+            remedy="Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`",
+        )
+
+
+def is_built_into_transformers(model_type: str) -> bool:
+    """Say whether transformers itself has the code of a model type; looks at its files, imports nothing."""
+    found = importlib.util.find_spec("transformers")
+    places = found.submodule_search_locations if found else None
+    return bool(model_type) and any((Path(place) / "models" / model_type.replace("-", "_")).is_dir() for place in places or ())
+
+
+def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint:
+    """Return the checkpoint of a directory; raises SourceError where it is incomplete, damaged or of another kind."""
+    if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
+        raise SourceError(
+            f"there is no config.json but {len(files)} GGUF file{'s' if len(files) > 1 else ''}",
+            where=str(directory),
+            remedy=f"Name the file: {files[0]}",
+        )
+    checkpoint = Checkpoint(directory)
+    check_config(checkpoint.config, str(directory), trust_remote_code)
+    return checkpoint
+
+
+def directory_revision(checkpoint: Checkpoint, digests: FileDigests) -> str:
+    """Return `sha256:...` over the names and contents of the weights and of every file beside them.
+
+    Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not looked at.
+    """
+    root = checkpoint.directory
+    weights = {path.relative_to(root).as_posix(): path for path in checkpoint.files.values()}
+    return PREFIX + digest({name: digests.of(path) for name, path in sorted((weights | companions(root)).items())})
+
+
+def companions(root: Path) -> dict[str, Path]:
+    """Return relative name -> path of every file of a model directory that holds no weights."""
+    found = {path.relative_to(root): path for path in root.rglob("*") if path.is_file()}
+    return {
+        name.as_posix(): path
+        for name, path in found.items()
+        if name.suffix not in OTHER_WEIGHTS
+        and str(name) not in OWN_FILES
+        and not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+    }
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a parsed config.json. Raises SourceError where it is not a JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
+    if not isinstance(config, dict):
+        raise SourceError("is not a JSON object", where=str(path))
+    return config

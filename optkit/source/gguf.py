@@ -1,0 +1,163 @@
+"""Read the header of a GGUF file: metadata and tensor infos, in milliseconds, without torch and without the weights.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import MissingPackageError, SourceError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Value type of the format -> struct code."""
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor of a GGUF file."""
+
+    shape: tuple[int, ...]
+    """As torch has it: the fastest dimension last."""
+    type: str
+    """As ggml names it: F32, Q4_1, ..."""
+    size_bytes: int
+    offset: int
+    """From the start of the data section, in bytes."""
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What the header says."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    """Arrays are left out, all but their length: `("array", 49152)`."""
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of the architecture's own part of the metadata, e.g. `embedding_length`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+
+def read_gguf(path: Path) -> Gguf:
+    """Return the header of a GGUF file. Raises SourceError where the file is missing, of another kind, split or cut off."""
+    if not path.is_file():
+        raise SourceError("no such file", where=str(path))
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) != MAGIC:
+            raise SourceError(
+                f"not a GGUF file ({size:,} bytes)", where=str(path), why="It does not begin with 'GGUF'", remedy="Download it again"
+            )
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            reader = _Reader(data, path)
+            try:
+                gguf, end = _read(reader, path)
+            except (struct.error, IndexError, UnicodeDecodeError) as error:
+                raise _cut_off(path, size) from error
+    if end > size:
+        raise _cut_off(path, size, end)
+    if (parts := gguf.metadata.get("split.count", 1)) > 1:
+        raise SourceError(
+            f"one of {parts} parts of a split GGUF",
+            where=str(path),
+            why="optkit reads whole files",
+            remedy="Join them: llama-gguf-split --merge FIRST_PART WHOLE",
+        )
+    return gguf
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.at = data, path, 4
+
+    def scalar(self, code: str) -> Any:
+        form = struct.Struct(f"<{code}")
+        value = form.unpack_from(self.data, self.at)[0]
+        self.at += form.size
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("Q")
+        text = self.data[self.at : self.at + length]
+        if len(text) != length:
+            raise IndexError("the string ends behind the file")
+        self.at += length
+        return text.decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.scalar(self.code(kind))
+        item, count = self.scalar("I"), self.scalar("Q")
+        if item == STRING:
+            length = struct.Struct("<Q")
+            for _ in range(count):
+                self.at += 8 + length.unpack_from(self.data, self.at)[0]
+        elif item == ARRAY:
+            for _ in range(count):
+                self.value(ARRAY)
+        else:
+            self.at += count * struct.calcsize(f"<{self.code(item)}")
+        return ("array", count)
+
+    def code(self, kind: int) -> str:
+        if kind not in SCALARS:
+            raise SourceError(f"unknown value type {kind} in the metadata", where=str(self.path), remedy="Download it again")
+        return SCALARS[kind]
+
+
+def _read(reader: _Reader, path: Path) -> tuple[Gguf, int]:
+    version = reader.scalar("I")
+    if version not in VERSIONS:
+        raise SourceError(f"GGUF version {version}", where=str(path), why="optkit reads versions 2 and 3, little-endian")
+    tensor_count, value_count = reader.scalar("Q"), reader.scalar("Q")
+    metadata = {}
+    for _ in range(value_count):
+        key = reader.string()
+        metadata[key] = reader.value(reader.scalar("I"))
+    tensors = {}
+    for _ in range(tensor_count):
+        name = reader.string()
+        dimensions = [reader.scalar("Q") for _ in range(reader.scalar("I"))]
+        tensors[name] = _tensor(name, tuple(reversed(dimensions)), reader.scalar("I"), reader.scalar("Q"), path)
+    alignment = int(metadata.get("general.alignment", 32))
+    start = -(-reader.at // alignment) * alignment
+    end = max((start + tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=start)
+    return Gguf(path, metadata, tensors), end
+
+
+def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, path: Path) -> GgufTensor:
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError as error:
+        raise MissingPackageError("gguf", where=str(path), install="optkit[gguf]") from error
+    if kind not in {known.value for known in GGMLQuantizationType}:
+        raise SourceError(
+            f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Upgrade the package: pip install -U gguf"
+        )
+    quantization = GGMLQuantizationType(kind)
+    block, block_bytes = GGML_QUANT_SIZES[quantization]
+    return GgufTensor(shape, quantization.name, prod(shape) // block * block_bytes, offset)
+
+
+def _cut_off(path: Path, size: int, end: int | None = None) -> SourceError:
+    asked = f" and its header asks for {end:,}" if end else ""
+    return SourceError(
+        f"the GGUF file has {size:,} bytes{asked}", where=str(path), why="It was cut off or overwritten", remedy="Copy or download it again"
+    )

@@ -1,0 +1,129 @@
+"""The GGUF architectures that are Llama in their layout: names, shapes and config of the checkpoint that an import writes.
+
+llama.cpp reorders the rows of q and k for its own rotary embedding in `llama`, and keeps them in `qwen2` and `qwen3`
+(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py, `LlamaModel.permute`).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.source.gguf import Gguf
+
+OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+WEIGHTS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+BIASES = {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"}
+NORMS = {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an architecture of GGUF maps to one of transformers."""
+
+    architecture: str
+    block: dict[str, str]
+    """Names below `blk.N.` -> names below `model.layers.N.`"""
+    permuted: bool = False
+    """Whether the rows of q and k were reordered."""
+
+
+LAYOUTS = {
+    "llama": Layout("LlamaForCausalLM", WEIGHTS, permuted=True),
+    "qwen2": Layout("Qwen2ForCausalLM", WEIGHTS | BIASES),
+    "qwen3": Layout("Qwen3ForCausalLM", WEIGHTS | NORMS),
+}
+
+
+def layout_of(gguf: Gguf) -> Layout:
+    """Return the layout of a file. Raises SourceError for one that an import could not carry over whole."""
+    where = str(gguf.path)
+    layout = LAYOUTS.get(gguf.architecture)
+    if layout is None:
+        raise SourceError(
+            f"unsupported GGUF architecture '{gguf.architecture}'",
+            where=where,
+            why=f"optkit imports {', '.join(sorted(LAYOUTS))}",
+            remedy="Take the safetensors form of the model",
+        )
+    scaling = gguf.get("rope.scaling.type", "none")
+    lost = [f"rope scaling '{scaling}'"] if scaling != "none" else []
+    lost += ["rope scaling by frequency (rope_freqs.weight)"] if "rope_freqs.weight" in gguf.tensors else []
+    lost += ["sliding-window attention"] if gguf.get("attention.sliding_window") else []
+    unknown = [name for name in gguf.tensors if name != "rope_freqs.weight" and tensor_name(name, layout) is None]
+    lost += [f"{len(unknown)} tensors that a plain {gguf.architecture} has not ({', '.join(unknown[:3])})"] if unknown else []
+    if lost:
+        raise SourceError(
+            f"the import would lose {' and '.join(lost)}", where=where, remedy="Take the safetensors form of the model, which has it"
+        )
+    return layout
+
+
+def tensor_name(name: str, layout: Layout) -> str | None:
+    """Return the name of a GGUF tensor in the checkpoint: `blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    if found := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
+        inside = layout.block.get(found[2])
+        return f"model.layers.{found[1]}.{inside}" if inside else None
+    return OUTSIDE.get(name)
+
+
+def checkpoint_shape(gguf: Gguf) -> ModelShape:
+    """Return config and tensors of the checkpoint that an import writes. Raises SourceError as `layout_of` and for missing parts."""
+    layout = layout_of(gguf)
+    tensors = {str(tensor_name(name, layout)): TensorInfo("F32", tensor.shape) for name, tensor in gguf.tensors.items()}
+    config = checkpoint_config(gguf, layout)
+    expected = [name for name in OUTSIDE.values() if name != "lm_head.weight"]
+    expected += [f"model.layers.{index}.{name}" for index in range(config["num_hidden_layers"]) for name in layout.block.values()]
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise SourceError(f"{len(missing)} tensors are missing: {', '.join(missing[:3])}", where=str(gguf.path), remedy="Download it again")
+    return ModelShape(config=config, tensors=tensors)
+
+
+def checkpoint_config(gguf: Gguf, layout: Layout) -> dict[str, Any]:
+    """Return what the metadata says, in the words of config.json."""
+
+    def number(key: str, default: int | None = None) -> int:
+        value = gguf.get(key, default)
+        if not isinstance(value, int):
+            raise SourceError(f"the metadata has no number {gguf.architecture}.{key}", where=str(gguf.path), remedy="Download it again")
+        return value
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    special = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    return {
+        "architectures": [layout.architecture],
+        "model_type": gguf.architecture,
+        "dtype": "float32",
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": number("attention.key_length", hidden // heads),
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": shortest_float32(gguf.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        "rope_parameters": {"rope_theta": shortest_float32(gguf.get("rope.freq_base", 10000.0)), "rope_type": "default"},
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        **{name: gguf.metadata.get(f"tokenizer.ggml.{key}") for name, key in special.items()},
+    }
+
+
+def shortest_float32(value: float) -> float:
+    """Return the shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
+    return next(short for digits in range(1, 18) if struct.pack("<f", short := float(f"{value:.{digits}g}")) == struct.pack("<f", value))

