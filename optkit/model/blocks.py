@@ -81,11 +81,11 @@ def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
     return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
 
 
-class _Captured(Exception):
-    """Raised by the last block: nothing after it is needed."""
+class _AllRecordedError(Exception):
+    """Raised by the last block to end the run: nothing after it is needed."""
 
 
-class _OtherForm(Exception):
+class _OtherFormError(Exception):
     """The model takes the output of a block for something else than what it was given."""
 
 
@@ -102,10 +102,10 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
             try:
                 with torch.no_grad():
                     model(input_ids=tokens, use_cache=False)
-            except _Captured:
+            except _AllRecordedError:
                 return hidden[0], tuple(calls)
-            except (_OtherForm, TypeError, ValueError, IndexError, AttributeError) as error:
-                reason = str(error)
+            except (_OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
+                reason = reason or str(error)
                 continue
         reason = f"only {len(calls)} of {len(blocks)} blocks were called"
     raise SourceError(
@@ -117,17 +117,17 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
 
 @contextmanager
 def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor], as_tuple: bool) -> Iterator[None]:
-    """Let each block record its call and return the hidden states that it was given; the last one raises _Captured."""
+    """Let each block record its call and return the hidden states that it was given; the last one raises _AllRecordedError."""
 
     def record(*arguments: Any, **keywords: Any) -> Any:
         keyword = None if arguments else "hidden_states"
         hidden = keywords.pop(keyword) if keyword else arguments[0]
         if entered and hidden is not entered[0]:
-            raise _OtherForm("the hidden states that enter a block are not those that the block before it returned")
+            raise _OtherFormError("the hidden states that enter a block are not those that the block before it returned")
         entered.append(hidden)
         calls.append(Call(arguments[1:], keywords, keyword))
         if len(calls) == len(blocks):
-            raise _Captured
+            raise _AllRecordedError
         return (hidden,) if as_tuple else hidden
 
     try:

@@ -44,9 +44,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             why="It was cut off or overwritten",
             remedy="Copy or download it again",
         )
-    return {
-        name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
-    }
+    return {name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
 
 
 class Checkpoint:
@@ -93,7 +91,8 @@ class Checkpoint:
         if name not in self.files:
             raise SourceError(f"there is no tensor {name}", where=str(self.directory))
         with safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
     def read_finite(self, name: str) -> Tensor:
         """Return one tensor; raises SourceError where it holds NaN or Inf."""

@@ -1,14 +1,15 @@
 """Take fused experts apart: transformers 5 holds the experts of a block in two 3-D parameters, checkpoints hold one matrix per projection.
 
-Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each fused module becomes a list of experts made
-of Linears, named as on disk (`experts.3.w1` for Mixtral, `experts.3.gate_proj` for Qwen and most others). The names are those that
-transformers itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of its eager experts.
+Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each fused module becomes a list of
+experts made of Linears, named as on disk (`experts.3.w1` for Mixtral, `experts.3.gate_proj` for Qwen and most others). The names are
+those that transformers itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of its eager experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, 
     for name, module in list(_fused_modules(model)):
         leaves = _leaves(name, module, converters)
         if any(f"{name}.{leaf}" in stored for leaf, _ in module.named_parameters(recurse=False)):
-            fused[name] = f"the checkpoint stores all experts in one tensor ({_shapes(module)}), which only its own loader can read"
+            fused[name] = f"the checkpoint stores the experts joined ({_shapes(module)}), not one matrix for each"
         elif isinstance(leaves, str):
             fused[name] = leaves
         else:
@@ -86,16 +87,16 @@ def _fused_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _leaves(name: str, module: nn.Module, converters: list[WeightConverter]) -> _Leaves | str:
+def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leaves | str:
     """Return the names of an expert's projections, or why there are none."""
     shapes = _shapes(module)
     if not hasattr(module, "_apply_gate") or getattr(module, "down_proj", None) is None:
         return f"the experts are fused ({shapes}) in a way that is not known"
-    if module.has_bias:
-        return f"the fused experts ({shapes}) have biases"
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    if {leaf for leaf, _ in module.named_parameters(recurse=False)} != {first, "down_proj"}:
+        return f"the fused experts have more than their matrices ({shapes})"
     if module.is_transposed or (module.has_gate and not module.is_concatenated):
         return f"the fused experts ({shapes}) are transposed or interleaved"
-    first = "gate_up_proj" if module.has_gate else "up_proj"
     found: dict[str, tuple[str, ...]] = {}
     for converter in converters:
         patterns = [pattern.rpartition("*.")[2].replace("\\", "").rstrip("$") for pattern in converter.source_patterns]
@@ -112,7 +113,7 @@ def _leaves(name: str, module: nn.Module, converters: list[WeightConverter]) -> 
     return _Leaves(inputs, down[0])
 
 
-def _take_apart(module: nn.Module, leaves: _Leaves) -> Experts:
+def _take_apart(module: Any, leaves: _Leaves) -> Experts:
     joined: Tensor = (module.gate_up_proj if module.has_gate else module.up_proj).detach()  # [experts, inputs * intermediate, hidden]
     down: Tensor = module.down_proj.detach()  # [experts, hidden, intermediate]
     for leaf in [leaf for leaf, _ in module.named_parameters(recurse=False)]:

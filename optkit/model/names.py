@@ -1,8 +1,8 @@
 """Which tensor of the checkpoint holds which parameter of the model: every one on both sides is accounted for, or it is an error.
 
-The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the model), by the prefix of the base model (old
-GPT-2 files have no `transformer.`) and by tied weights (no `lm_head` in the file). transformers would fill a parameter that it does not find
-with random numbers; here that is a SourceError.
+The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the model), by the prefix of the base model
+(old GPT-2 files have no `transformer.`) and by tied weights (no `lm_head` in the file). transformers would fill a parameter that it does
+not find with random numbers; here that is a SourceError.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.experts import Experts
 
 
 def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
@@ -67,9 +68,12 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
 
 
 def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoint: Checkpoint) -> None:
+    """Raise SourceError where transformers would change a tensor while loading it (a transposition only where the shape asks for it)."""
     converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
+    rewriting = [item for item in converters if not all(getattr(operation, "check_dims", False) for operation in item.operations)]
+    unfused = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
     for name, tensor in found.items():
-        if any(converter.rename_source_key(name)[1] for converter in converters) and ".experts." not in name:
+        if not name.startswith(unfused) and any(converter.rename_source_key(name)[1] for converter in rewriting):
             raise SourceError(
                 f"{model.config.model_type} is not supported: transformers rewrites {tensor} while it loads it",
                 where=str(checkpoint.directory),

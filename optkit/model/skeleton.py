@@ -1,12 +1,12 @@
 """A causal language model without its weights: built on the meta device, with the real weights of one part of it at a time.
 
-    skeleton = Skeleton(Checkpoint(directory))
-    inputs = skeleton.capture_inputs(tokens, "cpu", batch_size=8)
-    for index, block in enumerate(skeleton.blocks):
-        skeleton.load_(block.name, "cpu")
-        for batch in inputs.batches:
-            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
-        skeleton.release_(block.name)
+skeleton = Skeleton(Checkpoint(directory))
+inputs = skeleton.capture_inputs(tokens, "cpu", batch_size=8)
+for index, block in enumerate(skeleton.blocks):
+    skeleton.load_(block.name, "cpu")
+    for batch in inputs.batches:
+        inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+    skeleton.release_(block.name)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from optkit.errors import SourceError
+from optkit.errors import SourceError, StageError
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
@@ -30,8 +31,8 @@ from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Float dtypes by the names that safetensors uses."""
-Projection = nn.Linear | Conv1D
-ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+Projection: TypeAlias = "nn.Linear | Conv1D"
+ROUTER_NAMES = frozenset({"gate", "shared_expert_gate"})
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ class Skeleton:
 
     @property
     def outside_tensors(self) -> tuple[str, ...]:
-        """The tensors of the checkpoint that belong to no block, among them those that the model never reads: to be passed on as they are."""
+        """The tensors of the checkpoint that belong to no block, among them those that the model never reads; to be passed on unchanged."""
         inside = {tensor for block in self.blocks for tensor in self.block_tensors(block)}
         return tuple(name for name in self.checkpoint.tensors if name not in inside)
 
     def linears(self, block: Block) -> dict[str, Projection]:
-        """Return the Linear and Conv1D modules of a block by their names in the checkpoint, in the order of definition, routers included."""
+        """Return the Linear and Conv1D modules of a block by their names in the checkpoint, in order of definition, routers included."""
         named = block.module.named_modules(prefix=block.name)
-        found = {name: module for name, module in named if isinstance(module, Projection)}
+        found = {name: module for name, module in named if isinstance(module, (nn.Linear, Conv1D))}
         return {self.tensor_name(f"{name}.weight").removesuffix(".weight"): module for name, module in found.items()}
 
     def load_(self, module_name: str, device: str | torch.device) -> None:
@@ -109,10 +110,11 @@ class Skeleton:
     def capture_inputs(self, tokens: Tensor, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
         """Return what int64 [sequences, sequence_length] becomes in front of the first block, and what each block is called with.
 
-        The part of the model in front of the blocks is on the device while this runs, without lm_head. Raises SourceError where the
-        blocks cannot be run one by one.
+        The part of the model in front of the blocks is on the device while this runs, without lm_head. Raises StageError for tokens that
+        the model has no embedding or position for, SourceError where the blocks cannot be run one by one.
         """
-        hidden: list[Tensor] = []
+        self._check_tokens(tokens)
+        hidden: Tensor | None = None
         batches: list[Batch] = []
         before = [slot for slot in self._outside() if slot.owner is not self.model.get_output_embeddings()]
         self._load(before, device)
@@ -120,17 +122,32 @@ class Skeleton:
             for start in range(0, len(tokens), batch_size):
                 rows = slice(start, min(start + batch_size, len(tokens)))
                 entered, calls = record_calls(self.model, self.blocks, tokens[rows].to(device))
-                if batches:
+                if hidden is None:
+                    hidden = entered.new_empty(len(tokens), *entered.shape[1:])
+                else:
                     calls = tuple(shared_with(call, first) for call, first in zip(calls, batches[0].calls, strict=True))
-                hidden.append(entered)
+                hidden[rows] = entered
                 batches.append(Batch(rows, calls))
         finally:
             self._release(before)
-        return BlockInputs(torch.cat(hidden), tuple(batches))
+        if hidden is None:
+            raise StageError("there are no calibration tokens", where=str(self.checkpoint.directory))
+        return BlockInputs(hidden, tuple(batches))
 
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         """Run one loaded block alone: float [batch, sequence, hidden] -> the same shape."""
         return call.run(self.blocks[index].module, hidden)
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        config = self.model.config.get_text_config(decoder=True)
+        where, length, positions = str(self.checkpoint.directory), tokens.shape[-1], getattr(config, "max_position_embeddings", None)
+        if positions and length > positions:
+            remedy = f"Use a sequence_length of at most {positions:,}"
+            raise StageError(f"sequences of {length:,} tokens, and the model was built for {positions:,}", where=where, remedy=remedy)
+        if len(tokens) and int(tokens.max()) >= config.vocab_size:
+            remedy = "See that the tokenizer belongs to this model"
+            what = f"the text holds token {int(tokens.max()):,} and the vocabulary ends at {config.vocab_size - 1:,}"
+            raise StageError(what, where=where, remedy=remedy)
 
     def _slots(self, module_name: str) -> Iterator[_Slot]:
         for name, owner in self.model.get_submodule(module_name).named_modules(prefix=module_name, remove_duplicate=False):
@@ -189,8 +206,9 @@ class Skeleton:
 
 
 def is_router(name: str) -> bool:
-    """Whether a Linear decides where tokens go (`mlp.gate`, `mlp.router`, `mlp.shared_expert_gate`): tiny, and best left in full precision."""
-    return not ROUTER_NAMES.isdisjoint(name.split("."))
+    """Whether a Linear decides where tokens go (`mlp.gate`, `mlp.router`, `shared_expert_gate`): tiny, best left in full precision."""
+    *path, last = name.split(".")
+    return "experts" not in path and (last in ROUTER_NAMES or "router" in (*path, last))
 
 
 def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str | None, trust_remote_code: bool) -> PreTrainedModel:
@@ -204,9 +222,15 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str | No
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError, OSError) as error:
+        needs_code = "auto_map" in checkpoint.config and not trust_remote_code
+        remedy = "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
         architecture = ", ".join(checkpoint.config.get("architectures") or [str(checkpoint.config.get("model_type"))])
-        raise SourceError(f"transformers cannot build {architecture}", where=where, why=str(error).strip().splitlines()[0]) from error
+        raise SourceError(f"transformers cannot build {architecture}", where=where, why=_first_line(error), remedy=remedy) from error
     return model.requires_grad_(False).eval()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -21,7 +21,8 @@ from optkit.model.checkpoint import INDEX, SINGLE
 if TYPE_CHECKING:
     from torch import Tensor
 
-GIB = 1 << 30
+SHARD_BYTES = 4 << 30
+"""Largest shard, unless one tensor is larger."""
 WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz", ".mlmodel"}
 )
@@ -34,7 +35,7 @@ class CheckpointWriter:
     Used as a context manager it finishes on a clean exit and removes its own files on an error.
     """
 
-    def __init__(self, target: Path, shard_bytes: int = 4 * GIB) -> None:
+    def __init__(self, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self.target = Path(target)
         self.shard_bytes = shard_bytes
         self.size_bytes = 0

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from optkit.errors import SourceError
+from optkit.model.checkpoint import Checkpoint
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+def rewrite(model: Path, **changed: torch.Tensor) -> None:
+    save_file(load_file(model / "model.safetensors") | changed, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_reads_what_safetensors_reads(model: Path) -> None:
+    checkpoint, reference = Checkpoint(model), load_file(model / "model.safetensors")
+    assert set(checkpoint.tensors) == set(reference)
+    for name, tensor in reference.items():
+        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+        assert checkpoint.tensors[name].size_bytes == tensor.nbytes
+        assert torch.equal(checkpoint.read_finite(name), tensor)
+
+
+def test_sizes_of_blocks_and_of_what_is_outside(model: Path) -> None:
+    shape = Checkpoint(model).shape
+    tensors = load_file(model / "model.safetensors")
+    block = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.layers.1."))
+    assert shape.block_bytes == block
+    assert shape.outside_bytes == sum(tensor.nbytes for tensor in tensors.values()) - 3 * block
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no such directory"):
+        Checkpoint(tmp_path / "absent")
+
+
+def test_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    with pytest.raises(SourceError, match=r"there is no config\.json"):
+        Checkpoint(model)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as JSON"), ("[]", "is not a JSON object")])
+def test_broken_config(model: Path, text: str, message: str) -> None:
+    (model / "config.json").write_text(text)
+    with pytest.raises(SourceError, match=message):
+        _ = Checkpoint(model).config
+
+
+def test_no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match="there are no weights"):
+        Checkpoint(model)
+
+
+def test_only_pickles(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(SourceError, match=r"the weights are pickles \(pytorch_model\.bin\)"):
+        Checkpoint(model)
+
+
+@pytest.mark.parametrize("keep", [-100, 2000, 5])
+def test_truncated_file(model: Path, keep: int) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(SourceError, match=r"header asks for|not a whole safetensors file"):
+        Checkpoint(model)
+
+
+def test_header_that_is_not_json(model: Path) -> None:
+    (model / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"abcd" + bytes(100))
+    with pytest.raises(SourceError, match="the header is not safetensors"):
+        Checkpoint(model)
+
+
+def test_missing_shard_is_named(model: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.zeros(2)}, model / "model-00001-of-00002.safetensors")
+    with pytest.raises(SourceError, match="1 of 2 shards are missing: model-00002-of-00002"):
+        Checkpoint(model)
+
+
+def test_broken_index(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(SourceError, match="is not an index"):
+        Checkpoint(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_are_counted_and_named(model: Path, value: float) -> None:
+    weight = torch.zeros(64)
+    weight[3] = value
+    rewrite(model, **{"model.norm.weight": weight})
+    with pytest.raises(SourceError, match=r"model\.norm\.weight: 1 of 64 weights are NaN or Inf"):
+        Checkpoint(model).read_finite("model.norm.weight")
+
+
+def test_unknown_tensor(model: Path) -> None:
+    with pytest.raises(SourceError, match="there is no tensor absent"):
+        Checkpoint(model).read("absent")
