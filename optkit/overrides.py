@@ -8,6 +8,7 @@ from typing import Any
 
 from optkit.entries import spell_out
 from optkit.errors import OptkitError, Problem, RecipeError
+from optkit.validation import shown
 from optkit.yaml_places import Place, PlacedData, Steps, read_yaml
 
 ROLES = {"stages": "stage", "evals": "eval"}
@@ -86,7 +87,7 @@ def _opened(container: Any, step: Any, steps: Steps, place: Place) -> Any:
         value = {}
     if not isinstance(value, dict | list):
         inside = ".".join(str(part) for part in steps)
-        raise RecipeError([place.problem(f"{inside} is {value!r}, and nothing can be set below it.")])
+        raise RecipeError([place.problem(f"{inside} is {shown(value)}, and nothing can be set below it. Set it as a whole.")])
     return value.copy()
 
 

@@ -2,12 +2,12 @@
 
 A key is the SHA-256 of the canonical JSON of everything that decides a result, and of nothing else:
 
-    model      {schema, model: {revision: "sha256:..."} or {name, revision: commit}, dtype}
+    model      see `optkit.source.models.model_key`: its content, or its repository and commit
     step       {schema, kind, version, fields, source: key of the input, seed}
     artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
-    metric     {schema, eval, version, fields, seed, weights, settings}
-               + {baseline: key} where the eval compares
-               + {beside: artifact key of the other model, device, torch, transformers} where it is timed
+    metric     {schema, eval, version, fields, seed, weights: key, settings}
+               and {baseline: key of the model} where the eval compares,
+               and {beside: artifact key of the other, device, cores, torch, transformers} where it is timed
 
 Nothing here imports torch or reaches for the network.
 """
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import SerializeAsAny
 
-from optkit.environment import device_name, package_version
+from optkit.environment import cpu_cores, device_name, package_version
 from optkit.errors import StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
-from optkit.source.models import ModelSource, locate_model, model_shape
+from optkit.source.models import locate_model, model_key, model_shape
 from optkit.stage import Cost, Format, Transform
 from optkit.store import Store
 
@@ -55,15 +55,19 @@ class Step(Frozen):
     """Bytes of the weights that it leaves."""
 
 
-class Measurement(Frozen):
-    """One eval of one model."""
+class PlannedEval(Frozen):
+    """One eval, of the artifact and of the unmodified model."""
 
     kind: str
-    value: SerializeAsAny[Eval]
-    subject: Literal["artifact", "baseline"]
+    eval: SerializeAsAny[Eval]
     key: str
+    """Key of the artifact's metrics."""
+    baseline_key: str | None
+    """Key of the unmodified model's metrics; None where the eval compares the two and has only one result."""
     hit: bool
-    """The store has its metrics, and for a timed eval those of the model that was timed beside it."""
+    """The store has the artifact's metrics, and for a timed eval also those of the model that was timed beside it."""
+    baseline_hit: bool
+    """The store has the unmodified model's metrics, or none are needed."""
 
 
 class Plan(Frozen):
@@ -76,13 +80,9 @@ class Plan(Frozen):
     """The model first, then the transforms."""
     artifact_key: str
     """The weights together with the settings."""
-    evals: tuple[Measurement, ...]
-    """For each eval of the recipe the artifact's, then the baseline's where there is one."""
-
-    @property
-    def baseline_key(self) -> str:
-        """Key of the unmodified model."""
-        return self.steps[0].key
+    baseline_key: str
+    """The unmodified model without settings; equal to `artifact_key` where the recipe changes nothing."""
+    evals: tuple[PlannedEval, ...]
 
     @property
     def weights_key(self) -> str:
@@ -118,16 +118,14 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     """
     steps = _plan_steps(recipe, store, device)
     settings = settings_identity(recipe.settings)
-    artifact_key = make_artifact_key(steps[-1].key, settings)
-    evals = _plan_evals(recipe, store, device, steps[0].key, steps[-1].key, settings)
-    return Plan(recipe=recipe, device=device, steps=steps, artifact_key=artifact_key, evals=evals)
-
-
-def make_model_key(model: ModelSource) -> str:
-    """Return the key of a pinned model: a digest of content stands for itself, a commit for itself in its repository."""
-    revision = model.revision or ""
-    identity = {"revision": revision} if revision.startswith("sha256:") else {"name": model.name, "revision": revision}
-    return digest({"schema": SCHEMA, "model": identity, "dtype": model.dtype})
+    return Plan(
+        recipe=recipe,
+        device=device,
+        steps=steps,
+        artifact_key=make_artifact_key(steps[-1].key, settings),
+        baseline_key=make_artifact_key(steps[0].key, []),
+        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps[0].key, steps[-1].key, settings) for entry in recipe.evals),
+    )
 
 
 def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:
@@ -168,7 +166,7 @@ def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
 
 
 def _plan_steps(recipe: Recipe, store: Store, device: str) -> tuple[Step, ...]:
-    key = make_model_key(recipe.model)
+    key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
     cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.block_bytes + shape.outside_bytes)
@@ -215,36 +213,36 @@ def _format_of(shape: ModelShape) -> Format:
     return Format.QUANTIZED if shape.config.get("quantization_config") else Format.CHECKPOINT
 
 
-def _plan_evals(
-    recipe: Recipe, store: Store, device: str, baseline: str, weights: str, settings: list[dict[str, Any]]
-) -> tuple[Measurement, ...]:
-    subjects: dict[Literal["artifact", "baseline"], tuple[str, list[dict[str, Any]]]] = {
-        "artifact": (weights, settings),
-        "baseline": (baseline, []),
+def _plan_eval(
+    entry: EvalEntry, seed: int, store: Store, device: str, model: str, weights: str, settings: list[dict[str, Any]]
+) -> PlannedEval:
+    with_baseline = {"baseline": model} if entry.value.compares else {}
+    machine = _machine(device) if entry.value.timed else {}
+
+    def metric_key(of: str, applied: list[dict[str, Any]], beside: str) -> str:
+        circumstances = with_baseline | machine | ({"beside": beside} if entry.value.timed else {})
+        return make_metric_key(entry, seed, of, applied, circumstances)
+
+    key = metric_key(weights, settings, make_artifact_key(model, []))
+    baseline_key = None if entry.value.compares else metric_key(model, [], make_artifact_key(weights, settings))
+    hit = store.get_json(key) is not None
+    baseline_hit = baseline_key is None or store.get_json(baseline_key) is not None
+    both = hit and baseline_hit
+    return PlannedEval(
+        kind=entry.kind,
+        eval=entry.value,
+        key=key,
+        baseline_key=baseline_key,
+        hit=both if entry.value.timed else hit,
+        baseline_hit=both if entry.value.timed else baseline_hit,
+    )
+
+
+def _machine(device: str) -> dict[str, str | int | None]:
+    cores = cpu_cores() if device == "cpu" else None
+    return {
+        "device": device_name(device),
+        "cores": cores,
+        "torch": package_version("torch"),
+        "transformers": package_version("transformers"),
     }
-    opened = {subject: make_artifact_key(*of) for subject, of in subjects.items()}
-    planned: list[Measurement] = []
-    for entry in recipe.evals:
-        keys: dict[Literal["artifact", "baseline"], str] = {}
-        for subject, (key, applied) in subjects.items():
-            circumstances: dict[str, Any] = {"baseline": baseline} if entry.value.compares else {}
-            if entry.value.timed:
-                circumstances |= {"beside": opened["baseline" if subject == "artifact" else "artifact"], **_machine(device)}
-            if subject == "artifact" or not entry.value.compares:
-                keys[subject] = make_metric_key(entry, recipe.seed, key, applied, circumstances)
-        hits = {subject: store.get_json(key) is not None for subject, key in keys.items()}
-        planned += [
-            Measurement(
-                kind=entry.kind,
-                value=entry.value,
-                subject=subject,
-                key=key,
-                hit=all(hits.values()) if entry.value.timed else hits[subject],
-            )
-            for subject, key in keys.items()
-        ]
-    return tuple(planned)
-
-
-def _machine(device: str) -> dict[str, str | None]:
-    return {"device": device_name(device), "torch": package_version("torch"), "transformers": package_version("transformers")}

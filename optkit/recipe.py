@@ -84,7 +84,7 @@ class Recipe(Heading):
         """
         return self.model_copy(
             update={
-                "model": pin_model(self.model),
+                "model": pin_model(self.model, cache),
                 "stages": tuple(_pinned(entry, data) for entry in self.stages),
                 "evals": tuple(_pinned(entry, data) for entry in self.evals),
             }

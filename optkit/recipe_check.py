@@ -12,7 +12,8 @@ from optkit.entries import class_of, names_of, spell_out
 from optkit.errors import OptkitError, Problem, did_you_mean
 from optkit.frozen import Frozen
 from optkit.gates import check_gate, parse_gate
-from optkit.registry import PRESETS, eval_class, eval_names
+from optkit.measure import Eval
+from optkit.registry import EVALS, PRESETS, eval_class
 from optkit.stage import Format, Setting, Transform
 from optkit.validation import shown, validate
 from optkit.yaml_places import PlacedData, Steps
@@ -95,7 +96,8 @@ def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> Ite
             return [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]
         model = class_of(role, kind)
         if not isinstance(fields, dict):
-            return [recipe.value_place((*steps, kind)).problem(f"{kind} takes a mapping of fields, not {shown(fields)}.")]
+            message = f"{kind} takes a mapping of its fields ({', '.join(model.model_fields)}), not {shown(fields)}."
+            return [recipe.value_place((*steps, kind)).problem(message)]
     except OptkitError as error:
         return [place.problem(str(error))]
     checked = check_fields(recipe, (*steps, kind), model, fields)
@@ -150,8 +152,11 @@ def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> It
                 yield recipe.value_place((*item.steps, *way)).problem(f"{message} {remedy}")
 
 
-def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:
-    """Return the gates, and the problems of those that are no limit or that no eval of the recipe measures."""
+def check_gates(recipe: PlacedData, evals: list[Item], complete: bool) -> tuple[dict[str, str], list[Problem]]:
+    """Return the gates, and the problems of those that are no limit or that no eval of the recipe measures.
+
+    Where the evals are not `complete`, because some could not be read, a gate may be about any built-in one.
+    """
     written = recipe.data.get("gates")
     if written is None:
         return {}, []
@@ -159,6 +164,8 @@ def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], 
         message = f'gates are a mapping like `perplexity: "<= 1.10x"`, not {shown(written)}.'
         return {}, [recipe.value_place(("gates",)).problem(message)]
     problems = []
+    measuring: list[Eval | type[Eval]] = [item.value for item in evals]
+    others = {kind: eval_class(kind) for kind in EVALS if kind not in {item.kind for item in evals}}
     for key, limit in written.items():
         place = recipe.value_place(("gates", key))
         if not isinstance(limit, str):
@@ -169,12 +176,12 @@ def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], 
         except ValueError as error:
             problems.append(place.problem(f"{key}: {error}"))
             continue
+        other = next((kind for kind, each in others.items() if gate.name in each.metrics), None)
         try:
-            check_gate(gate, [item.value for item in evals])
+            check_gate(gate, measuring if complete else [*measuring, *others.values()])
         except ValueError as error:
-            others = [kind for kind in eval_names() if kind not in {item.kind for item in evals} and gate.name in eval_class(kind).metrics]
-            hint = f" The eval {others[0]} measures it: write `- {others[0]}` below `evals:`." if others else ""
-            problems.append(recipe.key_place(("gates", key)).problem(f"{error}{hint}"))
+            unlisted = f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
+            problems.append(recipe.key_place(("gates", key)).problem(unlisted if other else str(error)))
     return written, problems
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from optkit.errors import OptkitError, did_you_mean
 from optkit.measure import Eval
-from optkit.stage import Stage
+from optkit.stage import Setting, Stage, Transform
 
 STAGES = {
     "attention": "optkit.stages.attention:Attention",
@@ -75,12 +75,12 @@ def eval_names() -> list[str]:
 
 def stage_class(kind: str) -> type[Stage]:
     """Return the class of a stage. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
-    return _load("stage", kind, Stage)
+    return _load("stage", kind, (Transform, Setting))
 
 
 def eval_class(kind: str) -> type[Eval]:
     """Return the class of an eval. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
-    return _load("eval", kind, Eval)
+    return _load("eval", kind, (Eval,))
 
 
 def summary(described: type[Stage] | type[Eval]) -> str:
@@ -130,11 +130,11 @@ def _import(kind: str, role: str, origin: Origin) -> object:
         ) from error
 
 
-def _load(role: str, kind: str, base: type[Base]) -> type[Base]:
+def _load(role: str, kind: str, bases: tuple[type[Base], ...]) -> type[Base]:
     known = origins(role)
     if kind not in known:
         raise UnknownKindError(f"there is no {role} '{kind}'.{did_you_mean(kind, [*known, *(PRESETS if role == 'stage' else ())])}")
     loaded = _import(kind, role, known[kind])
-    if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise OptkitError(f"the {role} '{kind}' ({_text(known[kind])}) is not a subclass of optkit's {base.__name__}")
+    if not (isinstance(loaded, type) and issubclass(loaded, bases)):
+        raise OptkitError(f"the {role} '{kind}' ({_text(known[kind])}) is no {' or '.join(base.__name__ for base in bases)} of optkit")
     return loaded

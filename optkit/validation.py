@@ -94,20 +94,28 @@ def _sentence(model: type[BaseModel], steps: tuple[str | int, ...], details: lis
         return f"unknown field '{name}'.{hint}"
     if first["type"] == "missing":
         owner = fields_model(model, steps[:-1])
-        about = owner.model_fields[str(steps[-1])].description if owner else None
-        return f"the field '{name}' is missing.{f' It says: {about}' if about else ''}"
+        return f"the field '{name}' is missing.{_meaning(owner, steps)}"
     for detail in details:
         if detail["type"] in ("value_error", "assertion_error"):
             text = str(detail["ctx"]["error"]).strip()
             return f"{name}: {text}" if name else text
+    if first["type"] == "string_pattern_mismatch":
+        return f"{name}: {shown(first['input'])} is not allowed.{_meaning(fields_model(model, steps[:-1]), steps)}"
     allowed = list(dict.fromkeys(_allowed(detail) for detail in details))
     value = first["input"]
     sentence = f"{name}: {shown(value)} is not {' or '.join(allowed)}."
     choices = [choice for detail in details for choice in _choices(detail)]
-    if isinstance(value, str) and choices:
+    if isinstance(value, str) and value in choices:
+        sentence += " Remove the quotes."
+    elif isinstance(value, str) and choices:
         near = did_you_mean(value, choices)
         sentence += near if near.startswith(" Did") else ""
     return sentence
+
+
+def _meaning(owner: type[BaseModel] | None, steps: tuple[str | int, ...]) -> str:
+    about = owner.model_fields[str(steps[-1])].description if owner else None
+    return f" It is: {' '.join(about.split())}" if about else ""
 
 
 def _choices(detail: ErrorDetails) -> list[str]:
@@ -147,7 +155,6 @@ _PHRASES = {
     "multiple_of": "a multiple of {multiple_of}",
     "none_required": "left empty",
     "path_type": "a path",
-    "string_pattern_mismatch": "of the form {pattern}",
     "string_too_long": "at most {max_length} characters long",
     "string_too_short": "at least {min_length} characters long",
     "string_type": "text",
