@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import click
 
+from optkit.errors import OptkitError
 from optkit_cli.options import Command, json_option
+
+if TYPE_CHECKING:
+    from optkit.measure import Eval
+    from optkit.stage import Stage
 
 
 def _stages() -> dict[str, str]:
-    from optkit import registry
+    from optkit.registry import PRESETS, stage_class, stage_names
 
-    return {name: registry.summary(registry.stage_class(name)) for name in registry.stage_names()}
+    short = {name: f"short for `{json.dumps(preset)[1:-1].replace(chr(34), '')}`" for name, preset in PRESETS.items()}
+    return {name: _summary(stage_class, name) for name in stage_names()} | short
 
 
 def _evals() -> dict[str, str]:
-    from optkit import registry
+    from optkit.registry import eval_class, eval_names
 
-    return {name: registry.summary(registry.eval_class(name)) for name in registry.eval_names()}
+    return {name: _summary(eval_class, name) for name in eval_names()}
+
+
+def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
+    """Return a class's summary, or why it cannot be loaded: one broken plug-in must not hide the others."""
+    from optkit.registry import summary
+
+    try:
+        return summary(load(name))
+    except OptkitError as error:
+        return f"error: {error}"
 
 
 def _recipes() -> dict[str, str]:

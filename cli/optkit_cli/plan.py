@@ -35,7 +35,7 @@ def command(
     from optkit import pipeline
     from optkit.recipe import load_recipe
     from optkit_cli.output import print_json, show
-    from optkit_cli.tables import plan_view
+    from optkit_cli.plan_view import plan_view
 
     wanted = load_recipe(recipe, overrides=overrides, model=model)
     plan = pipeline.plan(wanted, device=device, store=store, data=data)

@@ -57,17 +57,20 @@ class Pace:
         return self.clock() - self.start
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds until the end; None before the first step is done."""
-        return self.elapsed_s / self.done * max(self.total - self.done, 0) if self.done else None
+    def share(self) -> str:
+        """`40%`; empty where nobody knows of how much."""
+        return f"{self.done / self.total:.0%}" if self.total else ""
 
     @property
     def count(self) -> str:
-        return f"{self.done}/{self.total} {self.unit}".rstrip()
+        """How far it is: `12/30 blocks`, or `12 blocks` where nobody knows of how many."""
+        return " ".join(part for part in (f"{self.done}/{self.total}" if self.total else f"{self.done}", self.unit) if part)
 
     @property
     def left(self) -> str:
-        return "" if self.left_s is None else f"{clock_text(self.left_s)} left"
+        """`0:31 left` if it goes on like this; empty before the first step is done, and after the last."""
+        remaining = self.total - self.done
+        return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if self.done and remaining > 0 else ""
 
     def ending(self, failed: bool) -> str:
         """Return the last line: `gptq  30/30 blocks  done in 4:12`."""
@@ -119,31 +122,31 @@ class LineTask(SilentTask):
         """Count, and print a line if the last one is long enough ago."""
         pace = self.pace
         pace.done += steps
-        if pace.done >= pace.total or pace.elapsed_s - self.last_line_s < self.progress.interval_s:
+        if pace.done == pace.total or pace.elapsed_s - self.last_line_s < self.progress.interval_s:
             return
         self.last_line_s = pace.elapsed_s
-        self.progress.say("  ".join(part for part in (pace.label, pace.count, f"{pace.done / pace.total:.0%}", pace.left, note) if part))
+        self.progress.say("  ".join(part for part in (pace.label, pace.count, pace.share, pace.left, note) if part))
 
 
 class BarProgress:
     """Bars that go when their work is done, with one line left of each."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
         self.bars: Bars | None = None
         self.open_tasks = 0
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a bar."""
-        return BarTask(self, Pace(label, total, unit))
+        return BarTask(self, Pace(label, total, unit, self.clock))
 
     def say(self, line: str) -> None:
         """Print one line above the bars."""
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
         """Print `warning: ...` above the bars."""
-        self.console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+        self.console.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def bar_opened(self) -> Bars:
         """Return the live display, started with the first bar."""

@@ -37,9 +37,8 @@ def indented(pairs: Sequence[tuple[Text | str, str | Text]]) -> Table | None:
     """Return a definition list below a heading, its words dim; None for nothing."""
     if not pairs:
         return None
-    return definition_list(
-        [(Text("  ").append(word if isinstance(word, Text) else Text(word, style="dim")), meaning) for word, meaning in pairs]
-    )
+    words = [word if isinstance(word, Text) else Text(word, style="dim") for word, _ in pairs]
+    return definition_list([(Text("  ").append(word), meaning) for word, (_, meaning) in zip(words, pairs, strict=True)])
 
 
 def fits(table: Table, console: Console, options: ConsoleOptions) -> bool:

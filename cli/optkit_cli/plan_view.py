@@ -1,0 +1,50 @@
+"""A plan on the terminal: each step and measurement, done or to do, and what the rest will need."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from optkit.plan import Plan
+from optkit_cli.tables import plain_table, size_text
+
+
+def plan_view(plan: Plan) -> list[RenderableType]:
+    """Return what to print, top to bottom."""
+    title = Text.assemble((plan.recipe.name, "bold"), (f"  {plan.recipe.model.name} · {plan.device}", "dim"))
+    sections = [title, _steps(plan), _evals(plan) if plan.evals else Text("nothing is measured", style="dim"), _closing(plan)]
+    return [part for section in sections for part in (Text(""), section)]
+
+
+def _steps(plan: Plan) -> Table:
+    numbers = ("size", "writes", "RAM", "GPU")
+    table = plain_table(("step", "left"), ("store", "left"), ("leaves", "left"), *((name, "right") for name in numbers))
+    for step in plan.steps:
+        needs = (step.cost.disk_bytes, step.cost.ram_bytes, step.cost.gpu_bytes) if step in plan.pending else (0, 0, 0)
+        sizes = [Text(size_text(size)) for size in (step.size_bytes, *needs)]
+        table.add_row(Text(step.kind), _hit(step.hit), Text(step.format), *sizes)
+    for entry in plan.recipe.settings:
+        table.add_row(Text(entry.kind), Text("setting", style="dim"))
+    return table
+
+
+def _evals(plan: Plan) -> Table:
+    table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"))
+    for kind in dict.fromkeys(each.kind for each in plan.evals):
+        hits = {each.subject: each.hit for each in plan.evals if each.kind == kind}
+        table.add_row(Text(kind), *(_hit(hits[subject]) if subject in hits else Text("-") for subject in ("artifact", "baseline")))
+    return table
+
+
+def _hit(hit: bool) -> Text:
+    return Text("hit", style="green") if hit else Text("miss", style="yellow")
+
+
+def _closing(plan: Plan) -> Text:
+    unmeasured = sum(not each.hit for each in plan.evals)
+    if not plan.pending and not unmeasured:
+        return Text("nothing to do: a run ends at once")
+    steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} measurements to do"
+    needs = {"on disk": plan.disk_bytes, "of RAM at most": plan.ram_bytes, "of GPU memory at most": plan.gpu_bytes}
+    return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size)]))

@@ -1,0 +1,125 @@
+"""Progress: few plain lines in a log, bars on a terminal, nothing but warnings when quiet."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from optkit_cli.progress import BarProgress, LineProgress, Pace, WarningsOnly, clock_text, open_progress
+from rich.console import Console
+
+from optkit.progress import Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run_blocks(progress: Progress, clock: Clock, steps: int, step_s: float, total: int = 30) -> None:
+    with progress.task("gptq", total, "blocks") as task:
+        for index in range(steps):
+            clock.now_s += step_s
+            task.advance(note=f"model.layers.{index}")
+
+
+def test_lines_say_start_end_and_how_long_the_rest_takes() -> None:
+    stream, clock = io.StringIO(), Clock()
+    run_blocks(LineProgress(stream, interval_s=5, clock=clock), clock, steps=30, step_s=2.5)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "gptq  0/30 blocks"
+    assert lines[1] == "gptq  2/30 blocks  7%  1:10 left  model.layers.1"
+    assert lines[6] == "gptq  12/30 blocks  40%  0:45 left  model.layers.11"
+    assert lines[-1] == "gptq  30/30 blocks  done in 1:15"
+    assert len(lines) == 16
+
+
+def test_quick_steps_print_no_line_between() -> None:
+    stream, clock = io.StringIO(), Clock()
+    run_blocks(LineProgress(stream, interval_s=5, clock=clock), clock, steps=30, step_s=0.01)
+    assert stream.getvalue().splitlines() == ["gptq  0/30 blocks", "gptq  30/30 blocks  done in 0:00"]
+
+
+def test_a_task_that_fails_says_where_it_stopped() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with pytest.raises(RuntimeError), LineProgress(stream, clock=clock).task("gptq", 30, "blocks") as task:
+        clock.now_s += 7
+        task.advance()
+        raise RuntimeError
+    assert stream.getvalue().splitlines()[-1] == "gptq  1/30 blocks  stopped after 0:07"
+
+
+def test_steps_may_have_no_unit_and_no_total() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with LineProgress(stream, interval_s=0, clock=clock).task("scan", 0) as task:
+        clock.now_s += 1
+        task.advance(3, "a file")
+    assert stream.getvalue().splitlines() == ["scan  0", "scan  3  a file", "scan  3  done in 0:01"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (31.4, "0:31"), (59.7, "1:00"), (725, "12:05"), (11400, "3:10:00")])
+def test_clock_text(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
+
+
+def test_pace_knows_nothing_before_the_first_step() -> None:
+    assert Pace("gptq", 30, "blocks").left == ""
+
+
+def test_quiet_prints_warnings_only() -> None:
+    stream = io.StringIO()
+    progress = WarningsOnly(stream)
+    with progress.task("gptq", 30, "blocks") as task:
+        task.advance(30)
+    progress.say("nothing")
+    progress.warn("the baseline fell back to eager")
+    assert stream.getvalue() == "warning: the baseline fell back to eager\n"
+
+
+def terminal(stream: io.StringIO, width: int = 80) -> Console:
+    return Console(file=stream, force_terminal=True, width=width, height=25, color_system="truecolor", legacy_windows=False, _environ={})
+
+
+def test_bars_show_count_share_and_note_and_go_when_done() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = BarProgress(terminal(stream), clock=clock)
+    with progress.task("gptq", 30, "blocks") as task:
+        for index in range(12):
+            clock.now_s += 2.5
+            task.advance(note=f"model.layers.{index}")
+        assert progress.bars is not None
+        progress.bars.refresh()
+        drawn = stream.getvalue()
+    assert all(part in drawn for part in ("gptq", "12/30 blocks", "40%", "0:45 left", "model.layers.11"))
+    assert progress.bars is None
+    assert stream.getvalue().rstrip().endswith("gptq  12/30 blocks  done in 0:30")
+
+
+def test_bars_may_lie_in_each_other_and_lines_stand_above_them() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = BarProgress(terminal(stream), clock=clock)
+    with progress.task("evals", 2), progress.task("perplexity", 15, "windows"):
+        progress.say("[not markup] 100%")
+        progress.warn("careful")
+        assert progress.open_tasks == 2
+    assert progress.open_tasks == 0
+    assert "[not markup] 100%" in stream.getvalue()
+    assert "warning: careful" in stream.getvalue()
+    assert "done in" not in stream.getvalue()
+
+
+def test_a_bar_that_fails_leaves_its_line_and_the_terminal() -> None:
+    stream = io.StringIO()
+    progress = BarProgress(terminal(stream))
+    with pytest.raises(RuntimeError), progress.task("gptq", 30, "blocks"):
+        raise RuntimeError
+    assert stream.getvalue().rstrip().endswith("gptq  0/30 blocks  stopped after 0:00")
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1
+
+
+def test_lines_where_stderr_is_no_terminal() -> None:
+    assert isinstance(open_progress(quiet=False), LineProgress)
+    assert type(open_progress(quiet=True)) is WarningsOnly
