@@ -18,6 +18,9 @@ from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import Experts
 
+OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""Rotary frequencies, positions and causal masks that older files hold and today's models compute."""
+
 
 def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
     """Return tensor of the checkpoint -> the name that transformers gives it before it joins experts and adjusts the prefix."""
@@ -57,8 +60,8 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
     missing = [name for name in slots if name not in found and not _may_be_missing(name, model)]
     if extra or missing:
         raise SourceError(
-            f"the weights are not those of {type(model).__name__}: {_some(missing, 'parameters are missing in the file')}, "
-            f"{_some(extra, 'tensors in the file have no place in the model')}",
+            f"the weights are not those of {type(model).__name__}: parameters that the files lack: {_some(missing)}; "
+            f"tensors that the model has no place for: {_some(extra)}",
             where=str(checkpoint.directory),
             why="A parameter without weights would be random numbers",
             remedy="See that config.json and the weights belong together",
@@ -104,13 +107,12 @@ def _tie(found: dict[str, str], model: PreTrainedModel) -> None:
 
 def _ignorable(name: str, model: PreTrainedModel) -> bool:
     """Whether a tensor holds no weight of this model: a buffer that the code computes now, or a part that it never reads."""
-    patterns = {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())}
-    return any(re.search(pattern, name) for pattern in patterns)
+    return any(re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())))
 
 
 def _may_be_missing(name: str, model: PreTrainedModel) -> bool:
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
 
 
-def _some(names: list[str], label: str) -> str:
-    return f"{len(names):,} {label}" + (f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "")
+def _some(names: list[str]) -> str:
+    return f"{len(names):,}" + (f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "")
