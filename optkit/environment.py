@@ -14,7 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("optkit", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
+from optkit import __version__
+
+PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -35,7 +37,7 @@ def package_version(name: str) -> str | None:
 
 
 def best_device() -> str:
-    """Return `cuda` where torch was built for CUDA and the driver shows a GPU (CUDA_VISIBLE_DEVICES counts), else `cpu`; imports no torch."""
+    """Return `cuda` where torch was built for CUDA and the driver shows this process a GPU, else `cpu`; imports no torch."""
     return "cuda" if torch_has_cuda() and visible_gpus() else "cpu"
 
 
@@ -69,7 +71,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def device_name(device: str) -> str:
-    """Return the name of a device, a GPU's as torch has it (`NVIDIA H200`); torch is imported only where nvidia-smi cannot tell."""
+    """Return the name of a device, e.g. `NVIDIA H200`; torch is imported only where nvidia-smi cannot tell a GPU's."""
     if device == "cpu":
         return cpu_name()
     names = set(_nvidia_smi("name"))
@@ -105,6 +107,7 @@ def memory(device: str = "cpu") -> Memory:
 def describe_environment(device: str) -> dict[str, Any]:
     """Return what a scorecard records about the machine, as JSON values; a version that is not installed is left out."""
     described: dict[str, Any] = {
+        "optkit": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": device,

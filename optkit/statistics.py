@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -68,15 +67,23 @@ def mean_estimate(samples: Sequence[float]) -> Estimate:
     return Estimate(centre, (centre - half, centre + half))
 
 
-def bootstrap_interval(
-    groups: Sequence[Sequence[float]], statistic: Callable[[list[float]], float], seed: int, resamples: int = 1000
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of `statistic` of the pooled values, resampling whole groups (Efron 1979)."""
+def pooled_quantile(groups: Sequence[Sequence[float]], fraction: float, seed: int, resamples: int = 1000) -> Estimate:
+    """Return a quantile of all values; its interval is the percentile bootstrap's, which resamples whole groups (Efron 1979).
+
+    Values within a group may depend on each other (tokens of a window). Raises ValueError for fewer than two groups.
+    """
+    import numpy
+
     if len(groups) < 2:
         raise ValueError(f"{len(groups)} group(s) cannot be resampled: at least 2 are needed")
-    generator = random.Random(seed)
-    values = sorted(statistic([value for group in generator.choices(groups, k=len(groups)) for value in group]) for _ in range(resamples))
-    return quantile(values, 0.025), quantile(values, 0.975)
+    arrays = [numpy.asarray(group, dtype=numpy.float64) for group in groups]
+    generator = numpy.random.default_rng(seed)
+    draws = [
+        numpy.quantile(numpy.concatenate([arrays[index] for index in generator.integers(len(arrays), size=len(arrays))]), fraction)
+        for _ in range(resamples)
+    ]
+    low, high = numpy.quantile(draws, [0.025, 0.975])
+    return Estimate(float(numpy.quantile(numpy.concatenate(arrays), fraction)), (float(low), float(high)))
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:

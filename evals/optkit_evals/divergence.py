@@ -1,0 +1,109 @@
+"""How far a model's predictions moved from the baseline's: KL divergence and top-1 agreement on the same tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from optkit.errors import EvalError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.statistics import Estimate, mean, mean_estimate, pooled_quantile, quantile
+from optkit_evals.windows import WindowedText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POSITIONS_AT_ONCE = 256
+"""Positions compared together: both log softmaxes of a slice, not of a window, are held beside the logits."""
+
+
+class Divergence(WindowedText, Eval):
+    """KL(baseline || model) of the next token, mean and 99th percentile, and how often both put the same token first.
+
+    Counted are the positions whose next token perplexity counts. Intervals are over windows: by t for the means, by bootstrap for the
+    percentile.
+    """
+
+    compares: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("kl_divergence", "kl_divergence_p99", "top1_agreement")
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Compare; raises EvalError without a baseline, for another tokenizer or vocabulary, for NaN logits, and as `WindowedText.cut` does."""
+        baseline = context.baseline
+        if baseline is None:
+            raise EvalError(
+                "there is no baseline to compare with", where="divergence", why="It measures how far a model moved from another"
+            )
+        if session.vocabulary != baseline.vocabulary:
+            raise EvalError(
+                f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}",
+                where="divergence",
+                why="Distributions over different vocabularies cannot be compared",
+            )
+        windows = self.cut(session, context)
+        theirs = self.cut(baseline, context)
+        if not windows.tokens.equal(theirs.tokens):
+            raise EvalError(
+                "the model and the baseline read the text as different tokens",
+                where=self.where,
+                why="Their tokenizers differ",
+                remedy="Give both the same tokenizer files",
+            )
+        divergences: list[list[float]] = []
+        agreements: list[float] = []
+        with context.progress.task("divergence", len(windows.tokens), "windows") as task:
+            for window in windows.tokens:
+                divergence, agreement = compare_window(session, baseline, window)
+                divergences.append(divergence)
+                agreements.append(agreement)
+                task.advance(note=f"{mean(divergence):.4f} nats")
+        means = [mean(divergence) for divergence in divergences]
+        tails = [quantile(divergence, 0.99) for divergence in divergences]
+        agreement_estimate = mean_estimate(agreements)
+        low, high = agreement_estimate.interval or (0.0, 1.0)
+        bounded = Estimate(agreement_estimate.value, (max(0.0, low), min(1.0, high)))
+        measured = (
+            ("kl_divergence", mean_estimate(means), "nats/token", means),
+            ("kl_divergence_p99", pooled_quantile(divergences, 0.99, context.seed), "nats/token", tails),
+            ("top1_agreement", bounded, "fraction", agreements),
+        )
+        return [
+            Metric(
+                name=name,
+                value=estimate.value,
+                unit=unit,
+                higher_is_better=name == "top1_agreement",
+                interval=estimate.interval,
+                protocol=f"{windows.protocol}; KL(baseline || model) and most likely token",
+                samples=tuple(samples),
+            )
+            for name, estimate, unit, samples in measured
+        ]
+
+
+def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple[list[float], float]:
+    """Return the KL divergence in nats at each predicted position of a window, int64 [sequence], and the fraction of equal top tokens.
+
+    Raises EvalError where a divergence is not finite.
+    """
+    import torch
+
+    theirs = baseline.logits(window.unsqueeze(0))[0]  # [sequence, vocabulary]
+    ours = session.logits(window.unsqueeze(0))[0]
+    divergence: list[float] = []
+    agreed = 0
+    positions = len(window) - 1
+    for start in range(0, positions, POSITIONS_AT_ONCE):
+        part = slice(start, min(start + POSITIONS_AT_ONCE, positions))
+        expected, found = theirs[part].float(), ours[part].to(theirs.device).float()
+        agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
+        log_expected, log_found = expected.log_softmax(-1), found.log_softmax(-1)
+        divergence += torch.nn.functional.kl_div(log_found, log_expected, log_target=True, reduction="none").sum(-1).tolist()
+    if not all(map(math.isfinite, divergence)):
+        raise EvalError(
+            "the divergence at a token is NaN or Inf",
+            where=str(session.directory),
+            why="The logits of the model or of the baseline are: the weights are damaged, or the dtype overflows",
+            remedy="Open both in float32 or bfloat16",
+        )
+    return divergence, agreed / positions

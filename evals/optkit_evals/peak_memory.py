@@ -1,0 +1,45 @@
+"""The most memory in use while something ran: what torch allocated on a GPU, how much of the process was resident on a CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PROCESS = Path("/proc/self")
+
+
+@dataclass
+class Peak:
+    """Filled in when the watched work has ended."""
+
+    size_bytes: int | None = None
+    unknown: str = ""
+    """Why there is no number."""
+
+
+@contextmanager
+def watched_peak(device: str) -> Iterator[Peak]:
+    """Watch the peak from entering to leaving. On Linux `5` in clear_refs resets the resident-set high-water mark (man 5 proc)."""
+    peak = Peak()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.size_bytes = int(torch.cuda.max_memory_allocated(device))
+        return
+    try:
+        (PROCESS / "clear_refs").write_text("5", encoding="ascii")
+    except OSError as error:
+        peak.unknown = f"the system cannot reset the resident-set high-water mark ({error})"
+    yield peak
+    if not peak.unknown:
+        peak.size_bytes, peak.unknown = _resident_peak(PROCESS / "status")
+
+
+def _resident_peak(status: Path) -> tuple[int | None, str]:
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+    return (int(found[1]) * 1024, "") if found else (None, f"there is no VmHWM in {status}")

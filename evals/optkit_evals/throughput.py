@@ -1,0 +1,153 @@
+"""How fast a model answers: prefill and decode apart, latencies, peak memory and the bandwidth that decoding reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from optkit.environment import describe_environment
+from optkit.errors import EvalError, ResourceError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.statistics import mean, mean_estimate, standard_error
+from optkit_evals.peak_memory import Peak, watched_peak
+from optkit_evals.timing import Timing, answer, random_tokens, warm_up
+
+Positive = Annotated[int, Field(ge=1)]
+
+WIDE_SPREAD = 0.10
+"""Standard deviation over mean of the repeats, from which on the user is warned."""
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+class Throughput(Eval):
+    """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, achieved bandwidth."""
+
+    timed: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = (
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+        "time_to_first_token_s",
+        "inter_token_p50_s",
+        "inter_token_p95_s",
+        "inter_token_p99_s",
+        "decode_bytes_per_s",
+        "peak_memory_bytes",
+    )
+
+    batch_sizes: tuple[Positive, ...] = Field(default=(1,), min_length=1)
+    """Sequences at once; each is measured with each prompt length."""
+    prompts: tuple[Positive, ...] = Field(default=(128,), min_length=1)
+    """Prompt lengths in tokens."""
+    new_tokens: int = Field(default=64, ge=2)
+    """Tokens generated after the prompt."""
+    repeats: int = Field(default=5, ge=2)
+    """Measured runs; one alone would have no interval."""
+    warmup: int = Field(default=2, ge=1)
+    """Runs before these, at least; more follow until two in succession agree within 10%."""
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Measure; raises EvalError where the model has too few positions, ResourceError where memory runs out."""
+        longest = max(self.prompts) + self.new_tokens
+        if longest > session.positions:
+            raise EvalError(
+                f"a prompt of {max(self.prompts)} and {self.new_tokens} new tokens are {longest}, and the model has"
+                f" {session.positions} positions",
+                where="throughput",
+                remedy="Shorten prompts or new_tokens",
+            )
+        protocol = self._protocol(session, context.seed)
+        configurations = list(product(self.batch_sizes, self.prompts))
+        found: list[Metric] = []
+        with context.progress.task("throughput", len(configurations) * self.repeats, "runs") as task:
+            for batch, prompt in configurations:
+                label = f"batch {batch}, prompt {prompt}"
+                tokens = random_tokens(session, batch, prompt, context.seed)
+                with _memory_named(f"throughput at {label}, {self.new_tokens} new tokens", session.device):
+                    runs, settled = warm_up(session, tokens, self.new_tokens, self.warmup)
+                    timings = []
+                    with watched_peak(session.device) as peak:
+                        for _ in range(self.repeats):
+                            timings.append(answer(session, tokens, self.new_tokens))
+                            task.advance(note=label)
+                for warning in _warnings(timings, peak, runs, settled):
+                    context.progress.warn(f"throughput, {label}: {warning}")
+                found += self._metrics(session, timings, peak, batch, prompt, protocol)
+        return found
+
+    def _metrics(self, session: Session, timings: list[Timing], peak: Peak, batch: int, prompt: int, protocol: str) -> list[Metric]:
+        labels: dict[str, int | str] = {"batch": batch, "prompt": prompt, "new_tokens": self.new_tokens}
+        decoded = self.new_tokens - 1
+        step_bytes = session.decode_bytes(batch, prompt + self.new_tokens // 2)
+        measured = (
+            ("prefill_tokens_per_s", "tokens/s", True, [batch * prompt / each.first_token_s for each in timings]),
+            ("decode_tokens_per_s", "tokens/s", True, [batch * decoded / each.decode_s for each in timings]),
+            ("time_to_first_token_s", "s", False, [each.first_token_s for each in timings]),
+            ("inter_token_p50_s", "s", False, [each.between_quantile_s(0.50) for each in timings]),
+            ("inter_token_p95_s", "s", False, [each.between_quantile_s(0.95) for each in timings]),
+            ("inter_token_p99_s", "s", False, [each.between_quantile_s(0.99) for each in timings]),
+            ("decode_bytes_per_s", "bytes/s", True, [step_bytes * decoded / each.decode_s for each in timings]),
+        )
+        found = []
+        for name, unit, higher_is_better, samples in measured:
+            estimate = mean_estimate(samples)
+            found.append(
+                Metric(
+                    name=name,
+                    labels=labels,
+                    value=estimate.value,
+                    unit=unit,
+                    higher_is_better=higher_is_better,
+                    interval=estimate.interval,
+                    protocol=protocol,
+                    samples=tuple(samples),
+                    pairing="independent",
+                )
+            )
+        if peak.size_bytes is not None:
+            what = "resident set of the process" if session.device == "cpu" else "memory that torch allocated"
+            found.append(
+                Metric(
+                    name="peak_memory_bytes",
+                    labels=labels,
+                    value=peak.size_bytes,
+                    unit="bytes",
+                    higher_is_better=False,
+                    protocol=f"largest {what} during the repeats; {protocol}",
+                )
+            )
+        return found
+
+    def _protocol(self, session: Session, seed: int) -> str:
+        environment = describe_environment(session.device)
+        threads = f", {environment['cpu_threads']} threads" if session.device == "cpu" and "cpu_threads" in environment else ""
+        return (
+            f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until two agree within 10%, then the"
+            f" mean of {self.repeats} repeats (of their percentiles, for latencies); wall clock, device synchronised at each token;"
+            f" prefill is up to the first token, decode after it; {environment['device_name']}{threads}, torch {environment['torch']}"
+        )
+
+
+def _warnings(timings: list[Timing], peak: Peak, runs: int, settled: bool) -> Iterator[str]:
+    if not settled:
+        yield f"{runs} warm-up runs, and the last two still differ by more than 10%; something else may be using the machine"
+    times = [each.total_s for each in timings]
+    spread = standard_error(times) * len(times) ** 0.5 / mean(times)
+    if spread > WIDE_SPREAD:
+        yield f"the repeats spread by {spread:.0%} of their mean; raise repeats, or measure on a quiet machine"
+    if peak.unknown:
+        yield f"peak_memory_bytes is not reported: {peak.unknown}"
+
+
+@contextmanager
+def _memory_named(where: str, device: str) -> Iterator[None]:
+    """Say at which configuration memory ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error).lower() for sign in NO_MEMORY):
+            raise
+        raise ResourceError(f"memory ran out on {device}", where=where, remedy="Lower batch_sizes, prompts or new_tokens") from error
