@@ -65,7 +65,7 @@ def test_each_expert_sees_only_its_tokens() -> None:
     model = make("mixtral", KINDS["mixtral"][0])
     unfuse_experts_(model)
     experts = next(module for module in model.modules() if isinstance(module, Experts))
-    seen = {index: 0 for index in range(4)}
+    seen = dict.fromkeys(range(4), 0)
     for index, expert in enumerate(experts):
         expert.register_forward_hook(lambda module, inputs, output, index=index: seen.update({index: len(inputs[0])}))
     chosen = torch.tensor([[0, 2], [2, 0], [2, 3]])
