@@ -28,12 +28,10 @@ class Divergence(WindowedText, Eval):
     metrics: ClassVar[tuple[str, ...]] = ("kl_divergence", "kl_divergence_p99", "top1_agreement")
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Compare; raises EvalError without a baseline, for another tokenizer or vocabulary, for NaN logits, and as `WindowedText.cut` does."""
+        """Compare; raises EvalError without a baseline, for another tokenizer or vocabulary and for NaN logits, and as `WindowedText.cut`."""
         baseline = context.baseline
         if baseline is None:
-            raise EvalError(
-                "there is no baseline to compare with", where="divergence", why="It measures how far a model moved from another"
-            )
+            raise EvalError("there is no baseline", where="divergence", why="It measures how far a model moved from another one")
         if session.vocabulary != baseline.vocabulary:
             raise EvalError(
                 f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}",
@@ -59,13 +57,10 @@ class Divergence(WindowedText, Eval):
                 task.advance(note=f"{mean(divergence):.4f} nats")
         means = [mean(divergence) for divergence in divergences]
         tails = [quantile(divergence, 0.99) for divergence in divergences]
-        agreement_estimate = mean_estimate(agreements)
-        low, high = agreement_estimate.interval or (0.0, 1.0)
-        bounded = Estimate(agreement_estimate.value, (max(0.0, low), min(1.0, high)))
         measured = (
-            ("kl_divergence", mean_estimate(means), "nats/token", means),
+            ("kl_divergence", _bounded(mean_estimate(means), math.inf), "nats/token", means),
             ("kl_divergence_p99", pooled_quantile(divergences, 0.99, context.seed), "nats/token", tails),
-            ("top1_agreement", bounded, "fraction", agreements),
+            ("top1_agreement", _bounded(mean_estimate(agreements), 1.0), "fraction", agreements),
         )
         return [
             Metric(
@@ -107,3 +102,8 @@ def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple
             remedy="Open both in float32 or bfloat16",
         )
     return divergence, agreed / positions
+
+
+def _bounded(estimate: Estimate, most: float) -> Estimate:
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    return Estimate(estimate.value, (max(0.0, low), min(most, high)))
