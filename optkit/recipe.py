@@ -48,13 +48,13 @@ class Heading(Frozen):
     """The part of a recipe that is no list."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the artifact's directory: letters, digits, dot, dash and underscore. Default: the file's name without its ending."""
+    """Names the artifact's directory: letters, digits, dot, dash and underscore. The file's own name where it is left out."""
     description: str = ""
     """What the recipe is for, in a sentence."""
     model: ModelSource
-    """The model to start from: its name, or a mapping of name, revision and the like."""
+    """The model to start from: its name, or a mapping of its fields. Required."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Where everything random begins, so that a run can be repeated."""
+    """Where everything random begins, so that a run can be repeated; 0 where it is left out."""
 
 
 class Recipe(Heading):
