@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,25 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class FileDigests:
-    """Digests of files, kept in `digests.json` of a cache directory; without a directory nothing is remembered."""
+def default_cache() -> Path:
+    """Return where optkit keeps things: `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`."""
+    named = os.environ.get("OPTKIT_STORE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
 
-    def __init__(self, cache: Path | None) -> None:
-        self.file = cache / "digests.json" if cache else None
-        self._known: dict[str, dict[str, Any]] = _read(self.file) if self.file else {}
+
+class FileDigests:
+    """Digests of files, remembered in `digests.json` of a cache directory."""
+
+    def __init__(self, cache: Path) -> None:
+        self.file = cache / "digests.json"
+        self._known: dict[str, dict[str, Any]] = _read(self.file)
         self._changed = False
 
     def of(self, path: Path) -> str:
         """Return the SHA-256 of a file, from memory where it is the same file as before."""
         path = path.resolve()
         status = path.stat()
-        if self.file is None or status.st_size < REMEMBERED_BYTES:
+        if status.st_size < REMEMBERED_BYTES:
             return sha256_of(path)
         identity = {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
         known = self._known.get(str(path), {})
@@ -44,7 +51,7 @@ class FileDigests:
 
     def save(self) -> None:
         """Write what was learnt, beside what other runs wrote meanwhile."""
-        if self.file is None or not self._changed:
+        if not self._changed:
             return
         draft = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
         # Where nothing can be written, the next run reads the files again; that is all that is lost.

@@ -105,7 +105,7 @@ class HubRepo:
             try:
                 files = HfApi().get_safetensors_metadata(self.name, revision=commit).files_metadata.values()
             except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-                raise SourceError("there are no safetensors", where=self._where(commit), why=str(error).split("\n")[0]) from error
+                raise SourceError("there are no safetensors", where=self._where(commit), why=first_line(error)) from error
             return {name: TensorInfo(info.dtype, tuple(info.shape)) for file in files for name, info in file.tensors.items()}
         raise self._unreachable("the model", self.snapshot(commit), unreachable[0])
 
@@ -157,11 +157,16 @@ class HubRepo:
                 f"there is no revision '{revision}'", where=self.name, remedy=f"Branches, tags and commits are listed at {page}/tree/main"
             ) from error
         except HFValidationError as error:
-            raise SourceError("not a name that the hub could have", where=self.name, why=str(error).split("\n")[0]) from error
+            raise SourceError("not a name that the hub could have", where=self.name, why=first_line(error)) from error
         except HTTPError as error:
             raise SourceError(
-                "the hub refused", where=self._where(revision), why=str(error).split("\n")[0], remedy="Try again in a while"
+                "the hub refused", where=self._where(revision), why=first_line(error), remedy="Try again in a while"
             ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an exception says."""
+    return str(error).strip().partition("\n")[0]
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 from optkit.errors import MissingPackageError, SourceError, did_you_mean
-from optkit.source.hub import HubRepo, quiet_hub
+from optkit.source.hub import HubRepo, first_line, quiet_hub
 
 FIRST_ROWS = 10_000
 """Rows that are read of a data set that is streamed: enough to calibrate and to measure on, whatever its size."""
@@ -21,21 +23,36 @@ def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: st
     """
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise MissingPackageError("datasets", where=where, install="optkit[hub]") from error
     identifier, _, configuration = name.partition(":")
     commit = repo.commit(revision)
-    with quiet_hub():
+    with quiet_hub(), quiet_datasets():
         try:
             rows = datasets.load_dataset(identifier, configuration or None, split=split, revision=commit, streaming=identifier not in WHOLE)
             return [_field(row, field, where) for row in (rows if identifier in WHOLE else islice(rows, FIRST_ROWS))]
-        except (OSError, ValueError, LookupError, RuntimeError) as error:
+        except (OSError, ValueError, LookupError, DatasetsError) as error:
             raise SourceError(
                 "the data set cannot be read",
                 where=where,
-                why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                why=f"{type(error).__name__}: {first_line(error)}",
                 remedy=f"Check split and configuration (org/name:configuration) at https://huggingface.co/datasets/{identifier}",
             ) from error
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Draw none of the progress bars of `datasets`, and leave its setting as it was."""
+    import datasets
+
+    before = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.enable_progress_bars()
 
 
 def _field(row: dict[str, Any], field: str, where: str) -> str:

@@ -17,7 +17,7 @@ from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.progress import Progress
-from optkit.source.digests import PREFIX, FileDigests
+from optkit.source.digests import PREFIX, FileDigests, default_cache
 from optkit.source.directory import check_config, check_directory, directory_revision, read_config
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
@@ -77,13 +77,14 @@ class ModelSource(Frozen):
 def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
     """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a GGUF file.
 
-    `cache` is a directory where digests of big files are remembered. Raises SourceError for a model that is not there, not whole,
-    not a causal language model, or not what `revision` says; MissingPackageError for a built-in one whose package is not installed.
+    `cache` is where digests of big files are remembered, optkit's own cache directory unless said otherwise.
+    Raises SourceError for a model that is not there, not whole, not a causal language model, or not what `revision` says;
+    MissingPackageError for a built-in one whose package is not installed.
     """
     place = find_model(source)
     if isinstance(place, HubRepo):
         return source.model_copy(update={"revision": _pin_hub(place, source)})
-    digests = FileDigests(cache)
+    digests = FileDigests(cache or default_cache())
     if place.is_dir():
         revision = directory_revision(check_directory(place, source.trust_remote_code), digests)
     else:

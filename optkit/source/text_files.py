@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from optkit.errors import SourceError, did_you_mean
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_text(path: Path) -> str:
@@ -51,9 +54,7 @@ def _records(path: Path, field: str) -> list[str]:
             raise SourceError(f"there is no field '{field}'.{did_you_mean(field, record)}", where=where, remedy="Set `field:`")
         if not isinstance(record[field], str):
             raise SourceError(f"the field '{field}' is not a text but {json.dumps(record[field])[:40]}", where=where)
-        if any("\ud800" <= character <= "\udfff" for character in record[field]):
-            raise SourceError(
-                f"the field '{field}' holds half of a surrogate pair", where=where, why="That is no text, and no tokenizer takes it"
-            )
+        if SURROGATE.search(record[field]):
+            raise SourceError(f"the field '{field}' holds half of a surrogate pair", where=where, why="No tokenizer takes that")
         texts.append(record[field])
     return texts
