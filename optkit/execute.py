@@ -54,7 +54,7 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     check_packages(plan)
     check_disk(plan, store)
     made: set[str] = set()
-    last = max(index for index, step in enumerate(plan.steps))
+    last = len(plan.steps) - 1
     weights = materialize(plan, last, store, context, made)
     outcomes = tuple(_outcome(step, store, made) for step in plan.steps if step.stage is not None)
     in_store = store.get(plan.steps[last].key) == weights
@@ -122,7 +122,7 @@ def check_packages(plan: Plan) -> None:
 
 def check_disk(plan: Plan, store: Store) -> None:
     """Raise ResourceError if what the missing steps will leave does not fit on the store's disk."""
-    needed = sum(step.cost.disk_bytes for step in plan.steps if not step.hit)
+    needed = plan.disk_bytes
     place = next(path for path in (store.root, *store.root.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed > free:

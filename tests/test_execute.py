@@ -1,0 +1,154 @@
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from optkit import execute as executing
+from optkit.errors import MissingPackageError, ResourceError, StageError
+from optkit.execute import execute
+from optkit.model.shape import ModelShape
+from optkit.model.writer import copy_companions
+from optkit.plan import make_plan
+from optkit.recipe import load_recipe
+from optkit.stage import Context, Cost, Report, Transform
+from optkit.store import Store
+
+RUNS: list[float] = []
+
+
+class Halve(Transform):
+    """Multiply every weight by a factor."""
+
+    factor: float = 0.5
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        RUNS.append(self.factor)
+        tensors = load_file(source / "model.safetensors")
+        save_file({name: tensor * self.factor for name, tensor in tensors.items()}, target / "model.safetensors")
+        copy_companions(source, target)
+        (target / "config.json").write_bytes((source / "config.json").read_bytes())
+        return Report(changed=len(tensors), calibrated_on=({"dataset": "d", "split": "train", "revision": "r"},))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        return Cost(disk_bytes=shape.size_bytes), shape
+
+
+class Idle(Halve):
+    """Change nothing."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        super().run(source, target, context)
+        return Report(changed=0, skipped={"a": "why"})
+
+
+class Dies(Halve):
+    """Fail on the way."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        super().run(source, target, context)
+        raise MemoryError
+
+
+class Needs(Halve):
+    """Need a package that nobody has."""
+
+    requires: ClassVar[tuple[str, ...]] = ("no-such-package>=2",)
+
+
+class NeedsNewer(Halve):
+    """Need a version that nobody has."""
+
+    requires: ClassVar[tuple[str, ...]] = ("pydantic>=99",)
+
+
+class Forgets(Halve):
+    """Leave no weights."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        return Report(changed=1)
+
+
+@pytest.fixture(autouse=True)
+def stages(monkeypatch):
+    RUNS.clear()
+    classes = {each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets)}
+    monkeypatch.setattr("optkit.registry.STAGES", dict.fromkeys(classes, "here"))
+    monkeypatch.setattr("optkit.entries.stage_class", classes.__getitem__)
+
+
+@pytest.fixture
+def planned(tiny_model, tmp_path):
+    store = Store(tmp_path / "store")
+
+    def make(*stages, seed=0):
+        recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages), "seed": seed})
+        return make_plan(recipe.pinned(None), store, "cpu"), store
+
+    return make
+
+
+def weight(directory):
+    return load_file(directory / "model.safetensors")["model.norm.weight"]
+
+
+def test_each_step_reads_what_the_one_before_left(planned, tiny_model):
+    made = execute(*planned({"halve": {}}, {"halve": {"factor": 0.25}}), Context())
+    assert weight(made.weights).equal(weight(tiny_model("llama")) * 0.125)
+    assert [(step.kind, step.cached) for step in made.steps] == [("halve", False), ("halve", False)]
+    assert len(made.calibrated_on) == 2
+    assert made.stored is not None
+    assert "model.safetensors" in made.stored
+
+
+def test_a_second_run_computes_nothing_and_a_common_prefix_is_shared(planned):
+    execute(*planned({"halve": {}}, {"halve": {"factor": 0.25}}), Context())
+    again = execute(*planned({"halve": {}}, {"halve": {"factor": 0.25}}), Context())
+    assert [step.cached for step in again.steps] == [True, True]
+    assert RUNS == [0.5, 0.25]
+    execute(*planned({"halve": {}}, {"halve": {"factor": 3}}), Context())
+    assert RUNS == [0.5, 0.25, 3]
+
+
+def test_after_a_failure_the_next_run_goes_on_from_the_last_finished_step(planned):
+    with pytest.raises(ResourceError, match=r"dies: memory ran out\. Lower the samples"):
+        execute(*planned({"halve": {}}, {"dies": {}}), Context())
+    execute(*planned({"halve": {}}, {"halve": {"factor": 2}}), Context())
+    assert RUNS == [0.5, 0.5, 2]
+
+
+def test_without_stages_the_model_itself_is_used_where_it_is(planned, tiny_model):
+    recipe = load_recipe({"model": str(tiny_model("llama")), "evals": ["footprint"]})
+    store = planned({"halve": {}})[1]
+    made = execute(make_plan(recipe.pinned(None), store, "cpu"), store, Context())
+    assert made.weights == tiny_model("llama")
+    assert made.stored is None
+    assert made.steps == ()
+
+
+def test_a_stage_that_changes_nothing_is_an_error_and_is_not_kept(planned):
+    plan, store = planned({"idle": {}})
+    with pytest.raises(StageError, match=r"idle: the stage changed nothing\. 1 modules were skipped"):
+        execute(plan, store, Context())
+    assert store.get(plan.weights_key) is None
+
+
+def test_a_stage_that_leaves_no_model_is_an_error(planned):
+    with pytest.raises(Exception, match=r"there is no config.json"):
+        execute(*planned({"forgets": {}}), Context())
+
+
+def test_a_missing_package_is_found_before_anything_runs(planned):
+    with pytest.raises(MissingPackageError, match=r"needs: the package `no-such-package` is not.*pip install 'no-such-package>=2'"):
+        execute(*planned({"halve": {}}, {"needs": {}}), Context())
+    with pytest.raises(MissingPackageError, match="pydantic>=99"):
+        execute(*planned({"needsnewer": {}}), Context())
+    assert RUNS == []
+
+
+def test_a_disk_too_small_is_found_before_anything_runs(planned, monkeypatch):
+    plan, store = planned({"halve": {}})
+    monkeypatch.setattr(executing.shutil, "disk_usage", lambda place: type("Usage", (), {"free": 10})())
+    with pytest.raises(ResourceError, match=r"the steps will write 0\.0 GB and 0\.0 GB are free\. Free some space"):
+        execute(plan, store, Context())
+    assert RUNS == []
