@@ -87,9 +87,9 @@ class Transform(Stage):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return what the step will need and the shape of the model that it leaves, from the shape of its input; no torch.
 
-        As it is: the same tensors again, with a decoder block and what lies outside the blocks in memory.
+        Without a method of its own: the same tensors again, and at most all of them in memory.
         """
-        return Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.block_bytes + shape.outside_bytes), shape
+        return Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.size_bytes), shape
 
 
 class Setting(Stage):
