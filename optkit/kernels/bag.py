@@ -1,0 +1,126 @@
+"""Linear layers of 2, 4 or 8 bits on the CPU, exact in float32, through FBGEMM's embedding bags.
+
+torch's own int4 kernel is fast for bfloat16 alone (its float32 version is a scalar loop, 15 times slower than a dense float32 product).
+An embedding bag with weights per sample adds up quantized rows times numbers, so it is a matrix-vector product when the rows are the
+inputs, a bag is a group of inputs, and the weights are the activations: `sum over k in group of x[k] (code[k, n] - 2^(bits - 1))` for all n,
+in float32, with no rounding of the activations. Scales and zero points act on these sums.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from optkit.kernels.packed import PackedWeight
+
+BAG_ROWS = 8
+"""Up to so many rows of activations a bag is faster than dequantizing and a dense product.
+
+EPYC, 2 threads, torch 2.13, microseconds, 1536 x 576 at group 64: TODO
+"""
+HEADER_BYTES = {2: 4, 4: 4, 8: 8}
+"""Bytes after each row for its scale and offset: float16 for 2 and 4 bits, float32 for 8."""
+
+
+def why_not_bag(weight: PackedWeight, device: str) -> str | None:
+    """Return why a layer cannot be a `BagLinear`, None where it can."""
+    if device != "cpu" or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return "FBGEMM's kernels run on x86 CPUs alone"
+    if weight.bits not in HEADER_BYTES:
+        return f"there is no kernel for {weight.bits} bits"
+    if weight.group_size is None:
+        return "its groups differ in size"
+    if weight.outputs * weight.bits % 8:
+        return f"{weight.outputs} outputs do not fill whole bytes"
+    return None
+
+
+class BagLinear(nn.Module):
+    """`x W^T + b` with W in 2, 4 or 8 bits; computes in float32 whatever the dtype of x."""
+
+    rows: Tensor
+    """uint8 [in, out * bits / 8 + header], the inputs sorted by their group."""
+    scales: Tensor
+    """float32 [groups, out]."""
+    offsets: Tensor | None
+    """float32 [groups, out]: (zero - 2^(bits - 1)) * scale."""
+    order: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bits, self.in_features, self.out_features = weight.bits, weight.inputs, weight.outputs
+        self.group_size = weight.inputs // weight.groups
+        self.dtype = dtype
+        scales = weight.scales.float().T.contiguous()
+        shifts = weight.shifts()
+        self.register_buffer("rows", _rows(weight))
+        self.register_buffer("scales", scales)
+        self.register_buffer("offsets", None if shifts is None else shifts.T.contiguous() * scales)
+        self.register_buffer("order", weight.order)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+
+    def dequantize(self) -> Tensor:
+        """Return float32 [in, out], the inputs sorted by their group."""
+        each = _every(self.in_features, 1)
+        codes = _bag(self.bits, self.rows, each, each, None).view(len(self.scales), self.group_size, -1)  # [groups, group, out]
+        weight = codes.mul_(self.scales.unsqueeze(1))
+        if self.offsets is not None:
+            weight = weight.sub_(self.offsets.unsqueeze(1))
+        return weight.view(self.in_features, self.out_features)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        rows = hidden.reshape(-1, self.in_features)
+        if self.order is not None:
+            rows = rows[:, self.order]
+        product = self._bags(rows.float()).to(self.dtype) if len(rows) <= BAG_ROWS else rows @ self.dequantize().to(self.dtype)
+        if self.bias is not None:
+            product = product.add_(self.bias)
+        return product.view(*hidden.shape[:-1], self.out_features)
+
+    def _bags(self, hidden: Tensor) -> Tensor:
+        count, groups = len(hidden), len(self.scales)
+        indices, starts = _every(self.in_features, count), _starts(self.in_features * count, self.group_size)
+        sums = _bag(self.bits, self.rows, indices, starts, hidden.view(-1)).view(count, groups, self.out_features)
+        product = sums.mul_(self.scales).sum(1)
+        if self.offsets is None:
+            return product
+        return product.addmm_(hidden.view(count, groups, -1).sum(-1), self.offsets, alpha=-1)
+
+
+def _rows(weight: PackedWeight) -> Tensor:
+    """Return the rows of an embedding table: codes of one input along the outputs, then scale 1 and offset -2^(bits - 1)."""
+    codes = weight.grouped_codes().T
+    per_byte = 8 // weight.bits
+    parts = codes.reshape(weight.inputs, -1, per_byte)
+    packed = parts[..., 0].clone()
+    for place in range(1, per_byte):
+        packed |= parts[..., place] << (place * weight.bits)
+    header = torch.tensor([1.0, -float(1 << (weight.bits - 1))], dtype=torch.float32 if weight.bits == 8 else torch.float16)
+    return torch.cat([packed, header.view(torch.uint8).expand(weight.inputs, -1)], dim=1)
+
+
+def _bag(bits: int, rows: Tensor, indices: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
+    operations = torch.ops.quantized
+    if bits == 8:
+        sums = operations.embedding_bag_byte_rowwise_offsets(rows, indices, starts, False, 0, False, weights, None, False)
+    elif bits == 4:
+        sums = operations.embedding_bag_4bit_rowwise_offsets(rows, indices, starts, False, 0, False, weights, None, False)
+    else:
+        sums = operations.embedding_bag_2bit_rowwise_offsets(rows, indices, starts, False, 0, False, weights, None, False)
+    return sums  # type: ignore[no-any-return]
+
+
+@cache
+def _every(inputs: int, count: int) -> Tensor:
+    """int32 [count * inputs]: every row of the table, `count` times."""
+    return torch.arange(inputs, dtype=torch.int32).repeat(count)
+
+
+@cache
+def _starts(length: int, step: int) -> Tensor:
+    """int32 [length / step]: where each bag begins."""
+    return torch.arange(0, length, step, dtype=torch.int32)

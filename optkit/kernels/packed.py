@@ -1,0 +1,116 @@
+"""A linear layer's packed weight as read from a checkpoint, and the layer that computes with any of them.
+
+`PackedLinear` keeps the packed words and dequantizes them at every call: right for all bits and shapes, and slower than a kernel that
+reads the codes themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.algorithms.packing import WORD_BITS, unpack
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The weight `(code - zero[group]) * scale[group]` of a linear layer, with what its format says about it."""
+
+    words: Tensor
+    """int32 [out, ceil(in * bits / 32)]: unsigned codes, packed along the inputs."""
+    scales: Tensor
+    """float [out, groups]."""
+    zeros: Tensor | None
+    """uint8 [out, groups]; None where all of them are 2^(bits - 1)."""
+    group_of_input: Tensor | None
+    """int64 [in] where inputs are not grouped in order (activation order), else None."""
+    bits: int
+    inputs: int
+
+    @property
+    def outputs(self) -> int:
+        return int(self.words.shape[0])
+
+    @property
+    def groups(self) -> int:
+        return int(self.scales.shape[1])
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs per group; None where groups differ in size."""
+        if self.inputs % self.groups:
+            return None
+        size = self.inputs // self.groups
+        if self.group_of_input is not None:
+            counts = torch.bincount(self.group_of_input, minlength=self.groups)
+            return size if bool((counts == size).all()) else None
+        return size
+
+    @property
+    def order(self) -> Tensor | None:
+        """int64 [in]: the inputs sorted by their group; None where they are so already."""
+        return None if self.group_of_input is None else torch.argsort(self.group_of_input, stable=True)
+
+    def codes(self) -> Tensor:
+        """Return uint8 [out, in], in the order of the inputs."""
+        return unpack_words(self.words, self.bits, self.inputs)
+
+    def grouped_codes(self) -> Tensor:
+        """Return uint8 [out, in], with the inputs sorted by their group."""
+        order = self.order
+        return self.codes() if order is None else self.codes()[:, order]
+
+    def shifts(self) -> Tensor | None:
+        """Return float [out, groups]: zero - 2^(bits - 1), None where all of them are 0."""
+        return None if self.zeros is None else self.zeros.float() - (1 << (self.bits - 1))
+
+
+def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """int32 [rows, words] -> uint8 [rows, count]; at once where codes do not straddle words."""
+    if WORD_BITS % bits:
+        return unpack(words, bits, count, 1)
+    places = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
+    codes = ((words.unsqueeze(-1) >> places) & ((1 << bits) - 1)).to(torch.uint8)
+    return codes.view(len(words), -1)[:, :count]
+
+
+class PackedLinear(nn.Module):
+    """`x W^T + b`, W dequantized from its packed words at each call and dropped afterwards."""
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_of_input: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bits, self.in_features, self.out_features = weight.bits, weight.inputs, weight.outputs
+        size = weight.group_size if weight.group_of_input is None else None
+        self.in_order = size is not None
+        group_of_input = weight.group_of_input
+        if group_of_input is None:
+            group_of_input = torch.arange(weight.inputs) // (size or -(-weight.inputs // weight.groups))
+        self.register_buffer("words", weight.words)
+        self.register_buffer("scales", weight.scales.to(dtype))
+        self.register_buffer("zeros", weight.zeros)
+        self.register_buffer("group_of_input", group_of_input[:0] if self.in_order else group_of_input)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+
+    def dequantize(self) -> Tensor:
+        """Return float [out, in], in the dtype of the scales."""
+        codes = unpack_words(self.words, self.bits, self.in_features).to(self.scales.dtype)
+        middle = 1 << (self.bits - 1)
+        if self.in_order:
+            groups = codes.view(self.out_features, self.scales.shape[1], -1)
+            zeros = middle if self.zeros is None else self.zeros.unsqueeze(-1)
+            return groups.sub_(zeros).mul_(self.scales.unsqueeze(-1)).view(self.out_features, self.in_features)
+        zeros = middle if self.zeros is None else self.zeros[:, self.group_of_input]
+        return codes.sub_(zeros).mul_(self.scales[:, self.group_of_input])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        return F.linear(hidden, self.dequantize(), self.bias)
