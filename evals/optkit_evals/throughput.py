@@ -126,8 +126,8 @@ class Throughput(Eval):
         threads = f", {environment['cpu_threads']} threads" if session.device == "cpu" and "cpu_threads" in environment else ""
         return (
             f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until two agree within 10%,"
-            f" then the mean of {self.repeats} repeats (of their percentiles, for latencies); wall clock, device synchronised at each token;"
-            f" prefill is up to the first token, decode after it; {environment['device_name']}{threads}, torch {environment['torch']}"
+            f" then the mean of {self.repeats} repeats (of their percentiles, for latencies); wall clock, device synchronised at"
+            f" each token; prefill is up to the first token, decode after it; {environment['device_name']}{threads}, torch {environment['torch']}"
         )
 
 

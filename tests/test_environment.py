@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optkit import environment
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_describing_the_cpu_and_choosing_a_device_import_no_torch():
+    code = (
+        "import sys\nfrom optkit.environment import *\nbest_device(); memory(); described = describe_environment('cpu')\n"
+        "assert described['torch'] and described['device'] == 'cpu' and described['cpu_cores'] >= 1, described\n"
+        "assert 'cpu_threads' not in described\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_modules_of_evals_and_scorecards_import_no_torch():
+    code = (
+        "import sys\nsys.path.insert(0, 'evals')\nimport optkit.scorecard, optkit.gates, optkit.statistics\n"
+        "import optkit_evals.perplexity, optkit_evals.divergence, optkit_evals.throughput, optkit_evals.footprint\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_threads_are_described_once_torch_is_there():
+    import torch
+
+    described = environment.describe_environment("cpu")
+    assert described["cpu_threads"] == torch.get_num_threads()
+    assert described["torch"] == torch.__version__
+    assert described["optkit"]
+
+
+def test_best_device_agrees_with_torch():
+    import torch
+
+    assert environment.best_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert environment.torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def test_a_gpu_is_only_chosen_by_a_torch_that_can_use_it(monkeypatch):
+    monkeypatch.setattr(environment, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: False)
+    assert environment.best_device() == "cpu"
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: True)
+    assert environment.best_device() == "cuda"
+
+
+def test_package_version():
+    assert environment.package_version("pydantic")
+    assert environment.package_version("no-such-package") is None
+
+
+def test_cpu_name(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nmodel name\t: B\n")
+    assert environment.cpu_name(cpuinfo) == "A Fast One @ 3 GHz"
+    assert environment.cpu_name(tmp_path / "none")
+
+
+@pytest.mark.parametrize(("limit", "total"), [("max", None), ("1000000", 1_000_000)])
+def test_memory_keeps_to_the_containers_limit(tmp_path, monkeypatch, limit, total):
+    import psutil
+
+    (tmp_path / "memory.max").write_text(limit + "\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    monkeypatch.setattr(environment, "_CGROUP", tmp_path)
+    found = environment.memory()
+    assert found.total_bytes == (total or psutil.virtual_memory().total)
+    assert found.available_bytes == 600_000 if total else found.available_bytes > 1_000_000

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from optkit.gates import Verdict, check_gate, overall, parse_gate
+from optkit.measure import Eval, Metric
+from optkit.statistics import Estimate
+
+
+class Alone(Eval):
+    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "size_bytes")
+
+
+class Beside(Eval):
+    compares: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("kl_divergence",)
+
+
+def metric(name="perplexity", **labels):
+    return Metric(name=name, labels=labels, value=1.0, unit="", higher_is_better=False, protocol="p")
+
+
+@pytest.mark.parametrize(
+    ("text", "sign", "limit", "relative"),
+    [
+        ("<= 1.10x", "<=", 1.1, True),
+        (">=1.2X", ">=", 1.2, True),
+        ("< 25", "<", 25.0, False),
+        (" > 3e8 ", ">", 3e8, False),
+        ("<= .5×", "<=", 0.5, True),
+    ],
+)
+def test_limits(text, sign, limit, relative):
+    gate = parse_gate("perplexity", text)
+    assert (gate.operator, gate.limit, gate.relative) == (sign, limit, relative)
+    assert parse_gate(gate.key, gate.text) == gate
+
+
+def test_labels_pick_rows_and_a_bare_name_takes_all():
+    gate = parse_gate("decode_tokens_per_s[batch=1, prompt=128]", ">= 1.2x")
+    assert gate.labels == {"batch": 1, "prompt": 128}
+    assert gate.key == "decode_tokens_per_s[batch=1,prompt=128]"
+    assert gate.matches(metric("decode_tokens_per_s", batch=1, prompt=128, new_tokens=64))
+    assert not gate.matches(metric("decode_tokens_per_s", batch=8, prompt=128, new_tokens=64))
+    assert not gate.matches(metric("prefill_tokens_per_s", batch=1, prompt=128))
+    assert parse_gate("decode_tokens_per_s", "> 1").matches(metric("decode_tokens_per_s", batch=8))
+
+
+@pytest.mark.parametrize("text", ["1.10x", "= 3", "<= ", "<= 1.1 x y", "<= 10%", "at most 3", "<= nan", "== 1"])
+def test_what_is_no_limit(text):
+    with pytest.raises(ValueError, match=r"is no limit\. Write <=, >=, < or > and a number"):
+        parse_gate("perplexity", text)
+
+
+def test_what_is_no_key():
+    with pytest.raises(ValueError, match="'3 things' names no metric"):
+        parse_gate("3 things", "<= 1")
+    with pytest.raises(ValueError, match=r"'batch' in 'decode\[batch\]' is no label"):
+        parse_gate("decode[batch]", "<= 1")
+    with pytest.raises(ValueError, match="is no label"):
+        parse_gate("decode[]", "<= 1")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "interval", "verdict"),
+    [
+        ("<= 25", 24.0, None, Verdict.PASS),
+        ("<= 25", 25.0, None, Verdict.PASS),
+        ("< 25", 25.0, None, Verdict.FAIL),
+        ("<= 25", 24.0, (23.0, 24.9), Verdict.PASS),
+        ("<= 25", 24.0, (23.0, 25.1), Verdict.INCONCLUSIVE),
+        ("<= 25", 25.5, (24.9, 26.1), Verdict.INCONCLUSIVE),
+        ("<= 25", 26.0, (25.5, 26.5), Verdict.FAIL),
+        (">= 1.2x", 1.3, (1.25, 1.35), Verdict.PASS),
+        (">= 1.2x", 1.3, (1.15, 1.45), Verdict.INCONCLUSIVE),
+        ("> 1.2x", 1.0, (0.9, 1.1), Verdict.FAIL),
+    ],
+)
+def test_verdicts(limit, value, interval, verdict):
+    assert parse_gate("perplexity", limit).judge(Estimate(value, interval)) is verdict
+
+
+def test_a_gate_is_checked_against_the_evals_before_anything_runs():
+    evals = [Alone(), Beside]
+    check_gate(parse_gate("perplexity", "<= 1.1x"), evals)
+    check_gate(parse_gate("kl_divergence", "<= 0.1"), evals)
+    with pytest.raises(ValueError, match=r"no eval of the recipe measures 'perplexty'\. Did you mean 'perplexity'\?"):
+        check_gate(parse_gate("perplexty", "<= 1.1x"), evals)
+    with pytest.raises(ValueError, match=r"Known: kl_divergence, perplexity, size_bytes\."):
+        check_gate(parse_gate("zzz", "<= 1"), evals)
+    with pytest.raises(ValueError, match=r"'kl_divergence' compares with the baseline already.*\"<= 1\.1\""):
+        check_gate(parse_gate("kl_divergence", "<= 1.1x"), evals)
+    with pytest.raises(ValueError, match="the recipe has no evals"):
+        check_gate(parse_gate("perplexity", "<= 1.1x"), [])
+
+
+def test_the_worst_verdict_counts():
+    assert overall([]) is Verdict.PASS
+    assert overall([Verdict.PASS, Verdict.INCONCLUSIVE]) is Verdict.INCONCLUSIVE
+    assert overall([Verdict.INCONCLUSIVE, Verdict.FAIL, Verdict.PASS]) is Verdict.FAIL

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from optkit_evals import peak_memory, timing
+from optkit_evals.throughput import Throughput
+
+from optkit.errors import EvalError, ResourceError
+from optkit.measure import EvalContext
+from tests.bigram_session import BigramSession, Said
+
+
+class Clock:
+    """A clock that only the session moves."""
+
+    def __init__(self, session: BigramSession, first_s: float = 0.5, between_s: float = 0.1) -> None:
+        self.now = 0.0
+        self.answers = 0
+        self.first_s, self.between_s = first_s, between_s
+        self.slow_answers: dict[int, float] = {}
+        session.on_token = self.tick
+
+    def tick(self, batch: int, index: int) -> None:
+        self.answers += index == 0
+        factor = self.slow_answers.get(self.answers, 1.0)
+        self.now += factor * (self.first_s if index == 0 else self.between_s)
+
+
+@pytest.fixture
+def session() -> BigramSession:
+    return BigramSession()
+
+
+@pytest.fixture
+def clock(session, monkeypatch) -> Clock:
+    clock = Clock(session)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def values(metrics):
+    return {metric.name: metric.value for metric in metrics}
+
+
+def test_prefill_and_decode_apart(session, clock):
+    metrics = Throughput(batch_sizes=(4,), prompts=(10,), new_tokens=6, repeats=3).run(session, EvalContext())
+    found = values(metrics)
+    assert set(found) == set(Throughput.metrics)
+    assert found["time_to_first_token_s"] == pytest.approx(0.5)
+    assert found["prefill_tokens_per_s"] == pytest.approx(4 * 10 / 0.5)
+    assert found["decode_tokens_per_s"] == pytest.approx(4 * 5 / 0.5)
+    assert found["inter_token_p50_s"] == found["inter_token_p99_s"] == pytest.approx(0.1)
+    assert found["decode_bytes_per_s"] == pytest.approx((1000 + 4 * 13) / 0.1)
+    assert all(metric.labels == {"batch": 4, "prompt": 10, "new_tokens": 6} for metric in metrics)
+
+
+def test_samples_are_kept_and_their_interval_is_students(session, clock):
+    clock.slow_answers = {3: 1.0, 4: 1.1, 5: 1.2}
+    metrics = Throughput(new_tokens=3, prompts=(8,), repeats=3, warmup=2).run(session, EvalContext())
+    first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
+    assert first.samples == pytest.approx((0.5, 0.55, 0.6))
+    assert first.value == pytest.approx(0.55)
+    half = 4.3027 * 0.05 / 3**0.5
+    assert first.interval == pytest.approx((0.55 - half, 0.55 + half), rel=1e-4)
+    assert first.pairing == "independent"
+
+
+def test_every_batch_with_every_prompt(session, clock):
+    metrics = Throughput(batch_sizes=(1, 2), prompts=(4, 8), new_tokens=2, repeats=2).run(session, EvalContext())
+    rows = [(metric.labels["batch"], metric.labels["prompt"]) for metric in metrics if metric.name == "decode_tokens_per_s"]
+    assert rows == [(1, 4), (1, 8), (2, 4), (2, 8)]
+
+
+def test_warm_up_goes_on_until_two_runs_agree(session, clock):
+    clock.slow_answers = {1: 60.0, 2: 5.0, 3: 1.5}
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1).run(session, EvalContext())
+    assert clock.answers == 5 + 2
+    assert values(metrics)["time_to_first_token_s"] == pytest.approx(0.5)
+
+
+def test_a_machine_that_never_settles_is_said(session, clock):
+    clock.slow_answers = {run: 1.0 + run % 2 for run in range(100)}
+    said = Said()
+    Throughput(new_tokens=2, prompts=(4,), repeats=3, warmup=2).run(session, EvalContext(progress=said))
+    assert clock.answers == 12 + 3
+    assert "throughput, batch 1, prompt 4: 12 warm-up runs, and the last two still differ by more than 10%" in said.warnings[0]
+    assert "the repeats spread by 35% of their mean" in said.warnings[1]
+
+
+def test_a_quiet_machine_is_not_warned_about(session, clock):
+    said = Said()
+    Throughput(new_tokens=2, prompts=(4,), repeats=3).run(session, EvalContext(progress=said))
+    assert said.warnings == []
+
+
+def test_the_prompt_is_seeded_and_within_the_vocabulary(session):
+    tokens = timing.random_tokens(session, 3, 200, seed=1)
+    assert tokens.shape == (3, 200)
+    assert tokens.dtype == torch.int64
+    assert tokens.min() >= 0
+    assert tokens.max() == session.vocabulary - 1
+    assert tokens.equal(timing.random_tokens(session, 3, 200, seed=1))
+    assert not tokens.equal(timing.random_tokens(session, 3, 200, seed=2))
+
+
+def test_more_tokens_than_positions(session):
+    with pytest.raises(EvalError, match="a prompt of 60 and 5 new tokens are 65, and the model has 64 positions"):
+        Throughput(prompts=(4, 60), new_tokens=5).run(session, EvalContext())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_out_of_memory_says_where(session, clock, error):
+    def fail(batch: int, index: int) -> None:
+        if batch == 8:
+            raise error
+        clock.tick(batch, index)
+
+    session.on_token = fail
+    expected = r"throughput at batch 8, prompt 4, 2 new tokens: memory ran out on cpu\. Lower batch_sizes"
+    with pytest.raises(ResourceError, match=expected):
+        Throughput(batch_sizes=(1, 8), prompts=(4,), new_tokens=2, repeats=2).run(session, EvalContext())
+
+
+def test_other_errors_pass_unchanged(session):
+    def fail(batch: int, index: int) -> None:
+        raise RuntimeError("shapes differ")
+
+    session.on_token = fail
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext())
+
+
+def test_peak_memory_is_that_of_the_repeats(session):
+    if not (peak_memory.PROCESS / "clear_refs").exists():
+        pytest.skip("the system has no clear_refs")
+    held = []
+
+    def hold(batch: int, index: int) -> None:
+        held.clear()
+        held.append(bytearray(64 << 20 if batch == 2 else 1))
+
+    session.on_token = hold
+    metrics = Throughput(batch_sizes=(2, 1), prompts=(4,), new_tokens=2, repeats=2).run(session, EvalContext())
+    large, small = (metric.value for metric in metrics if metric.name == "peak_memory_bytes")
+    assert large - small > 48 << 20
+
+
+def test_a_peak_that_cannot_be_known_is_left_out_and_said(session, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(peak_memory, "PROCESS", tmp_path / "none")
+    said = Said()
+    metrics = Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext(progress=said))
+    assert "peak_memory_bytes" not in values(metrics)
+    assert "peak_memory_bytes is not reported: the system cannot reset the resident-set high-water mark" in said.warnings[0]
+    monkeypatch.setattr(peak_memory, "PROCESS", tmp_path)
+    (tmp_path / "status").write_text("VmRSS:\t 12 kB\n")
+    Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext(progress=said))
+    assert "there is no VmHWM in" in said.warnings[1]
+
+
+def test_the_protocol_states_what_was_timed(session, clock):
+    protocol = Throughput(prompts=(4,), new_tokens=2, repeats=2, warmup=3).run(session, EvalContext(seed=5))[0].protocol
+    for part in ("seed 5", "greedy", "3 warm-up runs", "mean of 2 repeats", "device synchronised", "threads, torch " + torch.__version__):
+        assert part in protocol
+
+
+def test_fields_that_mean_nothing_are_refused():
+    for fields in ({"batch_sizes": ()}, {"batch_sizes": (0,)}, {"prompts": (0,)}, {"new_tokens": 1}, {"repeats": 1}, {"warmup": 0}):
+        with pytest.raises(ValueError, match="Input should be|at least"):
+            Throughput(**fields)
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu():
+    with peak_memory.watched_peak("cuda") as peak:
+        held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        del held
+    assert peak.size_bytes >= 64 << 20
