@@ -149,7 +149,9 @@ def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> It
                 line = recipe.key_place(stage.steps).line
                 message = f"{item.kind} would measure on {' '.join(text)}, which {stage.kind} (line {line}) is calibrated on."
                 remedy = "The result would look better than it is. Name another split or data set for one of them."
-                yield recipe.value_place((*item.steps, *way)).problem(f"{message} {remedy}")
+                steps = (*item.steps, *way)
+                place = recipe.values.get((*steps, "split")) or recipe.value_place((*steps, "dataset"))
+                yield place.problem(f"{message} {remedy}")
 
 
 def check_gates(recipe: PlacedData, evals: list[Item], complete: bool) -> tuple[dict[str, str], list[Problem]]:
@@ -186,12 +188,11 @@ def check_gates(recipe: PlacedData, evals: list[Item], complete: bool) -> tuple[
 
 
 def texts_in(value: Any) -> Iterator[tuple[Steps, tuple[str, str]]]:
-    """Yield (data set, split) of every text that a stage or eval names, with the way to the field that names the data set."""
+    """Yield (data set, split) of every text that a stage or eval names, with the way to it."""
     for steps, found in nested(value):
         if {"dataset", "split"} <= set(type(found).model_fields):
             text = found.model_dump(include={"dataset", "split"})
-            if text["dataset"]:
-                yield (*steps, "dataset"), (text["dataset"], text["split"] or "")
+            yield steps, (text["dataset"], text["split"])
 
 
 def nested(value: Any) -> Iterator[tuple[Steps, Frozen]]:
