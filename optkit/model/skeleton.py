@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -54,8 +54,14 @@ class Skeleton:
 
         Raises SourceError for a quantized checkpoint, an architecture that is not supported, and weights that do not fit the model.
         """
+        if checkpoint.quantization:
+            method = checkpoint.quantization.get("quant_method", "unknown method")
+            raise SourceError(
+                f"the model is quantized already ({method})", where=str(checkpoint.directory), why="Its float weights are gone"
+            )
         self.checkpoint = checkpoint
-        self.model = _empty_model(checkpoint, dtype or _stored_dtype(checkpoint), attention, trust_remote_code)
+        options = {"attn_implementation": attention} if attention else {}
+        self.model = empty_model(checkpoint, dtype or stored_dtype(checkpoint), trust_remote_code, **options)
         self.dtype: torch.dtype = self.model.dtype
         renamed = renamed_tensors(self.model, checkpoint.tensors).values()
         known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -211,14 +217,14 @@ def is_router(name: str) -> bool:
     return "experts" not in path and (last in ROUTER_NAMES or "router" in (*path, last))
 
 
-def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype, attention: str | None, trust_remote_code: bool) -> PreTrainedModel:
+def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """Return the model of a checkpoint's config.json on the meta device; `options` go to transformers' `from_config`.
+
+    Raises SourceError for an architecture that transformers cannot build.
+    """
     where = str(checkpoint.directory)
-    if checkpoint.quantization:
-        method = checkpoint.quantization.get("quant_method", "unknown method")
-        raise SourceError(f"the model is quantized already ({method})", where=where, why="Its float weights are gone")
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        options = {"attn_implementation": attention} if attention else {}
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError, OSError) as error:
@@ -233,7 +239,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), repr(error))
 
 
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that config.json names, else that of the first float tensor."""
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
