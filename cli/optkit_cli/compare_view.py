@@ -8,8 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from optkit.scorecard import Comparison
-from optkit_cli.tables import definition_list, fits, indented, plain_table
+from optkit.scorecard import Comparison, ComparisonRow
+from optkit_cli.tables import definition_list, fits, grouped, indented, plain_table
 
 
 def comparison_view(comparison: Comparison) -> list[RenderableType]:
@@ -28,21 +28,22 @@ class SideBySide:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the artifacts as columns where they fit, else as lines below each metric."""
         wide = self._columns()
-        yield wide if fits(wide, console, options) else self._lines()
+        yield wide if fits(wide, console, options) else self._blocks()
 
     def _columns(self) -> Table:
         table = plain_table(("", "left"), *((name, "right") for name in self.comparison.columns))
-        for row in self.comparison.rows:
-            table.add_row(_label(row.metric, row.protocol), *map(Text, row.cells))
+        for label, row in self._lines():
+            table.add_row(label, *(Text(cell) for cell in (row.cells if row else ())))
         return table
 
-    def _lines(self) -> Table:
+    def _blocks(self) -> Table:
         pairs: list[tuple[Text | str, Text | str]] = []
-        for row in self.comparison.rows:
-            pairs.append((_label(row.metric, row.protocol), ""))
-            pairs += [(f"  {name}", cell) for name, cell in zip(self.comparison.columns, row.cells, strict=True)]
+        for label, row in self._lines():
+            pairs.append((label, ""))
+            cells = zip(self.comparison.columns, row.cells, strict=True) if row else ()
+            pairs += [(f"    {name}", cell) for name, cell in cells]
         return definition_list(pairs)
 
-
-def _label(metric: str, protocol: int) -> Text:
-    return Text.assemble(metric, (f" [{protocol}]", "dim"))
+    def _lines(self) -> list[tuple[Text, ComparisonRow | None]]:
+        lines = grouped(self.comparison.rows, metric=lambda row: row.metric)
+        return [(Text(label) if row is None else Text.assemble(label, (f" [{row.protocol}]", "dim")), row) for label, row in lines]

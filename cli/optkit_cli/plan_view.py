@@ -31,9 +31,9 @@ def _steps(plan: Plan) -> Table:
 
 def _evals(plan: Plan) -> Table:
     table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"))
-    for kind in dict.fromkeys(each.kind for each in plan.evals):
-        hits = {each.subject: each.hit for each in plan.evals if each.kind == kind}
-        table.add_row(Text(kind), *(_hit(hits[subject]) if subject in hits else Text("-") for subject in ("artifact", "baseline")))
+    changed = plan.artifact_key != plan.baseline_key
+    for each in plan.evals:
+        table.add_row(Text(each.kind), _hit(each.hit), _hit(each.baseline_hit) if changed and each.baseline_key else Text("-"))
     return table
 
 
@@ -42,9 +42,9 @@ def _hit(hit: bool) -> Text:
 
 
 def _closing(plan: Plan) -> Text:
-    unmeasured = sum(not each.hit for each in plan.evals)
+    unmeasured = sum(not (each.hit and each.baseline_hit) for each in plan.evals)
     if not plan.pending and not unmeasured:
         return Text("nothing to do: a run ends at once")
-    steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} measurements to do"
+    steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} evals to do"
     needs = {"on disk": plan.disk_bytes, "of RAM at most": plan.ram_bytes, "of GPU memory at most": plan.gpu_bytes}
     return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size)]))

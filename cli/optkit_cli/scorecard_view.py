@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -13,7 +11,7 @@ from rich.text import Text
 
 from optkit.scorecard import Measured, Row, Scorecard, StepLine, format_ratio, format_value, protocols, table_rows
 from optkit_cli.progress import clock_text
-from optkit_cli.tables import fits, indented, plain_table, verdict_text
+from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
 
 RATIO_STYLES = {"better": "green", "worse": "", "": ""}
 LONGEST_VERDICT = "INCONCLUSIVE"
@@ -48,17 +46,13 @@ class Numbers:
 
     def _table(self, gap: str) -> Table:
         table = plain_table(("", "left"), ("baseline", "right"), ("artifact", "right"), ("ratio [95%]", "right"), ("gate", "left"))
-        rows = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
-        names = [measured.metric.name for measured, _ in rows]
-        for name, group in groupby(sorted(rows, key=lambda pair: names.index(pair[0].metric.name)), key=lambda pair: pair[0].metric.name):
-            alike = list(group)
-            if len(alike) > 1:
-                table.add_row(Text(name))
-            for measured, row in alike:
-                label = name if len(alike) == 1 else f"  {_distinction(measured, [other for other, _ in alike])}"
-                table.add_row(
-                    Text.assemble(label, gap if label == name else " ", (f"[{row.protocol}]", "dim")), *_cells(measured, row, gap)
-                )
+        pairs = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
+        for label, pair in grouped(pairs, metric=lambda pair: pair[1].metric):
+            if pair is None:
+                table.add_row(Text(label))
+            else:
+                note = (" " if label.startswith(" ") else gap, (f"[{pair[1].protocol}]", "dim"))
+                table.add_row(Text.assemble(label, *note), *_cells(*pair, gap))
         return table
 
 
@@ -75,13 +69,6 @@ def _cells(measured: Measured, row: Row, gap: str) -> tuple[Text, ...]:
         Text.assemble(gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict)) for gate in measured.gates
     ]
     return before, Text(after), ratio, Text("\n").join(gates)
-
-
-def _distinction(row: Measured, alike: Sequence[Measured]) -> str:
-    """Return the labels that tell a row from those of the same name: `batch 8`."""
-    labels = row.metric.labels
-    told = {label: value for label, value in labels.items() if any(other.metric.labels.get(label) != value for other in alike)}
-    return ", ".join(f"{label.replace('_', ' ')} {value}" for label, value in told.items())
 
 
 def _title(scorecard: Scorecard) -> Text:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
@@ -46,6 +46,29 @@ def fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
     return Measurement.get(console, options.update(width=UNBOUNDED), table).maximum <= options.max_width
 
 
+Line = TypeVar("Line")
+
+
+def grouped(lines: Sequence[Line], metric: Callable[[Line], str]) -> list[tuple[str, Line | None]]:
+    """Return each line with its label, those of one metric together where the first of them stood.
+
+    `metric` gives `name, batch 1, prompt 128` for a line. A name that several lines have stands alone above them (with None), and each
+    of them keeps only what tells it from the others: `  batch 1`.
+    """
+    names = [metric(line).partition(", ")[0] for line in lines]
+    shown: list[tuple[str, Line | None]] = []
+    for name in dict.fromkeys(names):
+        alike = [line for line, its_name in zip(lines, names, strict=True) if its_name == name]
+        labels = [metric(line).split(", ")[1:] for line in alike]
+        if len(alike) == 1:
+            shown.append((name, alike[0]))
+            continue
+        shared = set(labels[0]).intersection(*labels[1:])
+        shown.append((name, None))
+        shown += [("  " + ", ".join(part for part in its if part not in shared), line) for its, line in zip(labels, alike, strict=True)]
+    return shown
+
+
 def heading(text: str) -> Text:
     """Return the title of a section."""
     return Text(f"\n{text}", style="bold")
@@ -55,7 +78,7 @@ def size_text(size_bytes: int) -> str:
     """Return e.g. `538 MB`; `-` for nothing."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size_bytes >= scale:
-            return f"{size_bytes / scale:.3g} {unit}" if size_bytes < 999.5 * scale else f"{size_bytes / scale:.0f} {unit}"
+            return f"{size_bytes / scale:.{3 if size_bytes < 999.5 * scale else 4}g} {unit}"
     return f"{size_bytes} B" if size_bytes else "-"
 
 

@@ -1,0 +1,155 @@
+"""Tables: what is in them, that they fit 100 and 80 columns, and that colour stays on terminals."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from optkit_cli.compare_view import comparison_view
+from optkit_cli.output import plain_text
+from optkit_cli.scorecard_view import scorecard_view
+from optkit_cli.tables import size_text
+from rich.console import Console
+
+from optkit.measure import Metric
+from optkit.scorecard import Scorecard, build_scorecard, compare_table
+
+WINDOWS = "python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34"
+TIMING = "batch {batch}, prompt of 128 random tokens, 64 new tokens, 2 warm-up runs, 5 repeats, perf_counter, device synchronised"
+
+
+def metric(name: str, value: float, unit: str, protocol: str, better: bool = False, **fields: object) -> Metric:
+    return Metric(name=name, value=value, unit=unit, higher_is_better=better, protocol=protocol, **fields)
+
+
+def perplexity(value: float, shift: float) -> Metric:
+    losses = tuple(3.0 + 0.01 * index + shift + 0.001 * (index % 3) * shift for index in range(15))
+    interval = (value * 0.9, value * 1.1)
+    return metric("perplexity", value, "perplexity", WINDOWS, samples=losses, pairing="paired_log", interval=interval)
+
+
+def decode(value: float, batch: int) -> Metric:
+    rates = tuple(value * (1 + 0.01 * index) for index in range(-2, 3))
+    labels: dict[str, int | str] = {"batch": batch, "prompt": 128, "new_tokens": 64}
+    protocol = TIMING.format(batch=batch)
+    return metric("decode_tokens_per_s", value, "tokens/s", protocol, True, labels=labels, samples=rates, pairing="independent")
+
+
+def card(name: str = "llama_int4", decode_gate: str = ">= 1.75x", gated: bool = True) -> Scorecard:
+    gates = {"perplexity": "<= 1.40x", "size_bytes": "<= 0.2x", "decode_tokens_per_s[batch=1]": decode_gate}
+    size = "all files of the directory"
+    return build_scorecard(
+        name=name,
+        artifact_key="ab" * 32,
+        recipe={"model": {"name": "smollm2-135m"}},
+        metrics=[
+            perplexity(23.41, 0.14),
+            decode(54.9, 1),
+            metric("kl_divergence", 0.1032, "nats", "the baseline's tokens", interval=(0.0992, 0.1072)),
+            decode(439.2, 8),
+            metric("size_bytes", 171_091_640, "bytes", size),
+        ],
+        baseline=[perplexity(20.52, 0), decode(31.2, 1), decode(249.6, 8), metric("size_bytes", 538_091_640, "bytes", size)],
+        gates=gates if gated else {},
+        steps=[
+            SimpleNamespace(kind="model", key="cd" * 32, cached=True, seconds=12.3, report={"changed": 272}),
+            SimpleNamespace(kind="gptq", key="ef" * 32, cached=False, seconds=252.3, report={"changed": 210, "skipped": {"lm_head": "x"}}),
+        ],
+        settings=["attention: sdpa"],
+        notes=["int4: 210 of 210 layers use torch's CPU kernel"],
+        baseline_notes=["attention: sdpa"],
+        environment={"device": "cpu", "device_name": "AMD EPYC"},
+    )
+
+
+def lines_of(scorecard: Scorecard, width: int) -> list[str]:
+    return plain_text(*scorecard_view(scorecard, Path("artifacts/llama_int4")), width=width).splitlines()
+
+
+def test_at_100_columns_each_number_is_one_line() -> None:
+    lines = lines_of(card(), 100)
+    assert max(map(len, lines)) <= 100
+    table = [" ".join(line.split()) for line in lines]
+    start = table.index("baseline artifact ratio [95%] gate") + 1
+    assert table[start : start + 8] == [
+        "perplexity [1] 20.52 23.41 1.150x [1.150, 1.151] <= 1.4x PASS",
+        "decode_tokens_per_s",
+        "batch 1 [2] 31.20 tok/s 54.90 tok/s 1.760x [1.720, 1.801] >= 1.75x",
+        "INCONCLUSIVE",
+        "batch 8 [4] 249.6 tok/s 439.2 tok/s 1.760x [1.720, 1.801]",
+        "kl_divergence [3] - 0.1032 ± 0.0040 nats -",
+        "size_bytes [5] 538.1 MB 171.1 MB 0.3180x <= 0.2x FAIL",
+        "",
+    ]
+
+
+def test_at_80_columns_nothing_is_cut() -> None:
+    lines = lines_of(card(), 80)
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert all(
+        part in text for part in ("20.52", "[1.150, 1.151]", "± 0.0040", "0.1032 nats", "INCONCLUSIVE", "FAIL", "decode_tokens_per_s")
+    )
+    assert "…" not in text
+
+
+def test_what_made_it_stands_above_and_the_verdict_below() -> None:
+    lines = lines_of(card(), 100)
+    assert lines[1] == "llama_int4  smollm2-135m · cpu AMD EPYC"
+    assert "  model    272 changed, from the store (it took 0:12)" in lines
+    assert "  gptq     210 changed, 1 skipped, in 4:12" in lines
+    assert "  setting  attention: sdpa" in lines
+    assert "  note  int4: 210 of 210 layers use torch's CPU kernel" in lines
+    assert "  note  baseline: attention: sdpa" in lines
+    assert "  [3]  the baseline's tokens" in lines
+    assert lines[-1] == "FAIL  1 of 3 gates pass  artifacts/llama_int4"
+
+
+def test_without_gates_there_is_no_verdict() -> None:
+    assert lines_of(card(gated=False), 100)[-1] == "no gates  artifacts/llama_int4"
+
+
+def test_a_scorecard_without_numbers_says_so() -> None:
+    empty = build_scorecard(name="bare", artifact_key="ab" * 32, recipe={}, metrics=[])
+    assert plain_text(*scorecard_view(empty)) == "\nbare\n\nnothing was measured\n\nno gates\n"
+
+
+def draw(scorecard: Scorecard, **settings: object) -> str:
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=100, force_terminal=True, highlight=False, **settings)
+    for part in scorecard_view(scorecard):
+        console.print(part)
+    return buffer.getvalue()
+
+
+def test_colour_on_a_terminal_only_and_not_against_the_users_wish() -> None:
+    assert "\x1b[1;31mFAIL" in draw(card(), color_system="standard", _environ={})
+    assert "\x1b[3" not in draw(card(), color_system="standard", _environ={"NO_COLOR": "1"})
+    assert "\x1b" not in "".join(lines_of(card(), 100))
+
+
+def test_two_artifacts_stand_side_by_side() -> None:
+    shown = plain_text(*comparison_view(compare_table([card("first"), card("second")])))
+    assert max(map(len, shown.splitlines())) <= 100
+    table = [line.split() for line in shown.splitlines()]
+    assert ["first", "second"] in table
+    assert ["perplexity", "[1]", "23.41", "±", "2.3", "(1.150x)", "23.41", "±", "2.3", "(1.150x)"] in table
+
+
+def test_many_artifacts_stand_below_each_metric() -> None:
+    names = [f"a_recipe_with_a_long_name_{index}" for index in range(6)]
+    shown = plain_text(*comparison_view(compare_table([card(name) for name in names])), width=80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    table = [line.split() for line in shown.splitlines()]
+    assert [names[5], "23.41", "±", "2.3", "(1.150x)"] in table
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "-"), (999, "999 B"), (1500, "1.5 kB"), (538_060_000, "538 MB"), (999_600_000, "999.6 MB"), (16_060_000_000, "16.1 GB")],
+)
+def test_size_text(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text
