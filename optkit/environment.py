@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,19 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def unmet(requires: Iterable[str]) -> list[str]:
+    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed or not in a version that will do."""
+    from packaging.requirements import Requirement
+
+    missing = []
+    for text in requires:
+        need = Requirement(text)
+        version = package_version(need.name)
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            missing.append(text)
+    return missing
 
 
 def best_device() -> str:

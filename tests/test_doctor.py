@@ -12,7 +12,8 @@ from optkit_cli.main import main
 from optkit_cli.output import plain_text
 
 from optkit import doctor, registry
-from optkit.doctor import ENGINES, Diagnosis, cpu_features, diagnose, find_compiler, unmet
+from optkit.doctor import ENGINES, Diagnosis, cpu_features, diagnose, find_compiler
+from optkit.environment import unmet
 from optkit.stage import Transform
 
 

@@ -13,7 +13,12 @@ from optkit_cli.tables import plain_table, size_text
 def plan_view(plan: Plan) -> list[RenderableType]:
     """Return what to print, top to bottom."""
     title = Text.assemble((plan.recipe.name, "bold"), (f"  {plan.recipe.model.name} · {plan.device}", "dim"))
-    sections = [title, _steps(plan), _evals(plan) if plan.evals else Text("nothing is measured", style="dim"), _closing(plan)]
+    sections: list[RenderableType] = [
+        title,
+        _steps(plan),
+        _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
+        _closing(plan),
+    ]
     return [part for section in sections for part in (Text(""), section)]
 
 
