@@ -28,7 +28,7 @@ class Divergence(WindowedText, Eval):
     metrics: ClassVar[tuple[str, ...]] = ("kl_divergence", "kl_divergence_p99", "top1_agreement")
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits, and as `WindowedText.cut`."""
+        """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits; see `WindowedText.cut`."""
         baseline = context.baseline
         if baseline is None:
             raise EvalError("there is no baseline", where="divergence", why="It measures how far a model moved from another one")

@@ -14,7 +14,7 @@ from optkit.errors import EvalError, ResourceError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.statistics import mean, mean_estimate, standard_error
 from optkit_evals.peak_memory import Peak, watched_peak
-from optkit_evals.timing import Timing, answer, random_tokens, warm_up
+from optkit_evals.timing import SETTLED, Timing, answer, random_tokens, warm_up
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -125,15 +125,16 @@ class Throughput(Eval):
         environment = describe_environment(session.device)
         threads = f", {environment['cpu_threads']} threads" if session.device == "cpu" and "cpu_threads" in environment else ""
         return (
-            f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until two agree within 10%,"
-            f" then the mean of {self.repeats} repeats (of their percentiles, for latencies); wall clock, device synchronised at"
-            f" each token; prefill is up to the first token, decode after it; {environment['device_name']}{threads}, torch {environment['torch']}"
+            f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until two agree within"
+            f" {SETTLED:.0%}, then the mean of {self.repeats} repeats (of their percentiles, for latencies); wall clock, device"
+            f" synchronised at each token; prefill is up to the first token, decode after it;"
+            f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
 
 
 def _warnings(timings: list[Timing], peak: Peak, runs: int, settled: bool) -> Iterator[str]:
     if not settled:
-        yield f"{runs} warm-up runs, and the last two still differ by more than 10%; something else may be using the machine"
+        yield f"{runs} warm-up runs, and the last two still differ by more than {SETTLED:.0%}; something else may be using the machine"
     times = [each.total_s for each in timings]
     spread = standard_error(times) * len(times) ** 0.5 / mean(times)
     if spread > WIDE_SPREAD:
