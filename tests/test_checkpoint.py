@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import SourceError
-from optkit.model.checkpoint import Checkpoint
+from optkit.model.checkpoint import Checkpoint, all_finite
 
 
 @pytest.fixture
@@ -108,3 +108,15 @@ def test_nan_and_inf_are_counted_and_named(model: Path, value: float) -> None:
 def test_unknown_tensor(model: Path) -> None:
     with pytest.raises(SourceError, match="there is no tensor absent"):
         Checkpoint(model).read("absent")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_finite_or_not_in_every_dtype(dtype: torch.dtype) -> None:
+    tensor = torch.randn(7, 5).to(dtype)
+    assert all_finite(tensor)
+    assert all_finite(tensor[:0])
+    assert all_finite(torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype))
+    for value in (float("nan"), float("inf"), float("-inf")):
+        spoiled = tensor.clone()
+        spoiled[3, 2] = value
+        assert not all_finite(spoiled)

@@ -94,7 +94,8 @@ def test_an_unknown_layout_is_reported() -> None:
     model = make("mixtral", KINDS["mixtral"][0])
     model.model.layers[0].mlp.experts = nn.ParameterDict({"all": nn.Parameter(torch.zeros(4, 3, 2))})
     fused = unfuse_experts_(model)
-    assert fused == {"model.layers.0.mlp.experts": "the experts are fused (all [4, 3, 2]) in a way that is not known"}
+    reason = "the weights have three dimensions (all [4, 3, 2]), in a layout that is not known to be that of experts"
+    assert fused == {"model.layers.0.mlp.experts": reason}
 
 
 def test_a_dense_model_is_left_alone(tiny_model) -> None:

@@ -195,6 +195,28 @@ def test_experts_that_stay_fused_are_reported(tiny_model) -> None:
     assert Skeleton(Checkpoint(tiny_model("mixtral"))).fused == {}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_it_gives_the_same(tiny_model, kind: str) -> None:
+    skeleton, tokens = Skeleton(Checkpoint(tiny_model(kind))), some_tokens(4)
+    want = block_outputs(reference(tiny_model(kind)), [block.name for block in skeleton.blocks], tokens)
+    inputs = skeleton.capture_inputs(tokens, "cuda", 2)
+    for index, block in enumerate(skeleton.blocks):
+        skeleton.load_(block.name, "cuda")
+        for batch in inputs.batches:
+            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.release_(block.name)
+        assert torch.allclose(inputs.hidden.cpu(), want[index], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_real_model_block_by_block(smol: Path) -> None:
+    skeleton, tokens = Skeleton(Checkpoint(smol)), some_tokens(2, 64)
+    want = block_outputs(reference(smol), [block.name for block in skeleton.blocks], tokens)
+    for ours, theirs in zip(run_all_blocks(skeleton, tokens, 2), want, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 # Files that are not named as the model is
 
 
@@ -355,8 +377,10 @@ def test_no_list_of_blocks() -> None:
 
 
 class TupleBlock(nn.Linear):
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        return super().forward(hidden_states), None
+    form: type = tuple
+
+    def forward(self, hidden_states: Tensor) -> object:
+        return self.form((super().forward(hidden_states), None))
 
 
 class Custom(nn.Module):
@@ -380,7 +404,9 @@ def custom(between: float) -> tuple[Custom, tuple[blocks.Block, ...]]:
     return model, tuple(blocks.Block(f"layers.{index}", layer) for index, layer in enumerate(model.layers))
 
 
-def test_blocks_that_return_tuples_and_take_keywords() -> None:
+@pytest.mark.parametrize("form", [tuple, list])
+def test_blocks_that_return_tuples_and_take_keywords(form: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TupleBlock, "form", form)
     (model, parts), tokens = custom(between=1), some_tokens(2)
     hidden, calls = blocks.record_calls(model, parts, tokens)
     assert torch.equal(hidden, model.embed(tokens))
@@ -392,6 +418,13 @@ def test_blocks_that_return_tuples_and_take_keywords() -> None:
 def test_hidden_states_that_change_between_blocks_are_refused() -> None:
     model, parts = custom(between=0.5)
     with pytest.raises(SourceError, match=r"unsupported architecture Custom: its blocks cannot be run one by one\. "):
+        blocks.record_calls(model, parts, some_tokens(2))
+
+
+def test_hidden_states_of_another_form_are_refused() -> None:
+    model, parts = custom(between=1)
+    model.embed.register_forward_hook(lambda module, inputs, output: output[None])
+    with pytest.raises(SourceError, match=r"the hidden states are \[1, 2, 24, 8\] for tokens \[2, 24\]"):
         blocks.record_calls(model, parts, some_tokens(2))
 
 

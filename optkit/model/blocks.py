@@ -42,7 +42,7 @@ class Call:
                 output = module(hidden, *self.arguments, **self.keywords)
             else:
                 output = module(*self.arguments, **{self.hidden_keyword: hidden}, **self.keywords)
-        result: Tensor = output[0] if isinstance(output, tuple) else output
+        result: Tensor = output[0] if isinstance(output, (tuple, list)) else output
         return result
 
 
@@ -103,7 +103,10 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
                 with torch.no_grad():
                     model(input_ids=tokens, use_cache=False)
             except _AllRecordedError:
-                return hidden[0], tuple(calls)
+                if hidden[0].shape[:-1] == tokens.shape:
+                    return hidden[0], tuple(calls)
+                reason = f"the hidden states are {list(hidden[0].shape)} for tokens {list(tokens.shape)}"
+                break
             except (_OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
                 reason = reason or str(error)
                 continue

@@ -47,6 +47,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return {name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether a float tensor of 16 bits or more holds no NaN and no Inf, found without a temporary tensor."""
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() and high.isfinite())
+
+
 class Checkpoint:
     """A model directory. Headers are read at once, weights only when asked for."""
 
@@ -97,7 +105,7 @@ class Checkpoint:
     def read_finite(self, name: str) -> Tensor:
         """Return one tensor; raises SourceError where it holds NaN or Inf."""
         tensor = self.read(name)
-        if tensor.is_floating_point() and DTYPE_BITS[self.tensors[name].dtype] >= 16 and not tensor.isfinite().all():
+        if tensor.is_floating_point() and DTYPE_BITS[self.tensors[name].dtype] >= 16 and not all_finite(tensor):
             bad = int((~tensor.isfinite()).sum())
             raise SourceError(
                 f"{bad:,} of {tensor.numel():,} weights are NaN or Inf",

@@ -68,10 +68,10 @@ def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, 
     fused: dict[str, str] = {}
     for name, module in list(_fused_modules(model)):
         leaves = _leaves(name, module, converters)
-        if any(f"{name}.{leaf}" in stored for leaf, _ in module.named_parameters(recurse=False)):
-            fused[name] = f"the checkpoint stores the experts joined ({_shapes(module)}), not one matrix for each"
-        elif isinstance(leaves, str):
+        if isinstance(leaves, str):
             fused[name] = leaves
+        elif any(f"{name}.{leaf}" in stored for leaf, _ in module.named_parameters(recurse=False)):
+            fused[name] = f"the checkpoint stores the experts joined ({_shapes(module)}), not one matrix for each"
         else:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _take_apart(module, leaves))
@@ -91,7 +91,7 @@ def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leave
     """Return the names of an expert's projections, or why there are none."""
     shapes = _shapes(module)
     if not hasattr(module, "_apply_gate") or getattr(module, "down_proj", None) is None:
-        return f"the experts are fused ({shapes}) in a way that is not known"
+        return f"the weights have three dimensions ({shapes}), in a layout that is not known to be that of experts"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     if {leaf for leaf, _ in module.named_parameters(recurse=False)} != {first, "down_proj"}:
         return f"the fused experts have more than their matrices ({shapes})"
@@ -109,7 +109,7 @@ def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leave
                 found[parameter] = tuple(pattern.removesuffix(".weight") for pattern in patterns)
     inputs, down = found.get(first, ()), found.get("down_proj", ())
     if len(inputs) != 1 + module.has_gate or len(down) != 1:
-        return f"transformers has no rule that names the single experts of {shapes}"
+        return f"the architecture stores its experts joined ({shapes}), not one matrix for each"
     return _Leaves(inputs, down[0])
 
 

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError, StageError
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
-from optkit.model.checkpoint import Checkpoint
+from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 
@@ -201,7 +201,7 @@ class Skeleton:
         if not stored.is_floating_point() or stored.dtype == dtype:
             return stored
         cast = stored.to(dtype)
-        if not cast.isfinite().all():
+        if not all_finite(cast):
             raise SourceError(
                 f"weights of up to {float(stored.abs().max()):.4g} do not fit {str(dtype).removeprefix('torch.')}",
                 where=f"{self.checkpoint.files[tensor]}: {tensor}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import field_validator
 
 from optkit.errors import StageError
-from optkit.model.checkpoint import Checkpoint
+from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
@@ -90,7 +90,7 @@ class Cast(Transform):
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         cast = tensor.to(dtype)
-        if not cast.isfinite().all():
+        if not all_finite(cast):
             raise StageError(
                 f"weights of up to {float(tensor.abs().max()):,.0f} do not fit {self.dtype}",
                 where=name,
