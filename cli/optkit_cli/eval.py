@@ -12,7 +12,7 @@ from optkit_cli.options import Command, all_of, data_option, device_option, json
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
-@all_of(device_option, data_option, json_option, quiet_option)
+@all_of(device_option, data_option, store_option, json_option, quiet_option)
 def command(model: str, evals: str, device: str | None, data: Path | None, store: Path | None, as_json: bool, quiet: bool) -> int:
     """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE.
 

@@ -1,0 +1,151 @@
+"""`run`, `plan`, `validate`, `eval`, `show` and `compare` on a tiny model, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from optkit_cli.main import main
+
+from optkit import pipeline
+from optkit.artifact import read_artifact
+from optkit.gates import Verdict
+from optkit.scorecard import Scorecard
+
+ROOT = Path(__file__).parent.parent
+RECIPE = """\
+name: tiny
+model: {model}
+stages:
+  - bf16
+evals:
+  - footprint
+  - perplexity: {{dataset: python-reference, split: test, window: 64, windows: 4}}
+gates:
+  size_bytes: "{limit}"
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty directory with a recipe, a store of its own, and nothing else; it is the working directory."""
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
+    return tmp_path
+
+
+def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
+    """Return stdout and stderr of a command that must end with this status."""
+    capsys.readouterr()
+    found = main(list(words))
+    out, err = capsys.readouterr()
+    assert found == status, err
+    return out, err
+
+
+def apart(desk: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
+    return subprocess.run([sys.executable, *words], cwd=desk, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = spoken(capsys, "plan", "tiny.yaml", "--device", "cpu")
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith(("model", "cast"))] == [
+        ["model", "hit", "checkpoint"],
+        ["cast", "miss", "checkpoint"],
+    ]
+    assert not (desk / "artifacts").exists()
+
+    out, err = spoken(capsys, "run", "tiny.yaml", "--device", "cpu")
+    assert out.splitlines()[-1] == "PASS  1 of 1 gates pass  artifacts/tiny"
+    assert "cast  0/" in err
+    assert "cast" not in out.partition("gate")[2]
+    assert read_artifact(desk / "artifacts" / "tiny").record.name == "tiny"
+
+    assert spoken(capsys, "show", "artifacts/tiny")[0] == out
+    again, err = spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
+    assert "from the store" in again
+    assert err == ""
+    assert spoken(capsys, "plan", "tiny.yaml", "--device", "cpu")[0].splitlines()[-1] == "nothing to do: a run ends at once"
+
+    compared, _ = spoken(capsys, "compare", "artifacts/tiny", "artifacts/tiny")
+    assert compared.count("size_bytes") == 1
+    measured, _ = spoken(capsys, "eval", "artifacts/tiny", "--evals", "tiny.yaml", "--device", "cpu", "--quiet")
+    assert measured.splitlines()[-1] == "PASS  1 of 1 gates pass"
+
+
+def test_json_is_one_document_on_stdout_and_the_rest_is_elsewhere(desk: Path) -> None:
+    done = apart(desk, "-m", "optkit_cli.main", "run", "tiny.yaml", "--json", "--device", "cpu", "--out", "here")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document == json.loads((desk / "here" / "scorecard.json").read_text(encoding="utf-8"))
+    assert (document["verdict"], document["exit_status"]) == ("PASS", 0)
+    assert "cast  0/" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_a_failed_gate_is_exit_status_3(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--set", "gates.size_bytes='<= 0.1x'", status=3)
+    assert out.splitlines()[-1] == "FAIL  0 of 1 gates pass  artifacts/tiny"
+
+
+def test_an_unclear_gate_is_exit_status_4(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unclear(*_words: object, **_settings: object) -> Scorecard:
+        return Scorecard(name="unclear", artifact_key="ab" * 32, created="now", recipe={})
+
+    monkeypatch.setattr(pipeline, "run", unclear)
+    monkeypatch.setattr(Scorecard, "verdict", property(lambda _self: Verdict.INCONCLUSIVE))
+    spoken(capsys, "run", "tiny.yaml", status=4)
+
+
+def test_json_of_plan_show_and_compare(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = json.loads(spoken(capsys, "plan", "tiny.yaml", "--json", "--device", "cpu")[0])
+    assert [step["kind"] for step in plan["steps"]] == ["model", "cast"]
+    assert plan["recipe"]["model"]["revision"].startswith("sha256:")
+    spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
+    shown = json.loads(spoken(capsys, "show", "artifacts/tiny", "--json")[0])
+    compared = json.loads(spoken(capsys, "compare", "artifacts/tiny", "--json")[0])
+    assert compared == [{"artifact": "artifacts/tiny", **{key: shown[key] for key in compared[0] if key != "artifact"}}]
+    assert {row["metric"]["name"] for row in shown["rows"]} >= {"perplexity", "size_bytes"}
+
+
+def test_validate_names_every_problem_of_every_file_at_once(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "bad.yaml").write_text("model: smollm2-135m\nstages:\n  - cats: {}\nevals: []\ngatse: {}\n", encoding="utf-8")
+    out, err = spoken(capsys, "validate", "bad.yaml", "tiny.yaml", "missing.yaml", status=2)
+    assert out == "tiny.yaml: ok\n"
+    lines = err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    assert any(line.startswith("error: bad.yaml:3:5: ") and "Did you mean 'cast'?" in line for line in lines)
+    assert any(line.startswith("error: bad.yaml:5:1: ") and "gatse" in line for line in lines)
+    assert any("missing.yaml" in line for line in lines)
+
+
+def test_show_prints_the_card_and_then_says_that_files_were_changed(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
+    (desk / "artifacts" / "tiny" / "config.json").unlink()
+    out, err = spoken(capsys, "show", "artifacts/tiny", status=1)
+    assert "size_bytes" in out
+    assert err.startswith("error: artifacts/tiny: 1 of ")
+
+
+@pytest.mark.parametrize("words", [["show", "nowhere"], ["compare", "nowhere"], ["eval", "nowhere", "--evals", "tiny.yaml"]])
+def test_what_is_not_there_is_an_error(words: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = spoken(capsys, *words, status=1)
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "nowhere" in err
+    assert "bug in optkit" not in err
+
+
+def test_plan_imports_no_torch(desk: Path) -> None:
+    done = apart(desk, "-c", "import sys; from optkit_cli.main import main; main(['plan', 'tiny.yaml']); print('torch' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+    assert "cast" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
