@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option
+from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, store_option
 
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
