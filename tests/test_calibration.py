@@ -56,8 +56,14 @@ class TestFields:
 
     @pytest.mark.parametrize(
         ("dataset", "split", "documents"),
-        [("c4", "train", True), ("wikitext2", "train", False), ("python-reference", "train", False), ("a.txt", "all", False)]
-        + [("a.jsonl", "all", True), ("org/name", "train", True)],
+        [
+            ("c4", "train", True),
+            ("wikitext2", "train", False),
+            ("python-reference", "train", False),
+            ("a.txt", "all", False),
+            ("a.jsonl", "all", True),
+            ("org/name", "train", True),
+        ],
     )
     def test_split_and_packing_by_themselves(self, dataset, split, documents):
         calibration = Calibration(dataset=dataset)
@@ -136,7 +142,8 @@ class TestJoined:
         with pytest.raises(SourceError) as caught:
             Calibration(dataset=str(file), samples=100, sequence_length=length).tokens(tokenizer_directory, None)
         assert str(caught.value) == (
-            f"{file}: the text has {count:,} tokens and 100 x {length:,} = {100 * length:,} are needed. {remedy.format(available=count // length)}"
+            f"{file}: the text has {count:,} tokens and 100 x {length:,} = {100 * length:,} are needed."
+            f" {remedy.format(available=count // length)}"
         )
 
     def test_the_reference_is_enough_for_the_default(self, smol):

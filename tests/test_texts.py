@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,11 @@ class TestPythonReference:
             "binary": "validation",
         }
 
+    def test_a_python_without_the_topics(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+        with pytest.raises(SourceError, match=r"python-reference: this Python has no pydoc_data.topics. It was left out .* Take another"):
+            TextSource(dataset="python-reference").pinned(None)
+
     def test_it_is_pinned_to_its_words(self):
         pinned = TextSource(dataset="python-reference").pinned(None)
         assert pinned.revision is not None
@@ -160,9 +167,7 @@ class TestFiles:
         assert text.documents(None) == ["one\r\n\ntwo ü\n"]
         assert text.revision == "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
         file.write_text("another", encoding="utf-8")
-        with pytest.raises(
-            SourceError, match="It was changed, or comes from another version of its source. Restore it, or leave out `revision`"
-        ):
+        with pytest.raises(SourceError, match="It was changed, or comes from another version of its source. Restore it"):
             text.documents(None)
 
     def test_jsonl_takes_the_field_and_passes_over_blank_lines(self, tmp_path):
@@ -256,7 +261,7 @@ class TestHub:
         [
             (
                 {"split": "nowhere"},
-                r"org/name \(nowhere\): the data set cannot be read. ValueError: Unknown split .* Check split and configuration",
+                r"org/name \(nowhere\): the data set cannot be read. ValueError: Unknown split .* Check split",
             ),
             ({"field": "txt"}, r"org/name \(test\): a row has no field 'txt'. Did you mean 'text'\? Set `field:`"),
             ({"field": "label"}, r"org/name \(test\): the field 'label' is not a text but 0"),
@@ -267,15 +272,13 @@ class TestHub:
             TextSource(dataset="org/name", **fields).documents(None)
 
     def test_without_the_package(self, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+        monkeypatch.setitem(sys.modules, "datasets", None)
         with pytest.raises(MissingPackageError, match=r"pip install 'optkit\[hub\]'"):
             TextSource(dataset="org/name", revision=self.commit).documents(None)
 
 
 def test_no_torch_is_imported():
-    import subprocess
-    import sys
-
-    code = "import sys; from optkit.source.texts import TextSource; TextSource(dataset='python-reference').pinned(None); print('torch' in sys.modules)"
+    use = "from optkit.source.texts import TextSource; TextSource(dataset='python-reference').pinned(None)"
+    code = f"import sys; {use}; print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     assert answer.stdout.strip() == "False"

@@ -27,7 +27,7 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
     architectures = config.get("architectures") or []
     if not architectures:
         raise SourceError(
-            "config.json names no `architectures`",
+            "there are no `architectures` in config.json",
             where=where,
             why="What the weights are is not known without them",
             remedy='Add, for example, "architectures": ["LlamaForCausalLM"]',

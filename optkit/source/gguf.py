@@ -148,9 +148,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, path: Pat
     except ImportError as error:
         raise MissingPackageError("gguf", where=str(path), install="optkit[gguf]") from error
     if kind not in {known.value for known in GGMLQuantizationType}:
-        raise SourceError(
-            f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Upgrade the package: pip install -U gguf"
-        )
+        raise SourceError(f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Run: pip install -U gguf")
     quantization = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantization]
     return GgufTensor(shape, quantization.name, prod(shape) // block * block_bytes, offset)

@@ -85,13 +85,13 @@ def checkpoint_shape(gguf: Gguf) -> ModelShape:
     """Return config and tensors of the checkpoint that an import writes. Raises SourceError as `layout_of` and for missing parts."""
     layout = layout_of(gguf)
     tensors = {str(tensor_name(name, layout)): TensorInfo("F32", tensor.shape) for name, tensor in gguf.tensors.items()}
-    config = checkpoint_config(gguf, layout)
+    blocks = gguf.get("block_count", 0)
     expected = [name for name in OUTSIDE.values() if name != "lm_head.weight"]
-    expected += [f"model.layers.{index}.{name}" for index in range(config["num_hidden_layers"]) for name in layout.block.values()]
+    expected += [f"model.layers.{index}.{name}" for index in range(blocks) for name in layout.block.values()]
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise SourceError(f"{len(missing)} tensors are missing: {', '.join(missing[:3])}", where=str(gguf.path), remedy="Download it again")
-    return ModelShape(config=config, tensors=tensors)
+    return ModelShape(config=checkpoint_config(gguf, layout), tensors=tensors)
 
 
 def checkpoint_config(gguf: Gguf, layout: Layout) -> dict[str, Any]:
