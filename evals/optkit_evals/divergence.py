@@ -83,8 +83,8 @@ def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple
     """
     import torch
 
-    theirs = baseline.logits(window.unsqueeze(0))[0]  # [sequence, vocabulary]
-    ours = session.logits(window.unsqueeze(0))[0]
+    theirs = baseline.logits(window.unsqueeze(0).to(baseline.device))[0]  # [sequence, vocabulary]
+    ours = session.logits(window.unsqueeze(0).to(session.device))[0]
     divergence: list[float] = []
     agreed = 0
     positions = len(window) - 1

@@ -52,7 +52,7 @@ def window_loss(session: Session, window: Tensor) -> float:
     """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence]; raises EvalError where it is not finite."""
     import torch
 
-    logits = session.logits(window.unsqueeze(0))[0]  # [sequence, vocabulary]
+    logits = session.logits(window.unsqueeze(0).to(session.device))[0]  # [sequence, vocabulary]
     targets = window.to(logits.device)[1:]
     total = 0.0
     for start in range(0, len(targets), POSITIONS_AT_ONCE):
