@@ -133,7 +133,7 @@ def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> 
         earlier = [other for other in stages[:index] if isinstance(item.value, Setting) and type(other.value) is type(item.value)]
         if earlier:
             first = recipe.key_place(earlier[0].steps)
-            message = f"the setting {item.kind} is given twice, first in line {first.line}. Only one can be in force; remove the other."
+            message = f"the setting {item.kind} is given twice, first in {first.short}. Only one can be in force; remove the other."
             yield recipe.key_place(item.steps).problem(message)
     for index, item in enumerate(evals):
         if any(item.value == other.value for other in evals[:index]):
@@ -146,8 +146,8 @@ def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> It
     for item in evals:
         for way, text in texts_in(item.value):
             if stage := calibrated.get(text):
-                line = recipe.key_place(stage.steps).line
-                message = f"{item.kind} would measure on {' '.join(text)}, which {stage.kind} (line {line}) is calibrated on."
+                whose = f"{stage.kind} ({recipe.key_place(stage.steps).short})"
+                message = f"{item.kind} would measure on {' '.join(text)}, which {whose} is calibrated on."
                 remedy = "The result would look better than it is. Name another split or data set for one of them."
                 steps = (*item.steps, *way)
                 place = recipe.values.get((*steps, "split")) or recipe.value_place((*steps, "dataset"))

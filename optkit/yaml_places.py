@@ -36,6 +36,11 @@ class Place:
     line: int = 0
     column: int = 0
 
+    @property
+    def short(self) -> str:
+        """The place as a sentence about another place says it: `line 4`, or the `--set` that wrote the value."""
+        return f"line {self.line}" if self.line else self.file or "the recipe"
+
     def problem(self, message: str) -> Problem:
         """Return a problem at this place."""
         return Problem(message, self.file, self.line, self.column)
@@ -140,7 +145,7 @@ class _Reader:
                 written = key_node.value if isinstance(key_node, ScalarNode) else "a list or mapping"
                 self.refuse(key_node, f"a key must be text, not {written}.")
             elif key in first:
-                self.refuse(key_node, f"the key '{key}' is here twice, first in line {first[key].line}. Remove one of them.")
+                self.refuse(key_node, f"the key '{key}' is here twice, first in {first[key].short}. Remove one of them.")
             else:
                 first[key] = self.placed.keys[(*steps, key)] = self.place(key_node)
                 result[key] = self.read(value_node, (*steps, key))

@@ -280,6 +280,8 @@ def test_a_setting_is_given_once() -> None:
     assert one_problem("model: x/y\nstages:\n  - major\n  - halve\n  - tone: minor\n") == (
         "recipe:5:5: the setting tone is given twice, first in line 3. Only one can be in force; remove the other."
     )
+    (problem,) = problems_of("model: x/y\nstages:\n  - halve\n  - tone: minor\n", ("stages.0=major",))
+    assert problem.startswith("recipe:4:5: the setting tone is given twice, first in --set stages.0.")
 
 
 def test_calibration_text_is_refused_for_evaluation() -> None:
