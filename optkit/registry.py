@@ -8,7 +8,6 @@ A plug-in package adds its own with an entry point, in the same form as the buil
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -93,7 +92,7 @@ def origins(role: str) -> dict[str, Origin]:
     built_in = {"stage": STAGES, "eval": EVALS}[role]
     reserved = set(PRESETS) if role == "stage" else set[str]()
     found = {kind: Origin(target, "optkit") for kind, target in built_in.items()}
-    for kind, origin in _plugged_in(f"optkit.{role}s"):
+    for kind, origin in plugged_in(f"optkit.{role}s"):
         if kind in reserved:
             raise OptkitError(f"the {role} '{kind}' of {origin.distribution} has the name of a preset", remedy="Rename it there")
         if kind in found and found[kind] != origin:
@@ -106,9 +105,11 @@ def origins(role: str) -> dict[str, Origin]:
     return found
 
 
-def _plugged_in(group: str) -> Iterable[tuple[str, Origin]]:
-    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
-        yield point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")
+@cache
+def plugged_in(group: str) -> tuple[tuple[str, Origin], ...]:
+    """Return name and origin of each entry point of a group; the installed packages are looked through once in a process."""
+    points = sorted(entry_points(group=group), key=lambda point: (point.name, point.value))
+    return tuple((point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")) for point in points)
 
 
 def _text(origin: Origin) -> str:
@@ -126,7 +127,7 @@ def _import(kind: str, role: str, origin: Origin) -> object:
         raise OptkitError(
             f"the {role} '{kind}' cannot be imported ({origin.target} of {origin.distribution})",
             why=f"{type(error).__name__}: {error}",
-            remedy=f"Reinstall or uninstall the package {origin.distribution}",
+            remedy=f"Reinstall the package {origin.distribution}",
         ) from error
 
 

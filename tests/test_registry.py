@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -30,11 +31,17 @@ class Bare(Stage):
     """Neither a transform nor a setting."""
 
 
+@pytest.fixture(autouse=True)
+def forget_plug_ins() -> Iterator[None]:
+    registry.plugged_in.cache_clear()
+    yield
+    registry.plugged_in.cache_clear()
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str], group: str = "optkit.stages", name: str = "plugged-in") -> None:
     found = [SimpleNamespace(name=kind, value=value, dist=SimpleNamespace(name=name)) for kind, value in points]
     monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == wanted else [])
+    registry.plugged_in.cache_clear()
     wanted = group
 
 
@@ -109,7 +116,7 @@ def test_a_plug_in_that_cannot_be_imported_names_its_package(monkeypatch: pytest
         stage_class("smooth")
     assert str(caught.value) == (
         "the stage 'smooth' cannot be imported (no_such_module:Smooth of plugged-in)."
-        " ModuleNotFoundError: No module named 'no_such_module'. Reinstall or uninstall the package plugged-in."
+        " ModuleNotFoundError: No module named 'no_such_module'. Reinstall the package plugged-in."
     )
     with pytest.raises(OptkitError, match="AttributeError: module .* has no attribute 'Rough'"):
         stage_class("rough")
