@@ -27,6 +27,7 @@ from optkit.errors import SourceError, StageError
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
+from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -71,7 +72,7 @@ class Skeleton:
         self.blocks: tuple[Block, ...] = find_blocks(self.model)
         self.tensor_names: Mapping[str, str] = match_tensors(self.model, checkpoint)
         """Parameter or persistent buffer of the model -> tensor of the checkpoint."""
-        self._dtypes = _planned_dtypes(self.model, self.dtype)
+        self._dtypes = planned_dtypes(self.model, self.dtype)
         self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
 
     def tensor_name(self, parameter: str) -> str:
@@ -188,6 +189,7 @@ class Skeleton:
                 setattr(slot.owner, slot.leaf, held.to("meta"))
             else:
                 slot.owner._parameters[slot.leaf] = nn.Parameter(held.detach().to("meta"), requires_grad=False)
+        return_freed_memory()
 
     def _dtype(self, slot: _Slot) -> torch.dtype:
         planned = self._dtypes.get(slot.name)
@@ -247,7 +249,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next((TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32)
 
 
-def _planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the parameters that transformers keeps in another dtype than the model's (`_keep_in_fp32_modules`)."""
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

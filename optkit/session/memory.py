@@ -1,0 +1,85 @@
+"""Memory that runs out, and the bytes that one decode step reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.errors import ResourceError
+from optkit.model.experts import Experts
+
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@contextmanager
+def memory_errors(what: str, where: str, remedy: str) -> Iterator[None]:
+    """Turn torch's out-of-memory errors into a ResourceError that says what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        message = str(error)
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(part in message for part in NO_MEMORY):
+            raise
+        first = message.strip().splitlines()[0] if message.strip() else type(error).__name__
+        raise ResourceError(f"out of memory {what}", where=where, why=first, remedy=remedy) from error
+
+
+def weight_bytes(model: Any, batch: int) -> int:
+    """Return the fewest bytes of parameters and buffers that one decode step reads.
+
+    Shared storage counts once. Of an embedding only `batch` rows are read, unless it is lm_head too; of the experts of a block only as many
+    as a token is sent to.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    read: dict[int, float] = {}
+    for module, share in _shares(model):
+        if isinstance(module, nn.Embedding):
+            continue
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.numel():
+                read[tensor.data_ptr()] = max(read.get(tensor.data_ptr(), 0), _size(tensor) * share)
+    rows = sum(min(batch, len(each.weight)) * _size(each.weight[0]) for each in embeddings if each.weight.data_ptr() not in read)
+    return round(sum(read.values())) + rows
+
+
+def cache_bytes(cache: Any, batch: int, context: int) -> int:
+    """Return the bytes of a KV cache of `batch` sequences of `context` tokens, from one that holds one token of one sequence."""
+    total = 0
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, Tensor) and isinstance(values, Tensor):
+            window = getattr(layer, "sliding_window", None)
+            total += (_size(keys) + _size(values)) * (min(context, window) if window else context)
+        else:
+            total += sum(_size(state) for state in vars(layer).values() if isinstance(state, Tensor))
+    return total * batch
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shares(model: Any) -> Iterator[tuple[nn.Module, float]]:
+    """Yield each module with the share of its weights that one token needs: below 1 for experts."""
+    config = model.config.get_text_config(decoder=True)
+    chosen = next((count for name in ("num_experts_per_tok", "top_k") if isinstance(count := getattr(config, name, None), int)), None)
+    shares: dict[nn.Module, float] = {}
+    for module in model.modules():
+        count = _experts(module)
+        if chosen and count:
+            shares |= dict.fromkeys(module.modules(), min(1.0, chosen / count))
+    for module in model.modules():
+        yield module, shares.get(module, 1.0)
+
+
+def _experts(module: nn.Module) -> int:
+    """Return how many experts a module holds, 0 where it is none of experts."""
+    if isinstance(module, Experts):
+        return len(module)
+    joined = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3 and min(parameter.shape) > 1]
+    return math.gcd(*(len(parameter) for parameter in joined)) if joined and "xpert" in type(module).__name__ else 0

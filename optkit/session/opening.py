@@ -1,0 +1,100 @@
+"""Open a model directory as a `TorchSession`: a plain checkpoint, packed weights, or what transformers itself can open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from optkit.errors import MissingPackageError, OptkitError, SourceError
+from optkit.kernels.formats import packed_method
+from optkit.kernels.load import load_packed
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.skeleton import stored_dtype
+from optkit.progress import Progress, SilentProgress
+from optkit.session.memory import memory_errors
+from optkit.session.torch_session import TorchSession
+from optkit.source.quiet import quiet_transformers
+from optkit.stage import Setting
+
+PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
+"""What transformers needs to open the quantization methods that optkit does not read itself."""
+
+
+def open_session(
+    directory: Path,
+    settings: Sequence[Setting] = (),
+    device: str = "cpu",
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> TorchSession:
+    """Open a model directory with its settings applied; packed weights are used as they are.
+
+    `dtype` is the torch name of the float dtype to compute in, the checkpoint's own where None. Raises SourceError where weights are
+    missing or do not fit the model, MissingPackageError for a format whose package is not there, ResourceError without memory.
+    """
+    checkpoint = Checkpoint(Path(directory))
+    chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
+    options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
+    quantization = checkpoint.quantization
+    remedy = "Open it on a device with more memory, or in a smaller dtype"
+    with memory_errors(f"while the model was opened on {device}", str(directory), remedy), quiet_transformers():
+        method = packed_method(quantization) if quantization else None
+        if method:
+            model, notes = load_packed(checkpoint, method, device, chosen, progress or SilentProgress(), trust_remote_code, **options)
+        else:
+            model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
+        for setting in settings:
+            model = setting.on_load(model, device)
+    notes = [*notes, *(setting.describe(device) for setting in settings)]
+    return TorchSession(model, Path(directory), device, tuple(notes), trust_remote_code)
+
+
+def _load_whole(
+    checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any]
+) -> tuple[PreTrainedModel, list[str]]:
+    """Open a directory with transformers."""
+    where = str(checkpoint.directory)
+    method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
+    if method:
+        options = {**options, "device_map": {"": device}}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+        )
+    except ImportError as error:
+        if method in PACKAGES:
+            raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
+        raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+    problems = [f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]]
+    if problems:
+        raise SourceError(
+            f"the weights are not those of {type(model).__name__}: {', '.join(problems)}",
+            where=where,
+            why="A parameter without weights would be random numbers",
+            remedy="See that config.json and the weights belong together",
+        )
+    notes = [f"{method}: opened by transformers, with the kernels that it has for it"] if method else []
+    return model.to(device).eval().requires_grad_(False), notes
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptkitError(f"'{name}' is no float dtype of torch", remedy="Use float32, bfloat16 or float16")
+    return found
+
+
+def _some(names: Any) -> str:
+    shown = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
+    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))

@@ -1,0 +1,176 @@
+"""A model that torch runs: logits, greedy generation with a KV cache, and what it is made of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StaticCache
+
+from optkit.errors import EvalError, OptkitError, SourceError
+from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
+from optkit.source.quiet import quiet_transformers
+
+LOGITS_BYTES = 64 << 20
+"""Most bytes of logits that are computed at once where they have to be cast to float32."""
+CACHE_STEP = 128
+"""A static cache is as long as the next multiple of this, so that requests of like lengths share one compiled step."""
+NO_POSITIONS = 1 << 31
+
+
+class TorchSession:
+    """An opened model; implements `optkit.measure.Session`."""
+
+    def __init__(self, model: PreTrainedModel, directory: Path, device: str, notes: tuple[str, ...], trust_remote_code: bool) -> None:
+        self.directory, self.device, self.notes = directory, device, notes
+        config = model.config.get_text_config(decoder=True)
+        self.vocabulary = int(config.vocab_size)
+        self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
+        self._opened: PreTrainedModel | None = model
+        self._trust_remote_code = trust_remote_code
+        self._compiled = getattr(model, "_compiled_call_impl", None) is not None
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        self._static: tuple[tuple[int, int], StaticCache] | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The torch model; raises OptkitError after `close`."""
+        if self._opened is None:
+            raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
+        return self._opened
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the directory; raises SourceError where there is none."""
+        try:
+            with quiet_transformers():
+                return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self._trust_remote_code)
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            first = next(iter(str(error).strip().splitlines()), repr(error))
+            raise SourceError("there is no tokenizer that transformers can open", where=str(self.directory), why=first) from error
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+        return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; raises EvalError beyond the positions, ResourceError without memory."""
+        self._check(tokens, 0)
+        tokens = tokens.to(self.device)
+        batch, sequence = tokens.shape
+        with self._memory(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"), self._no_gradients():
+            if self.model.dtype == torch.float32:
+                whole: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits
+                return whole.float()
+            return self._cast_logits(tokens)
+
+    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
+        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
+        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
+        return torch.cat([tokens.to(self.device), *steps], dim=1)
+
+    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check(tokens, new_tokens)
+        return self._stream(tokens.to(self.device), new_tokens)
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
+        return weight_bytes(self.model, batch) + cache_bytes(self._one_token_cache, batch, context)
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        self._opened = self._static = None
+        self.__dict__.pop("_one_token_cache", None)
+        if self._compiled:
+            torch.compiler.reset()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def _stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        batch, prompt = tokens.shape
+        remedy = "Lower the batch, the prompt or the new tokens"
+        cache = self._cache(batch, prompt + new_tokens)
+        step = tokens
+        for count in range(new_tokens):
+            with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", remedy), self._no_gradients():
+                # The prompt is never compiled: its shape changes with every request.
+                call = self.model.forward if count == 0 else self.model
+                if self._compiled:
+                    torch.compiler.cudagraph_mark_step_begin()
+                logits = call(input_ids=step, past_key_values=cache, use_cache=True, **self._last_only).logits
+                step = logits[:, -1:].argmax(-1)
+                self._synchronize()
+            yield step[:, 0]
+
+    def _cache(self, batch: int, length: int) -> DynamicCache | StaticCache:
+        if not self._compiled:
+            return DynamicCache(config=self.model.config)
+        shape = (batch, min(-(-length // CACHE_STEP) * CACHE_STEP, max(self.positions, length)))
+        if self._static is None or self._static[0] != shape:
+            self._static = None
+            self._static = (shape, StaticCache(config=self.model.config, max_cache_len=shape[1]))
+        cache = self._static[1]
+        cache.reset()
+        return cache
+
+    def _cast_logits(self, tokens: Tensor) -> Tensor:
+        """Return float32 logits with at most `LOGITS_BYTES` of others beside them: the part after the base model runs on slices."""
+        model = self.model
+        output = model.base_model(input_ids=tokens, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        batch, sequence = tokens.shape
+        logits = torch.empty(batch, sequence, self.vocabulary, dtype=torch.float32, device=hidden.device)
+        width = max(1, LOGITS_BYTES // (batch * self.vocabulary * hidden.element_size()))
+        for start in range(0, sequence, width):
+            part = slice(start, start + width)
+            output.last_hidden_state = hidden[:, part]
+            with _returning(model.base_model, output):
+                logits[:, part] = model.forward(input_ids=tokens[:, part], use_cache=False).logits
+        return logits
+
+    @cached_property
+    def _one_token_cache(self) -> DynamicCache:
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        cache = DynamicCache(config=self.model.config)
+        with self._no_gradients():
+            self.model.forward(input_ids=token, past_key_values=cache, use_cache=True, **self._last_only)
+        return cache
+
+    def _check(self, tokens: Tensor, new_tokens: int) -> None:
+        length = tokens.shape[1] + new_tokens
+        if length > self.positions:
+            raise EvalError(
+                f"{length:,} tokens are more than the model's {self.positions:,} positions",
+                where=str(self.directory),
+                remedy="Use a shorter window or prompt",
+            )
+
+    def _memory(self, what: str, remedy: str) -> AbstractContextManager[None]:
+        return memory_errors(f"{what} on {self.device}", str(self.directory), remedy)
+
+    def _no_gradients(self) -> AbstractContextManager[Any]:
+        return torch.no_grad() if self._compiled else torch.inference_mode()
+
+    def _synchronize(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def _returning(module: Any, output: Any) -> Iterator[None]:
+    """Let a module return an output that was computed before."""
+    module.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del module.forward
