@@ -131,7 +131,7 @@ def _allowed(detail: ErrorDetails) -> str:
         return f"one of {choices}" if ", " in choices else choices
     if detail["type"] in ("too_short", "too_long"):
         bound = f"at least {context['min_length']}" if detail["type"] == "too_short" else f"at most {context['max_length']}"
-        return f"{bound} items long (it has {context['actual_length']})"
+        return f"{bound} long (it has {context['actual_length']})"
     if phrase := _PHRASES.get(detail["type"]):
         return phrase.format(**context)
     return f"valid ({detail['msg']})"
@@ -144,17 +144,16 @@ _PHRASES = {
     "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_type": "a number",
-    "greater_than": "greater than {gt}",
-    "greater_than_equal": "at least {ge}",
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
     "int_from_float": "a whole number",
     "int_type": "a whole number",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
     "list_type": "a list",
     "model_type": "a mapping of fields",
     "multiple_of": "a multiple of {multiple_of}",
     "none_required": "left empty",
-    "path_type": "a path",
     "string_too_long": "at most {max_length} characters long",
     "string_too_short": "at least {min_length} characters long",
     "string_type": "text",

@@ -193,7 +193,7 @@ description: 4
 """
     expected = [
         "recipe:3:20: bits: 5 is not one of 2, 3, 4, 8.",
-        "recipe:3:32: damping: 2 is not at most 1.0.",
+        "recipe:3:32: damping: 2 is not at most 1.",
         "recipe:3:47: group_size: 'chanel' is not a whole number or 'channel'. Did you mean 'channel'?",
         "recipe:3:66: symmetric: 'yes' is not true or false.",
         "recipe:3:73: unknown field 'grup'. Known: bits, calibration, damping, group_size, include, prune, symmetric.",
