@@ -125,7 +125,8 @@ def _choices(detail: ErrorDetails) -> list[str]:
 
 
 def _allowed(detail: ErrorDetails) -> str:
-    context = detail.get("ctx", {})
+    limits = detail.get("ctx", {}).items()
+    context = {name: int(limit) if isinstance(limit, float) and limit.is_integer() else limit for name, limit in limits}
     if detail["type"] in ("literal_error", "enum"):
         choices = str(context["expected"]).replace(" or ", ", ")
         return f"one of {choices}" if ", " in choices else choices
@@ -144,12 +145,12 @@ _PHRASES = {
     "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_type": "a number",
-    "greater_than": "greater than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
     "int_from_float": "a whole number",
     "int_type": "a whole number",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
     "list_type": "a list",
     "model_type": "a mapping of fields",
     "multiple_of": "a multiple of {multiple_of}",
