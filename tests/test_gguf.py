@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
@@ -12,6 +13,7 @@ from optkit.progress import SilentProgress
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, shortest_float32, tensor_name
+from optkit.source.gguf_tokenizer import import_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
 
@@ -156,6 +158,44 @@ class TestImport:
             import_gguf(llama_file, tmp_path / name, SilentProgress())
         first, second = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
         assert first == second
+
+
+class TestTokenizer:
+    @pytest.mark.parametrize(
+        ("kind", "pieces"),
+        [
+            ("default", ["it", "'s", "Ġ12345", "Ċ", "Ċ", "IT", "'", "S"]),
+            ("smollm", ["it", "'s", "Ġ12345", "Ċ", "Ċ", "IT", "'", "S"]),
+            ("llama-bpe", ["it", "'s", "Ġ", "123", "45", "ĊĊ", "IT", "'S"]),
+        ],
+    )
+    def test_text_is_cut_as_the_file_says(self, models, tmp_path, kind, pieces):
+        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", tokenizer__ggml__pre=kind)
+        header = read_gguf(file)
+        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, SilentProgress())
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("it's 12345\n\nIT'S")] == pieces
+        text = Path(__file__).read_text(encoding="utf-8")
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+    def test_a_way_of_cutting_that_is_not_known_is_said(self, models, tmp_path):
+        header = read_gguf(save_gguf(models["llama"], tmp_path / "model.gguf", "llama", tokenizer__ggml__pre="viking"))
+        warnings = []
+
+        class Listening(SilentProgress):
+            def warn(self, line):
+                warnings.append(line)
+
+        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, Listening())
+        assert len(warnings) == 1
+        assert "the file cuts text by 'viking', which optkit does not know; it is cut as GPT-2 did" in warnings[0]
+
+    def test_a_tokenizer_that_cannot_be_read(self, models, tmp_path):
+        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama")
+        file.write_bytes(file.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenx"))
+        header = read_gguf(file)
+        with pytest.raises(SourceError, match="model.gguf: the tokenizer in the file cannot be read"):
+            import_tokenizer(header, checkpoint_shape(header).config, tmp_path, SilentProgress())
 
 
 class TestHeader:

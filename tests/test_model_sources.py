@@ -11,6 +11,7 @@ from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.progress import SilentProgress
 from optkit.source import digests
+from optkit.source.calibration import load_tokenizer
 from optkit.source.digests import FileDigests
 from optkit.source.directory import check_config, is_built_into_transformers
 from optkit.source.models import (
@@ -24,6 +25,7 @@ from optkit.source.models import (
     model_shape,
     pin_model,
 )
+from optkit.source.texts import TextSource
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,13 @@ class TestNames:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SourceError, match=f"{name}: no such model. There is no directory /"):
             pin_model(ModelSource(name=name))
+
+    def test_a_pinned_directory_that_is_gone_is_not_looked_for_on_the_hub(self):
+        with pytest.raises(
+            SourceError,
+            match="models/mine: no such model. .* not a built-in name and revision is that of a directory",
+        ):
+            locate_model(ModelSource(name="models/mine", revision="sha256:0"))
 
     def test_files(self, tmp_path):
         with pytest.raises(SourceError, match="no such model. There is no file /.*gone.gguf"):
@@ -288,6 +297,8 @@ print(json.dumps([pinned.revision, shape.elements, shape.size_bytes, str(locate_
         imported, reference = Checkpoint(tmp_path), Checkpoint(smol)
         assert set(imported.tensors) == set(reference.tensors)
         assert all(torch.equal(imported.read(name), reference.read(name)) for name in imported.tensors)
+        text = TextSource(dataset="python-reference").joined(None)
+        assert load_tokenizer(tmp_path)(text).input_ids == load_tokenizer(smol)(text).input_ids
         shape = model_shape(pinned, None)
         assert dict(shape.tensors) == dict(model_shape(pinned, tmp_path).tensors)
         assert {name: imported.config[name] for name in shape.config} == dict(shape.config)

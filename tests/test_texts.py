@@ -219,6 +219,10 @@ class TestOverlaps:
         )
         assert not TextSource(dataset="c4", split="train").overlaps(TextSource(dataset="c4", split="validation"))
 
+    def test_a_built_in_name_and_its_hub_id_are_the_same(self):
+        assert TextSource(dataset="c4", split="train").overlaps(TextSource(dataset="allenai/c4:en", split="train"))
+        assert not TextSource(dataset="c4", split="train").overlaps(TextSource(dataset="allenai/c4:de", split="train"))
+
     def test_identity(self):
         assert TextSource(dataset="c4", revision="sha256:1").identity() == {"dataset": "c4", "split": "validation", "revision": "sha256:1"}
 

@@ -26,7 +26,7 @@ from optkit.source.hub import HubRepo
 
 IMPORT_VERSION = 1
 """Raised when the import of the same file begins to write something else."""
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -161,13 +161,14 @@ def find_model(source: ModelSource) -> Path | HubRepo:
         if path.suffix == ".gguf":
             return path
         raise SourceError("neither a model directory nor a .gguf file", where=source.name, remedy="Name the directory that it is in")
-    if path.suffix != ".gguf" and HUB_ID.fullmatch(source.name) and not source.name.startswith("."):
+    is_content = (source.revision or "").startswith(PREFIX)
+    if path.suffix != ".gguf" and HUB_ID.fullmatch(source.name) and not is_content:
         return HubRepo(source.name, looked=f"There is no directory {path.absolute()} either")
     raise SourceError(
         "no such model",
         where=source.name,
         why=f"There is no {'file' if path.suffix == '.gguf' else 'directory'} {path.absolute()},"
-        " it is not a built-in name and not of the form org/name",
+        f" it is not a built-in name and {'revision is that of a directory' if is_content else 'not of the form org/name'}",
         remedy=f"Built-in names: {', '.join(BUILT_IN)}.{did_you_mean(source.name, BUILT_IN)}",
     )
 

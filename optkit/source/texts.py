@@ -130,7 +130,7 @@ class TextSource(Frozen):
     def overlaps(self, other: TextSource | Mapping[str, str]) -> bool:
         """Say whether another text, or the `identity` of one, is the same in part: the same data set and split, or the same content."""
         mine, theirs = self.identity(), other.identity() if isinstance(other, TextSource) else other
-        if (mine["dataset"], mine["split"]) == (theirs["dataset"], theirs["split"]):
+        if (hub_name(mine["dataset"]), mine["split"]) == (hub_name(theirs["dataset"]), theirs["split"]):
             return True
         return mine["revision"].startswith(PREFIX) and mine["revision"] == theirs["revision"]
 
@@ -156,7 +156,7 @@ class TextSource(Frozen):
         if self.dataset == "python-reference":
             return python_reference.read_topics(self.split)
         if not self._is_local(data):
-            return read_hub_text(self._hub_repo(data), self._hub_name, self.split, self.field, self.revision, self.where)
+            return read_hub_text(self._hub_repo(data), hub_name(self.dataset), self.split, self.field, self.revision, self.where)
         if is_file_name(self.dataset):
             path = Path(self.dataset).expanduser()
             return [read_text(path)] if path.suffix == ".txt" else read_records([path], self.field)
@@ -184,14 +184,9 @@ class TextSource(Frozen):
             return []
         return sorted(place.glob(known.local[self.split]))
 
-    @property
-    def _hub_name(self) -> str:
-        known = KNOWN.get(self.dataset)
-        return known.hub if known else self.dataset
-
     def _hub_repo(self, data: Path | None) -> HubRepo:
         remedy = f"{NAME_DATA}, or take python-reference, which needs nothing" if self.dataset in KNOWN else ""
-        return HubRepo(self._hub_name.partition(":")[0], "dataset", looked=self._looked(data), remedy=remedy)
+        return HubRepo(hub_name(self.dataset).partition(":")[0], "dataset", looked=self._looked(data), remedy=remedy)
 
     def _looked(self, data: Path | None) -> str:
         known, place = KNOWN.get(self.dataset), data_directory(data)
@@ -206,6 +201,12 @@ class TextSource(Frozen):
 def is_file_name(dataset: str) -> bool:
     """Say whether a data set is named by a path and not by a name."""
     return dataset.endswith((".txt", ".jsonl"))
+
+
+def hub_name(dataset: str) -> str:
+    """Return the hub id that a built-in name stands for, another name as it is."""
+    known = KNOWN.get(dataset)
+    return known.hub or dataset if known else dataset
 
 
 def data_directory(data: Path | None) -> Path | None:

@@ -1,0 +1,66 @@
+"""Write the tokenizer that a GGUF file carries, as transformers reads it, and put right what it gets wrong.
+
+transformers 5.17 takes the first token for the last one, and cuts text as GPT-2 did whatever `tokenizer.ggml.pre` says
+(`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.progress import Progress
+from optkit.source.gguf import Gguf
+from optkit.source.quiet import quiet_transformers
+
+LOADING_KEYS = ("is_local", "local_files_only", "backend", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "model_type")
+"""What transformers writes into tokenizer_config.json of how the tokenizer was loaded, and not of what it is."""
+PORTABLE_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+"""The name that transformers 4 knows as well."""
+GPT2 = frozenset({"default", "gpt-2", "smollm"})
+"""Cut as GPT-2 did. So does transformers 5 with the hub's SmolLM2 (WikiText-2 test: 304,986 tokens); llama.cpp takes digits out first,
+which with its vocabulary changes only white space before a digit (8 tokens fewer)."""
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
+
+
+def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progress: Progress) -> None:
+    """Write the tokenizer with the special tokens that `config` names and its chat template. Raises SourceError where it cannot be read."""
+    with quiet_transformers():
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError("the tokenizer in the file cannot be read", where=str(gguf.path), why=str(error).split("\n")[0]) from error
+        for name in ("bos_token", "eos_token", "pad_token"):
+            number = config[f"{name}_id"]
+            setattr(tokenizer, name, None if number is None else tokenizer.convert_ids_to_tokens(number))
+        tokenizer.clean_up_tokenization_spaces = False
+        _set_pre_tokenizer(gguf, tokenizer, progress)
+        tokenizer.save_pretrained(target)
+    file = target / "tokenizer_config.json"
+    described = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS}
+    described["tokenizer_class"] = PORTABLE_CLASS.get(described["tokenizer_class"], described["tokenizer_class"])
+    file.write_text(json.dumps(described, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
+    """Cut text before BPE as `tokenizer.ggml.pre` says; only `llama` files with a byte-level BPE need it."""
+    if gguf.architecture != "llama" or gguf.metadata.get("tokenizer.ggml.model") != "gpt2":
+        return
+    from tokenizers import Regex, pre_tokenizers
+
+    kind = str(gguf.metadata.get("tokenizer.ggml.pre", "default"))
+    if kind in PATTERNS:
+        steps = [pre_tokenizers.Split(Regex(PATTERNS[kind]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    elif kind not in GPT2:
+        progress.warn(
+            f"{gguf.path}: the file cuts text by '{kind}', which optkit does not know; it is cut as GPT-2 did,"
+            " so some tokens may differ from those of the original model. Take the safetensors form of the model to be sure."
+        )
