@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.progress import SilentProgress
+from optkit.source.calibration import load_tokenizer
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, shortest_float32, tensor_name
@@ -177,6 +178,22 @@ class TestTokenizer:
         assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("it's 12345\n\nIT'S")] == pieces
         text = Path(__file__).read_text(encoding="utf-8")
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+    @pytest.mark.parametrize(
+        ("says", "first"),
+        [
+            ({}, []),
+            ({"tokenizer__ggml__add_bos_token": True}, [0]),
+            ({"tokenizer__ggml__add_bos_token": False}, []),
+            ({"tokenizer__ggml__pre": "llama-bpe"}, [0]),
+            ({"tokenizer__ggml__pre": "llama-bpe", "tokenizer__ggml__add_bos_token": False}, []),
+        ],
+    )
+    def test_the_first_token_stands_where_the_file_says(self, models, tmp_path, says, first):
+        header = read_gguf(save_gguf(models["llama"], tmp_path / "model.gguf", "llama", **says))
+        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, SilentProgress())
+        tokenizer, original = load_tokenizer(tmp_path), load_tokenizer(models["llama"])
+        assert tokenizer("a text").input_ids == [*first, *original("a text").input_ids]
 
     def test_a_way_of_cutting_that_is_not_known_is_said(self, models, tmp_path):
         header = read_gguf(save_gguf(models["llama"], tmp_path / "model.gguf", "llama", tokenizer__ggml__pre="viking"))

@@ -1,7 +1,7 @@
 """Write the tokenizer that a GGUF file carries, as transformers reads it, and put right what it gets wrong.
 
-transformers 5.17 takes the first token for the last one, and cuts text as GPT-2 did whatever `tokenizer.ggml.pre` says
-(`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
+transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text as GPT-2 did whatever
+`tokenizer.ggml.pre` says (`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
             setattr(tokenizer, name, None if number is None else tokenizer.convert_ids_to_tokens(number))
         tokenizer.clean_up_tokenization_spaces = False
         _set_pre_tokenizer(gguf, tokenizer, progress)
+        _set_first_token(gguf, tokenizer)
         tokenizer.save_pretrained(target)
     file = target / "tokenizer_config.json"
     described = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS}
@@ -64,3 +65,17 @@ def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
             f"{gguf.path}: the file cuts text by '{kind}', which optkit does not know; it is cut as GPT-2 did,"
             " so some tokens may differ from those of the original model. Take the safetensors form of the model to be sure."
         )
+
+
+def _set_first_token(gguf: Gguf, tokenizer: Any) -> None:
+    """Put the first token before each text where the file says so; unsaid, llama.cpp does it for SentencePiece and Llama 3."""
+    kind = str(gguf.metadata.get("tokenizer.ggml.pre", ""))
+    usual = gguf.metadata.get("tokenizer.ggml.model") == "llama" or kind in PATTERNS
+    if not gguf.metadata.get("tokenizer.ggml.add_bos_token", usual) or tokenizer.bos_token is None:
+        return
+    from tokenizers.processors import TemplateProcessing
+
+    first = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[first, "$A"], pair=[first, "$A", f"{first}:1", "$B:1"], special_tokens=[(first, tokenizer.bos_token_id)]
+    )
