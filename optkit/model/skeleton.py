@@ -49,9 +49,11 @@ class Skeleton:
     """A model whose parameters are on the meta device; `load_` and `release_` put the real ones there and take them away."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, attention: str | None = "sdpa", trust_remote_code: bool = False
+        self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, attention: str | None = None, trust_remote_code: bool = False
     ) -> None:
         """Build the model in `dtype` (the checkpoint's own where None), experts unfused; no weight is read.
+
+        `attention` is transformers' `attn_implementation`; None is its own choice: sdpa where the architecture has it, else eager.
 
         Raises SourceError for a quantized checkpoint, an architecture that is not supported, and weights that do not fit the model.
         """
