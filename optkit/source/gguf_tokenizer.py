@@ -1,8 +1,7 @@
 """Write the tokenizer that a GGUF file carries, as transformers reads it, and put right what it gets wrong.
 
-transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text as GPT-2 did whatever
-`tokenizer.ggml.pre` says (`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
-"""
+transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text as GPT-2 did, whatever the file
+says of it (`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
 
 from __future__ import annotations
 
