@@ -2,6 +2,7 @@
 
 transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text as GPT-2 did, whatever the file
 says of it (`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
+"""
 
 from __future__ import annotations
 
