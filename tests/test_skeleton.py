@@ -92,8 +92,10 @@ def test_the_batch_size_changes_nothing(tiny_model, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "gpt_oss"])
 def test_loaded_whole_it_gives_the_same_logits(tiny_model, kind: str) -> None:
+    """GPT-OSS has no sdpa: by default each architecture gets the best that it has."""
     attention = "eager" if kind == "gpt_oss" else "sdpa"
-    skeleton, tokens = Skeleton(Checkpoint(tiny_model(kind)), attention=attention), some_tokens()
+    skeleton, tokens = Skeleton(Checkpoint(tiny_model(kind))), some_tokens()
+    assert skeleton.model.config._attn_implementation == attention
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
     skeleton.load_("", "cpu")
     with torch.no_grad():
@@ -106,7 +108,7 @@ def test_loaded_whole_it_gives_the_same_logits(tiny_model, kind: str) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, "gpt_oss"])
 def test_blocks_and_outside_are_every_tensor_of_the_file(tiny_model, kind: str) -> None:
     checkpoint = Checkpoint(tiny_model(kind))
-    skeleton = Skeleton(checkpoint, attention=None)
+    skeleton = Skeleton(checkpoint)
     parts = [*skeleton.outside_tensors, *(name for block in skeleton.blocks for name in skeleton.block_tensors(block))]
     assert sorted(parts) == sorted(checkpoint.tensors)
     skeleton.load_("", "cpu")
@@ -192,7 +194,7 @@ def test_routers_are_told_from_projections(tiny_model) -> None:
 
 
 def test_experts_that_stay_fused_are_reported(tiny_model) -> None:
-    skeleton = Skeleton(Checkpoint(tiny_model("gpt_oss")), attention=None)
+    skeleton = Skeleton(Checkpoint(tiny_model("gpt_oss")))
     assert set(skeleton.fused) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
     assert Skeleton(Checkpoint(tiny_model("mixtral"))).fused == {}
 
@@ -369,6 +371,11 @@ def test_quantized_models_are_refused(tiny_model, tmp_path: Path) -> None:
     directory = changed_copy(tiny_model("llama"), tmp_path, quantization_config={"quant_method": "gptq"})
     with pytest.raises(SourceError, match=r"the model is quantized already \(gptq\)"):
         Skeleton(Checkpoint(directory))
+
+
+def test_an_attention_that_the_architecture_does_not_have(tiny_model) -> None:
+    with pytest.raises(SourceError, match=r"transformers cannot build GptOssForCausalLM\. .*scaled_dot_product_attention"):
+        Skeleton(Checkpoint(tiny_model("gpt_oss")), attention="sdpa")
 
 
 def test_an_architecture_that_transformers_does_not_know(tiny_model, tmp_path: Path) -> None:
