@@ -1,4 +1,4 @@
-"""Write a GGUF file as a float32 checkpoint, tensor by tensor, so that at most one of them is in memory."""
+"""Write a GGUF file as a float32 checkpoint, tensor by tensor, so that at most one shard of it is in memory."""
 
 from __future__ import annotations
 
