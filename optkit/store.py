@@ -102,6 +102,7 @@ class Store:
         try:
             with self._explaining(f"the step {key[:12]}"):
                 yield draft
+                make_readable(draft.model)
                 draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
                 (home / "record.json").write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
                 alive.close()
@@ -165,6 +166,15 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
 def list_files(directory: Path) -> list[str]:
     """Return the relative names of all files below a directory, sorted, with forward slashes."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def make_readable(directory: Path) -> None:
+    """Give all files the rights that the user's umask gives to new ones; safetensors writes for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for name in list_files(directory):
+        path = directory / name
+        path.chmod(path.stat().st_mode | (0o666 & ~mask))
 
 
 def sha256_of(path: Path) -> str:

@@ -44,6 +44,16 @@ def test_the_record_lists_every_file_with_its_digest(store):
     assert record["files"]["a.txt"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
 
 
+def test_others_may_read_what_the_umask_lets_them_read(store):
+    before = os.umask(0o022)
+    try:
+        with store.write("k") as draft:
+            (draft.model / "a").touch(mode=0o600)
+        assert (store.get("k") / "a").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
+
+
 def test_a_failure_leaves_nothing(store):
     with pytest.raises(ZeroDivisionError), store.write("k") as draft:
         (draft.model / "a.txt").write_text("x")
