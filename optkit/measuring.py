@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.environment import describe_environment
+from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, Session
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
@@ -52,6 +53,14 @@ def measure(
 
     `baseline` is None where the artifact is the unmodified model. Raises EvalError and ResourceError from the evals.
     """
+    comparing = [each.kind for each in plan.evals if each.eval.compares]
+    if comparing and baseline is None:
+        raise EvalError(
+            "there is nothing to compare with",
+            where=comparing[0],
+            why=f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline",
+            remedy="Take this eval out, or give the recipe a stage",
+        )
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     compared = plan.evals if baseline else ()
     stale = {each.key for each in plan.evals if each.eval.timed and not (known(store, each.key) and known(store, each.baseline_key))}
@@ -76,7 +85,7 @@ def measure(
                 with opened(artifact, plan.device, progress) as changed:
                     for key, each in pairs:
                         keep(store, key, each.eval.run(changed, beside), changed, plan.device)
-    ours = [store.get_json(each.key) for each in plan.evals if baseline or not each.eval.compares]
+    ours = [store.get_json(each.key) for each in plan.evals]
     theirs = [store.get_json(each.baseline_key) for each in compared if each.baseline_key]
     return Measurement(
         metrics=tuple(Metric.model_validate(metric) for entry in ours for metric in entry["metrics"]),
