@@ -129,8 +129,6 @@ def test_a_session_is_closed_when_an_eval_fails(measured, monkeypatch):
 
 
 def test_an_unmodified_model_has_nothing_to_compare_with(measured):
-    with pytest.raises(
-        EvalError, match=r"pair: there is nothing to compare with\. Nothing was done to .*its own baseline\. Take this eval out"
-    ):
+    with pytest.raises(EvalError, match=r"pair: there is nothing to compare with\. Nothing was done to .*its own baseline"):
         measured("pair", stages=())
     assert RAN == []
