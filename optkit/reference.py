@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -181,7 +182,8 @@ def _yaml(value: Any) -> str:
         return f"{{{text}}}" if len(value) != 1 or not isinstance(next(iter(value.values())), Mapping) else text
     if isinstance(value, list | tuple | frozenset):
         return f"[{', '.join(_yaml(part) for part in value)}]"
-    return str(value) if isinstance(value, str) and value else json.dumps(value)
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w ./-]*", value) and value not in ("true", "false", "null")
+    return str(value) if plain else json.dumps(value)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
