@@ -47,9 +47,10 @@ def card(name: str = "llama_int4", decode_gate: str = ">= 1.75x", gated: bool = 
         metrics=[
             perplexity(23.41, 0.14),
             decode(54.9, 1),
-            metric("kl_divergence", 0.1032, "nats", "the baseline's tokens", interval=(0.0992, 0.1072)),
+            metric("kl_divergence", 0.1032, "nats/token", "the baseline's tokens", interval=(0.0992, 0.1072)),
             decode(439.2, 8),
             metric("size_bytes", 171_091_640, "bytes", size),
+            metric("bits_per_quantized_weight", 4.5, "bits", "tensors of the quantized layers"),
         ],
         baseline=[perplexity(20.52, 0), decode(31.2, 1), decode(249.6, 8), metric("size_bytes", 538_091_640, "bytes", size)],
         gates=gates if gated else {},
@@ -72,16 +73,19 @@ def test_at_100_columns_each_number_is_one_line() -> None:
     lines = lines_of(card(), 100)
     assert max(map(len, lines)) <= 100
     table = [" ".join(line.split()) for line in lines]
-    start = table.index("baseline artifact ratio [95%] gate") + 1
-    assert table[start : start + 8] == [
+    start = table.index("baseline artifact ratio or ± [95%] gate") + 1
+    assert table[start : start + 11] == [
         "perplexity [1] 20.52 23.41 1.150x [1.150, 1.151] <= 1.4x PASS",
         "decode_tokens_per_s",
         "batch 1 [2] 31.20 tok/s 54.90 tok/s 1.760x [1.720, 1.801] >= 1.75x",
         "INCONCLUSIVE",
         "batch 8 [4] 249.6 tok/s 439.2 tok/s 1.760x [1.720, 1.801]",
-        "kl_divergence [3] - 0.1032 ± 0.0040 nats -",
+        "kl_divergence [3] - 0.1032 nats/token ± 0.0040",
         "size_bytes [5] 538.1 MB 171.1 MB 0.3180x <= 0.2x FAIL",
+        "bits_per_quantized_weight - 4.500 bits -",
+        "[6]",
         "",
+        "[1] python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34",
     ]
 
 
@@ -90,7 +94,18 @@ def test_at_80_columns_nothing_is_cut() -> None:
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert all(
-        part in text for part in ("20.52", "[1.150, 1.151]", "± 0.0040", "0.1032 nats", "INCONCLUSIVE", "FAIL", "decode_tokens_per_s")
+        part in text
+        for part in (
+            "20.52",
+            "[1.150, 1.151]",
+            "± 0.0040",
+            "0.1032",
+            "nats/token",
+            "bits_per_quantized_weight",
+            "INCONCLUSIVE",
+            "FAIL",
+            "decode_tokens_per_s",
+        )
     )
     assert "…" not in text
 

@@ -14,6 +14,10 @@ from optkit_cli.progress import clock_text
 from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
 
 RATIO_STYLES = {"better": "green", "worse": "", "": ""}
+WIDEST_LABEL = 25
+"""Characters of a label with its footnote; a longer one has the footnote below it."""
+WIDEST_VALUE = 11
+"""Characters of a value with its unit in the narrow table; a longer one has the unit below it."""
 LONGEST_VERDICT = "INCONCLUSIVE"
 """Stands below its limit, so that the table fits into 100 columns."""
 
@@ -41,34 +45,38 @@ class Numbers:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the wide table where it fits, else the narrow one."""
-        wide = self._table(" ")
-        yield wide if fits(wide, console, options) else self._table("\n")
+        wide = self._table(narrow=False)
+        yield wide if fits(wide, console, options) else self._table(narrow=True)
 
-    def _table(self, gap: str) -> Table:
-        table = plain_table(("", "left"), ("baseline", "right"), ("artifact", "right"), ("ratio [95%]", "right"), ("gate", "left"))
+    def _table(self, narrow: bool) -> Table:
+        heads = ("", "left"), ("baseline", "right"), ("artifact", "right"), ("ratio or ± [95%]", "right"), ("gate", "left")
+        table = plain_table(*heads, space=1 if narrow else 2)
         pairs = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
         for label, pair in grouped(pairs, metric=lambda pair: pair[1].metric):
-            if pair is None:
-                table.add_row(Text(label))
-            else:
-                note = (" " if label.startswith(" ") else gap, (f"[{pair[1].protocol}]", "dim"))
-                table.add_row(Text.assemble(label, *note), *_cells(*pair, gap))
+            table.add_row(Text(label) if pair is None else _label(label, pair[1]), *(_cells(*pair, narrow=narrow) if pair else ()))
         return table
 
 
-def _cells(measured: Measured, row: Row, gap: str) -> tuple[Text, ...]:
+def _label(label: str, row: Row) -> Text:
+    note = f"[{row.protocol}]"
+    return Text.assemble(label, " " if len(label) + len(note) < WIDEST_LABEL else "\n", (note, "dim"))
+
+
+def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
+    gap = "\n" if narrow else " "
     metric, baseline = measured.metric, measured.baseline
-    before = Text(format_value(baseline.value, baseline.unit) if baseline else "-")
-    after, ratio = format_value(metric.value, metric.unit), Text("-")
+    values = [format_value(each.value, each.unit) if each else "-" for each in (baseline, metric)]
+    if narrow:
+        values = [value if len(value) <= WIDEST_VALUE else value.replace(" ", gap) for value in values]
+    uncertain = Text("-")
     if measured.ratio is not None:
-        ratio = Text(format_ratio(measured.ratio, measured.ratio_interval).replace(" [", f"{gap}["), style=RATIO_STYLES[row.change])
+        uncertain = Text(format_ratio(measured.ratio, measured.ratio_interval).replace(" [", f"{gap}["), style=RATIO_STYLES[row.change])
     elif metric.interval:
-        whole = format_value(metric.value, metric.unit, metric.interval)
-        after = whole if gap == " " else f"{after}\n± {whole.split(' ± ')[1].split(' ')[0]}"
+        uncertain = Text(f"± {format_value(metric.value, metric.unit, metric.interval).split(' ± ')[1].split(' ')[0]}")
     gates = [
         Text.assemble(gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict)) for gate in measured.gates
     ]
-    return before, Text(after), ratio, Text("\n").join(gates)
+    return *map(Text, values), uncertain, Text("\n").join(gates)
 
 
 def _title(scorecard: Scorecard) -> Text:

@@ -15,9 +15,9 @@ UNBOUNDED = 1000
 VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
 
 
-def plain_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
-    """Return an empty table; each column is its head and its side. Cells are `Text` or plain strings without markup."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) -> Table:
+    """Return an empty table; each column is its head and its side, with so many columns of `space` after it."""
+    table = Table(box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="dim")
     for head, side in columns:
         table.add_column(Text(head), justify=side)
     return table
