@@ -49,8 +49,9 @@ class Numbers:
         yield wide if fits(wide, console, options) else self._table(narrow=True)
 
     def _table(self, narrow: bool) -> Table:
-        heads = ("", "left"), ("baseline", "right"), ("artifact", "right"), ("ratio or ± [95%]", "right"), ("gate", "left")
-        table = plain_table(*heads, space=1 if narrow else 2)
+        space = 1 if narrow else 2
+        numbers = ("baseline", "artifact", "ratio or ± [95%]")
+        table = plain_table(("", "left"), *((name, "right") for name in numbers), ("gate", "left"), space=space)
         pairs = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
         for label, pair in grouped(pairs, metric=lambda pair: pair[1].metric):
             table.add_row(Text(label) if pair is None else _label(label, pair[1]), *(_cells(*pair, narrow=narrow) if pair else ()))
