@@ -25,6 +25,7 @@ from optkit.errors import StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape
+from optkit.model.writer import SHARD_BYTES
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.source.models import locate_model, model_key, model_shape
 from optkit.stage import Cost, Format, Transform
@@ -169,7 +170,7 @@ def _plan_steps(recipe: Recipe, store: Store, device: str) -> tuple[Step, ...]:
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
-    cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.block_bytes + shape.outside_bytes)
+    cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=min(shape.size_bytes, SHARD_BYTES))
     steps = [_step("model", None, key, None, directory, _format_of(shape), cost, shape)]
     for entry in recipe.transforms:
         before = steps[-1]
