@@ -16,32 +16,33 @@ from optkit.overrides import override
 from optkit.recipe_check import check_fields, check_gates, check_order, check_repeats, check_root, check_texts, read_items
 from optkit.recipe_files import find_recipe, read_text
 from optkit.source.models import ModelSource, pin_model
-from optkit.stage import Setting, Transform
+from optkit.stage import Setting, Stage, Transform
 from optkit.yaml_places import PlacedData, read_yaml
 
 
-class TransformEntry(Frozen):
-    """A stage that changes weights, with its name in the recipe."""
+class Entry(Frozen):
+    """A stage or eval with its name in the recipe."""
 
     kind: str
+    value: SerializeAsAny[Stage | Eval]
+
+
+class TransformEntry(Entry):
+    """A stage that changes weights."""
+
     value: SerializeAsAny[Transform]
 
 
-class SettingEntry(Frozen):
-    """A stage that is applied when the artifact is opened, with its name in the recipe."""
+class SettingEntry(Entry):
+    """A stage that is applied when the artifact is opened."""
 
-    kind: str
     value: SerializeAsAny[Setting]
 
 
-class EvalEntry(Frozen):
-    """An eval with its name in the recipe."""
+class EvalEntry(Entry):
+    """An eval."""
 
-    kind: str
     value: SerializeAsAny[Eval]
-
-
-Entry = TransformEntry | SettingEntry | EvalEntry
 
 
 class Heading(Frozen):
