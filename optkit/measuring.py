@@ -85,8 +85,8 @@ def measure(
                 with opened(artifact, plan.device, progress) as changed:
                     for key, each in pairs:
                         keep(store, key, each.eval.run(changed, beside), changed, plan.device)
-    ours = [store.get_json(each.key) for each in plan.evals]
-    theirs = [store.get_json(each.baseline_key) for each in compared if each.baseline_key]
+    ours = [store.take_json(each.key) for each in plan.evals]
+    theirs = [store.take_json(each.baseline_key) for each in compared if each.baseline_key]
     return Measurement(
         metrics=tuple(Metric.model_validate(metric) for entry in ours for metric in entry["metrics"]),
         baseline=tuple(Metric.model_validate(metric) for entry in theirs for metric in entry["metrics"]),

@@ -67,6 +67,13 @@ class Store:
         except (FileNotFoundError, ValueError):
             return None
 
+    def take_json(self, key: str) -> Any:
+        """Return what `put_json` kept under this key; raises StoreError where there is nothing."""
+        found = self.get_json(key)
+        if found is None:
+            raise StoreError("the entry is gone", where=str(self.root / "metrics" / f"{key}.json"), remedy="Run the command again")
+        return found
+
     def put_json(self, key: str, value: Any) -> None:
         """Keep a JSON value under a key; readers see the old one or the new one, never half."""
         with self._explaining("the metrics"):
@@ -197,7 +204,7 @@ def is_unchanged(path: Path, known: dict[str, Any]) -> bool:
         return False
     if status.st_size != known["size_bytes"]:
         return False
-    return status.st_mtime_ns == known["mtime_ns"] or sha256_of(path) == known["sha256"]
+    return bool(status.st_mtime_ns == known["mtime_ns"] or sha256_of(path) == known["sha256"])
 
 
 def write_text_atomically(path: Path, text: str) -> None:

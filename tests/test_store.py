@@ -131,9 +131,11 @@ def test_two_processes_take_turns_on_one_key(store):
 def test_metrics_are_kept_by_key(store):
     assert store.get_json("m") is None
     store.put_json("m", {"value": 1.5})
-    assert store.get_json("m") == {"value": 1.5}
+    assert store.get_json("m") == store.take_json("m") == {"value": 1.5}
     (store.root / "metrics" / "m.json").write_text("{half")
     assert store.get_json("m") is None
+    with pytest.raises(StoreError, match="the entry is gone"):
+        store.take_json("m")
 
 
 def test_metrics_that_are_not_numbers_are_refused(store):
