@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from optkit.errors import SourceError, StageError
 from optkit.model import blocks
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.skeleton import Skeleton, is_router
+from optkit.model.routers import is_router
+from optkit.model.skeleton import Skeleton
 
 KINDS = ["llama", "qwen2", "gemma", "gemma3", "gpt2", "mixtral", "qwen2_moe"]
 LENGTH = 24

@@ -10,6 +10,5 @@ from optkit.algorithms.grid import Grid, QuantizedWeight
 
 def round_to_nearest(weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> QuantizedWeight:
     """Round a weight, float [out, in], to the grid of the given scales and zero points, float [out, groups]."""
-    groups = weight.view(weight.shape[0], scales.shape[1], -1)
-    codes = (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round_().clamp_(0, grid.top)
-    return QuantizedWeight(codes.view(weight.shape).to(torch.uint8), scales, zeros.to(torch.uint8), grid.bits)
+    codes = grid.round(grid.grouped(weight), scales, zeros).flatten(1)
+    return QuantizedWeight(codes.to(torch.uint8), scales, zeros.to(torch.uint8), grid.bits)

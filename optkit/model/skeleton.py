@@ -33,7 +33,6 @@ from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Float dtypes by the names that safetensors uses."""
 Projection: TypeAlias = "nn.Linear | Conv1D"
-ROUTER_NAMES = frozenset({"gate", "shared_expert_gate"})
 
 
 @dataclass(frozen=True)
@@ -213,12 +212,6 @@ class Skeleton:
                 remedy="Open the model in bfloat16 or float32",
             )
         return cast
-
-
-def is_router(name: str) -> bool:
-    """Whether a Linear decides where tokens go (`mlp.gate`, `mlp.router`, `shared_expert_gate`): tiny, best left in full precision."""
-    *path, last = name.split(".")
-    return "experts" not in path and (last in ROUTER_NAMES or "router" in (*path, last))
 
 
 def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:

@@ -1,0 +1,126 @@
+"""GPTQ: round the weights of a linear layer one input at a time, and let the inputs that are left make up for each error.
+
+Frantar et al. 2022, arXiv:2210.17323, with static groups: scales are chosen before the first weight is rounded, so the order of the
+inputs leaves no trace in the stored weights and kernels need no permutation. Additions: the scales are searched with the Hessian's
+diagonal as importance, and the result is refined by turns of least-squares scales and coordinate descent (`refinement`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
+from optkit.algorithms.refinement import descend_codes_, refit_scales
+from optkit.algorithms.scale_search import search_scales
+from optkit.algorithms.threads import one_thread
+
+BLOCK = 128
+"""Inputs whose errors are carried to the inputs after them at once."""
+HARDEST_DAMPING = 10.0
+
+ScaleSearch: TypeAlias = Literal["minmax", "mse", "hessian"]
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """How hard GPTQ tries."""
+
+    damping: float = 0.01
+    """Added to the Hessian's diagonal, as a fraction of its mean."""
+    activation_order: bool = True
+    """Round the inputs with the largest activations first."""
+    scale_search: ScaleSearch = "hessian"
+    refinements: int = 2
+    """Turns of refitting the scales and moving the codes."""
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """The quantized weight and what it took."""
+
+    weight: QuantizedWeight
+    damping: float
+    """The damping that was used: the one asked for, or more where the Hessian needed it."""
+
+
+def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> GptqResult:
+    """Quantize float32 [out, in] against its Hessian, float32 [in, in]. Rows are independent, so layers that share inputs can be stacked.
+
+    An input that was always 0 keeps its rounded weights. Raises ValueError where no damping makes the Hessian positive definite.
+    """
+    damped, factor, damping = _damped_inverse_factor(hessian, options)
+    if options.scale_search == "minmax":
+        scales, zeros = minmax_scales(weight, grid)
+    else:
+        scales, zeros = search_scales(weight, grid, damped.diagonal() if options.scale_search == "hessian" else None)
+    order = _order(hessian, options)
+    back = order.argsort()
+    group_of_input = order // (weight.shape[1] // scales.shape[1])
+    target, ordered = weight.T[order], damped[order][:, order]
+    each_scale, each_zero = scales.T[group_of_input], zeros.T[group_of_input]  # [in, out]
+    codes = _round_in_turn(target.clone(), factor, each_scale, each_zero, grid)
+    if options.refinements:
+        pull = damped @ weight.T
+
+        def refit() -> Tensor:
+            return grid.stored(refit_scales(pull, damped, (codes - each_zero)[back], scales.T).T)
+
+        scales = refit()
+        for _ in range(options.refinements):
+            descend_codes_(codes, target, ordered, scales.T[group_of_input], each_zero, grid)
+            scales = refit()
+    quantized = QuantizedWeight(codes[back].T.to(torch.uint8).contiguous(), scales.contiguous(), zeros.to(torch.uint8), grid.bits)
+    return GptqResult(quantized, damping)
+
+
+def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
+    """Return the squared error of the layer's outputs as a fraction of their square, for weights float [out, in]."""
+    difference = weight - quantized
+    size = (weight @ hessian).mul_(weight).sum().item()
+    return max(0.0, (difference @ hessian).mul_(difference).sum().item()) / size if size else 0.0
+
+
+def _order(hessian: Tensor, options: GptqOptions) -> Tensor:
+    if options.activation_order:
+        return hessian.diagonal().argsort(descending=True, stable=True)
+    return torch.arange(len(hessian), device=hessian.device)
+
+
+def _damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
+    """Return the damped Hessian, the upper Cholesky factor of its inverse in the order of rounding, and the damping that worked."""
+    order = _order(hessian, options)
+    mean = hessian.diagonal().mean()
+    damping = options.damping
+    while damping <= HARDEST_DAMPING:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order])
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and factor.isfinite().all():
+                return damped, factor, damping
+        damping = max(10 * damping, 1e-4)
+    raise ValueError(f"the Hessian is not positive definite, even with damping {HARDEST_DAMPING}")
+
+
+def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
+    """Return codes, float [in, out], for weights `rest` [in, out] that are used up; scales and zeros are [in, out] too."""
+    codes = torch.empty_like(rest)
+    diagonal = factor.diagonal().tolist()
+    for start in range(0, len(rest), BLOCK):
+        end = min(start + BLOCK, len(rest))
+        block, errors, local = rest[start:end], torch.empty_like(rest[start:end]), factor[start:end, start:end]
+        with one_thread():
+            for index in range(end - start):
+                row, value = start + index, block[index]
+                scale, zero = scales[row], zeros[row]
+                code = (value / scale).add_(zero).round_().clamp_(0, grid.top)
+                codes[row] = code
+                errors[index] = (value - (code - zero) * scale) / diagonal[row]
+                block[index + 1 :].addr_(local[index, index + 1 :], errors[index], alpha=-1)
+        rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return codes

@@ -1,0 +1,62 @@
+"""Improve a quantized weight in place of the first answer: better scales for its codes, then better codes for its scales.
+
+Both steps lower the squared error of the layer's outputs, tr((W - Q) H (W - Q)^T). Tensors are transposed here, [in, out], so that what
+belongs to one input lies together in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.grid import Grid
+from optkit.algorithms.threads import one_thread
+
+BLOCK = 128
+"""Inputs whose corrections are carried to the inputs after them at once."""
+RIDGE = 1e-4
+"""How hard a scale is held to where it was, relative to the pull of the data; keeps the equations solvable."""
+
+
+def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
+    """Return the scales, float [groups, out], with the least output error for codes that stay as they are: one linear system per row.
+
+    pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in, out]; scales: the present ones,
+    float [groups, out].
+    """
+    groups, rows = scales.shape
+    width = len(steps) // groups
+    normal = steps.new_empty(rows, groups, groups)
+    for group in range(groups):
+        part = slice(group * width, (group + 1) * width)
+        pulled = (hessian[:, part] @ steps[part]).mul_(steps)  # [in, out]
+        normal[:, group] = pulled.view(groups, width, rows).sum(1).T
+    wanted = (pull * steps).view(groups, width, rows).sum(1).T  # [out, groups]
+    ridge = RIDGE * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
+    normal.diagonal(dim1=1, dim2=2).add_(ridge)
+    solved = torch.linalg.solve(normal, wanted + ridge * scales.T).T
+    usable = solved.isfinite() & (solved.abs() > 1e-3 * scales.abs())
+    return torch.where(usable, solved, scales)
+
+
+def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> None:
+    """Move every code, input after input, to the best one while all others stay: one sweep of coordinate descent (QuantEase).
+
+    codes, target, scales, zeros: float [in, out] (scales and zeros repeated over their group); hessian: float [in, in].
+    arXiv:2309.01885, section 3. The order is that of the given tensors.
+    """
+    gradient = hessian @ (target - (codes - zeros) * scales)
+    diagonal = hessian.diagonal().tolist()
+    for start in range(0, len(codes), BLOCK):
+        end = min(start + BLOCK, len(codes))
+        moved = torch.empty_like(codes[start:end])
+        local = hessian[start:end, start:end]
+        ahead = gradient[start:end]
+        with one_thread():
+            for index in range(end - start):
+                row, scale = start + index, scales[start + index]
+                best = (ahead[index] / (scale * diagonal[row])).add_(codes[row]).round_().clamp_(0, grid.top)
+                moved[index] = (best - codes[row]) * scale
+                codes[row] = best
+                ahead[index + 1 :].addr_(local[index, index + 1 :], moved[index], alpha=-1)
+        gradient[end:].addmm_(hessian[end:, start:end], moved, alpha=-1)

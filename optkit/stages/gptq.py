@@ -1,0 +1,171 @@
+"""Stage `gptq`: quantize block by block so that each layer's outputs on calibration text stay as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from optkit.errors import StageError
+from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.source.calibration import Calibration
+from optkit.stages.selection import Layer
+from optkit.stages.weight_quantizer import Job, WeightQuantizer, out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.algorithms.gptq import GptqResult
+    from optkit.algorithms.grid import QuantizedWeight
+    from optkit.algorithms.hessian import Hessian
+
+FEW_TOKENS = 128
+"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
+LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
+
+
+class Gptq(WeightQuantizer):
+    """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ, arXiv:2210.17323), block by block.
+
+    At most one decoder block and the hidden states of the calibration text are in memory. Scales are static, so `activation_order`
+    costs nothing when the model runs.
+    """
+
+    calibration: Calibration = Calibration(dataset="c4")
+    """The text whose hidden states decide which errors matter."""
+    damping: float = Field(default=0.01, gt=0, le=1)
+    """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, where a Hessian needs more."""
+    activation_order: bool = True
+    """Round the inputs with the largest activations first."""
+    true_sequential: bool = False
+    """Let each layer of a block see the errors of those before it in the block: more time, no better perplexity as a rule."""
+    scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
+    """`hessian`: the scale with the least rounding error, each input weighted by its activations. `mse`: unweighted. `minmax`: the scale
+    that reaches every weight."""
+    refinements: int = Field(default=2, ge=0, le=100)
+    """Turns of least-squares scales and coordinate descent on the codes (QuantEase, arXiv:2309.01885) after GPTQ; 0 leaves them out."""
+    equal_tokens: bool = True
+    """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences that run through a block at once."""
+
+    def _quantized_blocks(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+        from optkit.stages.layer_inputs import HessianCollector
+
+        device, skeleton = job.context.device, job.skeleton
+        tokens = self.calibration.tokens(job.source, job.context.data)
+        job.calibrated_on = (self.calibration.identity(),)
+        job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}}
+        with out_of_memory("in front of the first block", device, LESS_MEMORY):
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+        for index, block in enumerate(skeleton.blocks):
+            with out_of_memory(block.name, device, LESS_MEMORY):
+                skeleton.load_(block.name, device)
+                collector = HessianCollector(skeleton, index, inputs, self.equal_tokens)
+                modules = job.modules(index)
+                quantized: dict[str, QuantizedWeight] = {}
+                for turn in collector.turns(modules) if self.true_sequential and modules else [list(modules)]:
+                    layers = {name: modules[name] for name in turn}
+                    hessians = collector.collect(layers) if layers else {}
+                    for together in _sharing(layers, hessians):
+                        job.task.advance(0, note=together[0])
+                        quantized |= self._quantize(job, {name: modules[name] for name in together}, hessians.get(together[0]))
+                if index + 1 < len(skeleton.blocks):
+                    collector.advance_()
+                skeleton.release_(block.name)
+            yield quantized
+
+    def _quantize(self, job: Job, layers: Mapping[str, nn.Module], hessian: Hessian | None) -> dict[str, QuantizedWeight]:
+        """Quantize layers that share their input, and put the rounded weights into the modules."""
+        import torch
+
+        from optkit.algorithms.gptq import relative_error
+
+        transposed = {name: job.selection.layers[name].transposed for name in layers}
+        weights = {name: _weight(module, transposed[name]) for name, module in layers.items()}
+        stacked = torch.cat(list(weights.values()))
+        sizes = [len(weight) for weight in weights.values()]
+        name = next(iter(layers))
+        if hessian is None or hessian.tokens < FEW_TOKENS:
+            parts = self._round(job, layers, stacked, 0 if hessian is None else hessian.tokens).rows(sizes)
+        else:
+            matrix = hessian.matrix()
+            if not matrix.isfinite().all():
+                raise StageError(
+                    "the inputs of the layer are NaN or Inf on the calibration text",
+                    where=name,
+                    why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
+                    remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
+                )
+            result = self._solve(job, name, stacked, matrix)
+            if result.damping > self.damping:
+                job.details["raised_damping"] |= dict.fromkeys(layers, result.damping)
+                job.context.progress.warn(f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}")
+            parts = result.weight.rows(sizes)
+            for (layer, weight), part in zip(weights.items(), parts, strict=True):
+                job.details["losses"][layer] = relative_error(weight, part.dequantize(), matrix)
+        quantized = dict(zip(layers, parts, strict=True))
+        for layer, module in layers.items():
+            rounded = quantized[layer].dequantize()
+            parameter: Tensor = module.weight  # type: ignore[assignment]
+            parameter.copy_(rounded.T if transposed[layer] else rounded)
+        return quantized
+
+    def _solve(self, job: Job, name: str, weight: Tensor, hessian: Tensor) -> GptqResult:
+        from optkit.algorithms.gptq import GptqOptions, gptq
+
+        options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
+        try:
+            return gptq(weight, hessian, self._grid(job.skeleton, name), options)
+        except ValueError as error:
+            raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
+
+    def _round(self, job: Job, layers: Mapping[str, nn.Module], weight: Tensor, tokens: int) -> QuantizedWeight:
+        from optkit.algorithms.grid import minmax_scales
+        from optkit.algorithms.rounding import round_to_nearest
+
+        for name in layers:
+            job.details["rounded_to_nearest"][name] = tokens
+            job.context.progress.warn(f"{name}: rounded to nearest, it saw {tokens} calibration tokens of the {FEW_TOKENS} that GPTQ needs")
+        grid = self._grid(job.skeleton, next(iter(layers)))
+        return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        tokens = self.calibration.samples * self.calibration.sequence_length
+        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
+        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        largest = max(layer.inputs for layer in layers.values())
+        hidden = tokens * width * element
+        batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
+        hessians = max(_hessian_bytes(block) for block in _by_block(shape, layers).values())
+        work = max(4 * layer.inputs**2 * 4 + 10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
+        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
+        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+
+
+def _sharing(layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]) -> list[list[str]]:
+    """Return the layers in groups with the same Hessian; one that saw no token is alone."""
+    groups: dict[int | str, list[str]] = {}
+    for name in layers:
+        groups.setdefault(id(hessians[name]) if name in hessians else name, []).append(name)
+    return list(groups.values())
+
+
+def _weight(module: nn.Module, transposed: bool) -> Tensor:
+    """Return the weight as float32 [out, in]."""
+    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    return (stored.T if transposed else stored).float()
+
+
+def _by_block(shape: ModelShape, layers: Mapping[str, Layer]) -> dict[tuple[str, int] | None, list[Layer]]:
+    blocks: dict[tuple[str, int] | None, list[Layer]] = {}
+    for layer in layers.values():
+        blocks.setdefault(shape.block(f"{layer.name}.weight"), []).append(layer)
+    return blocks
+
+
+def _hessian_bytes(layers: list[Layer]) -> int:
+    """Bytes of the Hessians of a block, were no input shared but by q, k and v and by gate and up."""
+    alone = [layer for layer in layers if not layer.name.endswith(("k_proj", "v_proj", "up_proj", "w3"))]
+    return sum(layer.inputs**2 * 4 for layer in alone)

@@ -1,0 +1,90 @@
+"""Run one decoder block on the calibration tokens and sum the Hessian of each layer's inputs; layers with the same input share it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from optkit.algorithms.hessian import Hessian
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.model.blocks import Batch, BlockInputs
+    from optkit.model.skeleton import Skeleton
+
+
+class _AllSeenError(Exception):
+    """Ends the run of a block once every layer has its input: nothing after the last one is needed."""
+
+
+class HessianCollector:
+    """Sums the Hessians of some layers of a loaded block."""
+
+    def __init__(self, skeleton: Skeleton, index: int, inputs: BlockInputs, equal_tokens: bool) -> None:
+        self.skeleton, self.index, self.inputs, self.equal_tokens = skeleton, index, inputs, equal_tokens
+
+    def collect(self, layers: Mapping[str, nn.Module], batches: Sequence[Batch] | None = None) -> dict[str, Hessian]:
+        """Return the Hessian of each layer that saw a token, in the order in which they were first called.
+
+        The very same Hessian is returned for layers that were given the same tensor (q, k and v; gate and up).
+        """
+        hessians: dict[str, Hessian] = {}
+        for batch in self.inputs.batches if batches is None else batches:
+            self._observe(batch, layers, hessians)
+        return hessians
+
+    def turns(self, layers: Mapping[str, nn.Module]) -> list[list[str]]:
+        """Return the layers in the order of true-sequential GPTQ: those whose input does not depend on each other together.
+
+        Experts stand side by side, so layers whose names differ by an index alone have the same turn.
+        """
+        first = self.collect(layers, self.inputs.batches[:1])
+        shared: dict[int, str] = {}
+        turn_of = {}
+        for name, hessian in first.items():
+            turn_of[_without_indices(name)] = shared.setdefault(id(hessian), _without_indices(name))
+        turns: dict[str, list[str]] = {}
+        for name in (*first, *(name for name in layers if name not in first)):
+            key = turn_of.get(_without_indices(name), "")
+            turns.setdefault(turn_of.get(key, key), []).append(name)
+        return list(turns.values())
+
+    def advance_(self) -> None:
+        """Replace the inputs of the block by its outputs."""
+        for batch in self.inputs.batches:
+            self.inputs.hidden[batch.rows] = self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index])
+
+    def _observe(self, batch: Batch, layers: Mapping[str, nn.Module], hessians: dict[str, Hessian]) -> None:
+        seen: set[str] = set()
+        last: list[tuple[Tensor, Hessian]] = []
+
+        def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def observe(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+                inputs: Tensor = arguments[0]
+                if last and last[0][0] is inputs and hessians.get(name, last[0][1]) is last[0][1]:
+                    hessians[name] = last[0][1]
+                else:
+                    if name not in hessians:
+                        hessians[name] = Hessian(inputs.shape[-1], inputs.device, self.equal_tokens)
+                    hessians[name].add(inputs)
+                    last[:] = [(inputs, hessians[name])]
+                seen.add(name)
+                if len(seen) == len(layers):
+                    raise _AllSeenError
+
+            return observe
+
+        handles = [module.register_forward_pre_hook(hook(name)) for name, module in layers.items()]
+        try:
+            self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index])
+        except _AllSeenError:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _without_indices(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,110 @@
+"""Which layers a quantizer takes: all of the decoder blocks but routers, narrowed by patterns; and whether groups fit them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import gcd
+
+from optkit.errors import StageError, did_you_mean
+from optkit.model.routers import is_router
+from optkit.model.shape import ModelShape
+
+CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt"})
+"""Architectures whose projections are transformers' Conv1D, stored [in, out]."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer of a decoder block."""
+
+    name: str
+    outputs: int
+    inputs: int
+    transposed: bool
+    """Stored [in, out] (Conv1D)."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers to quantize, in order, and why the others are not."""
+
+    layers: Mapping[str, Layer]
+    skipped: Mapping[str, str]
+
+
+def layers_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the linear layers of the decoder blocks as far as names and shapes tell: what `Skeleton.linears` finds, without torch."""
+    transposed = shape.config.get("model_type") in CONV1D_MODELS
+    layers = {}
+    for tensor, info in shape.tensors.items():
+        name, _, leaf = tensor.rpartition(".")
+        looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "relative_attention_bias"))
+        if leaf != "weight" or len(info.shape) != 2 or shape.block(tensor) is None or looked_up:
+            continue
+        outputs, inputs = reversed(info.shape) if transposed else info.shape
+        layers[name] = Layer(name, outputs, inputs, transposed)
+    return layers
+
+
+def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequence[str], exclude: Sequence[str], stage: str) -> Selection:
+    """Choose layers by glob patterns against their full names. `outside` are the linear layers outside the blocks (lm_head), never taken.
+
+    Raises StageError for a pattern that matches nothing and where no layer is left.
+    """
+    beyond = tuple(outside)
+    for field, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in (*layers, *(beyond if field == "exclude" else ()))):
+                _refuse(f"{stage}.{field}", pattern, layers, beyond)
+    skipped = dict.fromkeys(beyond, "outside the decoder blocks")
+    chosen = {}
+    for name, layer in layers.items():
+        if not any(fnmatchcase(name, pattern) for pattern in include):
+            skipped[name] = "not included"
+        elif any(fnmatchcase(name, pattern) for pattern in exclude):
+            skipped[name] = "excluded"
+        elif is_router(name) and name not in include:
+            skipped[name] = "router"
+        else:
+            chosen[name] = layer
+    if not chosen:
+        raise StageError(
+            f"no layer is left to quantize of {len(layers):,} in the decoder blocks",
+            where=stage,
+            remedy="Widen `include` or narrow `exclude`",
+        )
+    return Selection(chosen, skipped)
+
+
+def refuse_uneven_groups(layers: Iterable[Layer], group_size: int | None, stage: str) -> None:
+    """Raise StageError where the inputs of a layer are not a multiple of the group size; it names the layers and the sizes that fit."""
+    chosen = tuple(layers)
+    wrong = [layer for layer in chosen if group_size and layer.inputs % group_size]
+    if not wrong:
+        return
+    common = gcd(*(layer.inputs for layer in chosen))
+    fitting = [str(size) for size in (256, 128, 64, 32, 16, 8) if common % size == 0]
+    others = f" So have {len(wrong) - 1:,} others ({', '.join(layer.name for layer in wrong[1:3])}, ...)." if len(wrong) > 1 else ""
+    raise StageError(
+        f"{wrong[0].inputs} columns are not a multiple of group_size {group_size}.{others}",
+        where=wrong[0].name,
+        remedy=f"Set {stage}.group_size to {_either(fitting)}"
+        if fitting
+        else f"Set {stage}.group_size to null, one scale per output channel",
+    )
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _refuse(where: str, pattern: str, layers: Mapping[str, Layer], outside: Sequence[str]) -> None:
+    if any(fnmatchcase(name, pattern) for name in outside):
+        raise StageError(f"`{pattern}` is outside the decoder blocks", where=where, why="lm_head and embeddings stay as they are")
+    ends = sorted({f"*.{name.rpartition('.')[2]}" for name in layers})
+    near = difflib.get_close_matches(pattern, layers, n=1, cutoff=0.8)
+    hint = did_you_mean(pattern, near or ends)
+    raise StageError(f"`{pattern}` matches none of {len(layers):,} layers", where=where, remedy=hint.strip())
