@@ -1,4 +1,4 @@
-"""Which layers a quantizer takes: all of the decoder blocks but routers, narrowed by patterns; and whether groups fit them."""
+"""Which layers a quantizer takes: all of the decoder blocks but routers, narrowed by patterns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import gcd
 
 from optkit.errors import StageError, did_you_mean
 from optkit.model.routers import is_router
@@ -66,7 +65,7 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
             skipped[name] = "not included"
         elif any(fnmatchcase(name, pattern) for pattern in exclude):
             skipped[name] = "excluded"
-        elif is_router(name) and name not in include:
+        elif is_router(name):
             skipped[name] = "router"
         else:
             chosen[name] = layer
@@ -76,29 +75,7 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
             where=stage,
             remedy="Widen `include` or narrow `exclude`",
         )
-    return Selection(chosen, skipped)
-
-
-def refuse_uneven_groups(layers: Iterable[Layer], group_size: int | None, stage: str) -> None:
-    """Raise StageError where the inputs of a layer are not a multiple of the group size; it names the layers and the sizes that fit."""
-    chosen = tuple(layers)
-    wrong = [layer for layer in chosen if group_size and layer.inputs % group_size]
-    if not wrong:
-        return
-    common = gcd(*(layer.inputs for layer in chosen))
-    fitting = [str(size) for size in (256, 128, 64, 32, 16, 8) if common % size == 0]
-    others = f" So have {len(wrong) - 1:,} others ({', '.join(layer.name for layer in wrong[1:3])}, ...)." if len(wrong) > 1 else ""
-    raise StageError(
-        f"{wrong[0].inputs} columns are not a multiple of group_size {group_size}.{others}",
-        where=wrong[0].name,
-        remedy=f"Set {stage}.group_size to {_either(fitting)}"
-        if fitting
-        else f"Set {stage}.group_size to null, one scale per output channel",
-    )
-
-
-def _either(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return Selection(chosen, dict(sorted(skipped.items())))
 
 
 def _refuse(where: str, pattern: str, layers: Mapping[str, Layer], outside: Sequence[str]) -> None:

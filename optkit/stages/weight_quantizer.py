@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from optkit.errors import ResourceError, StageError
+from optkit.errors import ResourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.routers import is_router
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.packed_format import COMPRESSED_TENSORS, GPTQ, GPTQ_GROUP_SIZES, GPTQ_MULTIPLE, PackedFormat, Packing
-from optkit.stages.selection import Layer, Selection, layers_of, refuse_uneven_groups, select
+from optkit.stages.fitting import refuse_unfit
+from optkit.stages.packed_format import GPTQ, GPTQ_GROUP_SIZES, PackedFormat, Packing
+from optkit.stages.selection import Layer, Selection, layers_of, select
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +134,7 @@ class WeightQuantizer(Transform):
         layers = layers_of(shape)
         outside = ["lm_head"] if "lm_head.weight" in shape.tensors or shape.config.get("tie_word_embeddings") else []
         selection = select(layers, outside, self.include, self.exclude, self._kind)
-        self._refuse_unfit(selection)
+        refuse_unfit(selection, self.packing, self._kind)
         tensors: dict[str, TensorInfo] = {}
         for name, info in shape.tensors.items():
             module = name.removesuffix(".weight")
@@ -158,34 +160,13 @@ class WeightQuantizer(Transform):
                 transposed = isinstance(module, Conv1D)
                 outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
                 layers[name] = Layer(name, outputs, inputs, transposed)
+        layers |= {name: layer for name, layer in layers_of(skeleton.checkpoint.shape).items() if is_router(name)}
         outside = [
             name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear) and not name.startswith(tuple(blocks))
         ]
         selection = select(layers, outside, self.include, self.exclude, self._kind)
-        self._refuse_unfit(selection)
+        refuse_unfit(selection, self.packing, self._kind)
         return selection
-
-    def _refuse_unfit(self, selection: Selection) -> None:
-        layers = selection.layers.values()
-        transposed = [layer.name for layer in layers if layer.transposed]
-        if transposed and self.format == COMPRESSED_TENSORS:
-            raise StageError(
-                f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
-                where=f"{self._kind}.format",
-                why="transformers opens compressed-tensors for Linear layers only",
-                remedy="Set format: gptq",
-            )
-        uneven = [layer for layer in layers if layer.inputs % GPTQ_MULTIPLE or layer.outputs % GPTQ_MULTIPLE]
-        if uneven and self.format == GPTQ:
-            first = uneven[0]
-            raise StageError(
-                f"{first.outputs} x {first.inputs} weights are not multiples of {GPTQ_MULTIPLE}"
-                + (f", nor are those of {len(uneven) - 1:,} other layers" if len(uneven) > 1 else ""),
-                where=first.name,
-                why="The kernels for GPTQ's format need that",
-                remedy="Set format: compressed-tensors, or exclude the layers",
-            )
-        refuse_uneven_groups(layers, self.group_size, self._kind)
 
     def _write(self, job: Job, target: Path) -> None:
         checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks

@@ -1,0 +1,87 @@
+"""Whether the chosen layers fit the group size and what opens the packed format; every refusal comes before any computing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from optkit.errors import StageError
+from optkit.stages.packed_format import COMPRESSED_TENSORS, GPTQ, GPTQ_MULTIPLE, Packing
+from optkit.stages.selection import Layer, Selection
+
+EXPERTS = ".experts."
+
+
+def refuse_unfit(selection: Selection, packing: Packing, stage: str) -> None:
+    """Raise StageError where group size, format or symmetry do not fit the layers; it names a layer and what does fit."""
+    layers = tuple(selection.layers.values())
+    if packing.format == COMPRESSED_TENSORS:
+        _refuse_conv1d(layers, stage)
+        _refuse_asymmetric_experts(layers, packing, stage)
+        _refuse_some_experts(selection, stage)
+    if packing.format == GPTQ:
+        _refuse_odd_shapes(layers, stage)
+    _refuse_uneven_groups(layers, packing.group_size, stage)
+
+
+def _refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
+    transposed = [layer.name for layer in layers if layer.transposed]
+    if transposed:
+        raise StageError(
+            f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
+            where=f"{stage}.format",
+            why="transformers opens compressed-tensors for Linear layers only",
+            remedy="Set format: gptq",
+        )
+
+
+def _refuse_asymmetric_experts(layers: Sequence[Layer], packing: Packing, stage: str) -> None:
+    experts = [layer.name for layer in layers if EXPERTS in layer.name]
+    if experts and not packing.symmetric:
+        raise StageError(
+            f"{len(experts):,} layers belong to experts ({experts[0]}, ...) and would have zero points",
+            where=f"{stage}.symmetric",
+            why="transformers and vLLM open experts in compressed-tensors without zero points only",
+            remedy="Set symmetric: true, or exclude *.experts.*",
+        )
+
+
+def _refuse_some_experts(selection: Selection, stage: str) -> None:
+    chosen = {name.partition(EXPERTS)[0] for name in selection.layers if EXPERTS in name}
+    left = next((name for name in selection.skipped if EXPERTS in name and name.partition(EXPERTS)[0] in chosen), None)
+    if left:
+        raise StageError(
+            f"{left} is left out and other experts beside it are not",
+            where=f"{stage}.exclude",
+            why="transformers and vLLM open the experts of a block all packed or all plain",
+            remedy="Exclude *.experts.* of that block, or none of them",
+        )
+
+
+def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:
+    odd = [layer for layer in layers if layer.inputs % GPTQ_MULTIPLE or layer.outputs % GPTQ_MULTIPLE]
+    if odd:
+        others = f", and so for {len(odd) - 1:,} other layers" if len(odd) > 1 else ""
+        raise StageError(
+            f"{odd[0].outputs} x {odd[0].inputs} weights: not both are multiples of {GPTQ_MULTIPLE}{others}",
+            where=odd[0].name,
+            why="The kernels for GPTQ's format need that",
+            remedy=f"Set {stage}.format to compressed-tensors, or exclude the layers",
+        )
+
+
+def _refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage: str) -> None:
+    wrong = [layer for layer in layers if group_size and layer.inputs % group_size]
+    if wrong:
+        common = gcd(*(layer.inputs for layer in layers))
+        fitting = [str(size) for size in (256, 128, 64, 32, 16, 8) if common % size == 0]
+        others = f", nor are those of {len(wrong) - 1:,} other layers" if len(wrong) > 1 else ""
+        raise StageError(
+            f"{wrong[0].inputs} columns are not a multiple of group_size {group_size}{others}",
+            where=wrong[0].name,
+            remedy=f"Use {_either(fitting)}" if fitting else f"Set {stage}.group_size to null: one scale per output channel",
+        )
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
