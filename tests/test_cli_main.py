@@ -169,8 +169,8 @@ import sys, time
 from optkit_cli import validate
 from optkit_cli.main import main
 def slow(**_):
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("cleared", flush=True)

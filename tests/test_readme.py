@@ -6,13 +6,14 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from optkit_cli.main import COMMANDS, optkit
 from safetensors.torch import load_file
 
+from optkit import registry
 from optkit.recipe import load_recipe
 from optkit.stage import Context
 
@@ -77,7 +78,7 @@ def test_the_recipe_is_valid() -> None:
 
 
 @pytest.fixture
-def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install the README's plug-in, as pip would: a module and the metadata of its pyproject.toml."""
     (module,) = blocks("python", "class Clip")
     (settings,) = blocks("toml")
@@ -90,6 +91,9 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metadata / "entry_points.txt").write_text("".join(points), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "optkit_clip", raising=False)
+    registry.plugged_in.cache_clear()
+    yield
+    registry.plugged_in.cache_clear()
 
 
 @pytest.mark.usefixtures("plug_in")
