@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are packed, and their weights: compressed-tensors pack-quantized and GPTQ, as in `optkit.algorithms.packing`."""
+"""Which layers of a checkpoint are packed, and their weights; the two formats are those of `optkit.algorithms.packing`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PackedCheckpoint:
         """Return the packed weight of a layer, on the device. Raises SourceError where its tensors do not fit each other."""
         parts = {name.rpartition(".")[2]: self.checkpoint.read(name).to(device) for name in self.tensors_of(layer)}
         if missing := [leaf for leaf in self._required() if leaf not in parts]:
-            raise SourceError(f"{layer}: there is no {', '.join(missing)}", where=str(self.checkpoint.directory))
+            raise SourceError(f"there is no {', '.join(missing)}", where=f"{self.checkpoint.directory}: {layer}")
         outputs, inputs = self.shape(layer)
         if self.method == "gptq":
             words, scales = parts["qweight"].T.contiguous(), parts["scales"].T.contiguous()
@@ -83,8 +83,8 @@ class PackedCheckpoint:
         bits = next((bits for bits in BITS if words.shape == (outputs, packed_length(inputs, bits))), None)
         if bits is None or scales.dim() != 2 or scales.shape[0] != outputs:
             raise SourceError(
-                f"{layer}: words {list(words.shape)} and scales {list(scales.shape)} are no weight [{outputs}, {inputs}] of 2, 3, 4 or 8 bits",
-                where=str(self.checkpoint.directory),
+                f"words {list(words.shape)} and scales {list(scales.shape)} are no weight [{outputs}, {inputs}] of 2, 3, 4 or 8 bits",
+                where=f"{self.checkpoint.directory}: {layer}",
                 remedy="Make the artifact again",
             )
         zeros = self._zeros(parts, bits, outputs)

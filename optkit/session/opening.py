@@ -15,7 +15,7 @@ from optkit.kernels.load import load_packed
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import stored_dtype
 from optkit.progress import Progress, SilentProgress
-from optkit.session.memory import memory_errors
+from optkit.session.memory import give_back_freed_memory, memory_errors
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_transformers
 from optkit.stage import Setting
@@ -50,7 +50,7 @@ def open_session(
             model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
         for setting in settings:
             model = setting.on_load(model, device)
-    notes = [*notes, *(setting.describe(device) for setting in settings)]
+    give_back_freed_memory()
     return TorchSession(model, Path(directory), device, tuple(notes), trust_remote_code)
 
 

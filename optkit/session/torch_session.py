@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StaticCache
 
 from optkit.errors import EvalError, OptkitError, SourceError
-from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
+from optkit.session.memory import cache_bytes, give_back_freed_memory, memory_errors, weight_bytes
 from optkit.source.quiet import quiet_transformers
 
 LOGITS_BYTES = 64 << 20
@@ -60,7 +60,10 @@ class TorchSession:
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; raises EvalError beyond the positions, ResourceError without memory."""
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
         self._check(tokens, 0)
         tokens = tokens.to(self.device)
         batch, sequence = tokens.shape
@@ -95,6 +98,7 @@ class TorchSession:
             torch.compiler.reset()
         if self.device != "cpu":
             torch.cuda.empty_cache()
+        give_back_freed_memory()
 
     def _stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         batch, prompt = tokens.shape

@@ -1,0 +1,37 @@
+"""Setting `attention`: which attention implementation of transformers the model is opened with."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+from optkit.errors import MissingPackageError, StageError
+from optkit.stage import Setting
+
+
+class Attention(Setting):
+    """Open the model with an attention implementation; `save_pretrained` would forget it, the artifact does not."""
+
+    shorthand: ClassVar[str] = "implementation"
+
+    implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"]
+    """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone. `flex_attention`: torch's compiled one.
+    `eager`: plain matrix products."""
+
+    def load_kwargs(self, device: str) -> dict[str, Any]:
+        """Return `attn_implementation`. Raises StageError where the device has none, MissingPackageError where its package is not there."""
+        if self.implementation == "flash_attention_2":
+            if not device.startswith("cuda"):
+                raise StageError(
+                    f"flash_attention_2 does not run on {device}",
+                    where="attention",
+                    why="Its kernels are written for NVIDIA GPUs",
+                    remedy="Use sdpa, which is fused on every device",
+                )
+            if find_spec("flash_attn") is None:
+                raise MissingPackageError("flash-attn", where="attention: flash_attention_2")
+        return {"attn_implementation": self.implementation}
+
+    def describe(self, device: str) -> str:
+        """Return e.g. `attention: sdpa`."""
+        return f"attention: {self.implementation}"

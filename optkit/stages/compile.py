@@ -1,0 +1,74 @@
+"""Setting `compile`: torch.compile for the decode step of an opened model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from optkit.errors import MissingPackageError, StageError
+from optkit.stage import Setting
+
+RECOMPILE_LIMIT = 64
+"""Shapes of requests (batch, length of the cache) that are compiled before torch would quietly stop compiling."""
+
+
+class Compile(Setting):
+    """Compile the decode step with torch.compile, on the devices where that pays; prompts run as they are, since each has its own shape."""
+
+    shorthand: ClassVar[str] = "mode"
+
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """`reduce-overhead` replays CUDA graphs; `max-autotune` also times several kernels for each product, for minutes."""
+    devices: tuple[Literal["cpu", "cuda"], ...] = Field(default=("cuda",), min_length=1)
+    """Where it is applied; elsewhere the model runs as it is, and the scorecard says so."""
+
+    def on_load(self, model: Any, device: str) -> Any:
+        """Return the model, its calls compiled. Raises StageError or MissingPackageError where there is no compiler."""
+        if not self.applies(device):
+            return model
+        if _kind(device) == "cuda":
+            _require_triton()
+        _require_compiler(_kind(device))
+        model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False, recompile_limit=RECOMPILE_LIMIT)
+        return model
+
+    def applies(self, device: str) -> bool:
+        """Say whether the model is compiled on a device."""
+        return _kind(device) in self.devices
+
+    def describe(self, device: str) -> str:
+        """Return e.g. `compile: default` or `compile: off on cpu (devices: cuda)`."""
+        if self.applies(device):
+            return f"compile: {self.mode}"
+        return f"compile: off on {_kind(device)} (devices: {', '.join(self.devices)})"
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
+
+
+def _require_triton() -> None:
+    if find_spec("triton") is None:
+        raise MissingPackageError("triton", where="compile on cuda")
+
+
+def _require_compiler(kind: str) -> None:
+    """Raise StageError where the compiler that torch (C++, on the CPU) or triton (C, on a GPU) calls is not there."""
+    language, variable, names = ("C++", "CXX", ("g++", "clang++")) if kind == "cpu" else ("C", "CC", ("gcc", "clang", "cc"))
+    named = os.environ.get(variable)
+    if not _found([named] if named else names):
+        raise StageError(
+            f"there is no {language} compiler{f' {named} (${variable})' if named else ''}",
+            where=f"compile on {kind}",
+            why="torch.compile writes code and compiles it",
+            remedy=f"Install {names[0]}, or take {kind} out of `devices`",
+        )
+
+
+def _found(names: Iterable[str]) -> bool:
+    return any(shutil.which(name) for name in names)

@@ -1,0 +1,84 @@
+"""Make a packed checkpoint out of a float one, and the float checkpoint that it stands for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from optkit.algorithms.grid import QuantizedWeight
+from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
+
+FORMATS = {"compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"}, "gptq": {"checkpoint_format": "gptq"}}
+
+
+def random_grid(
+    shape: tuple[int, int], bits: int, group_size: int, symmetric: bool, order: Tensor | None = None
+) -> tuple[QuantizedWeight, Tensor]:
+    """Return codes on a random grid, and the float32 weight; with an `order`, input order[i] takes the scale of group i // group_size."""
+    outputs, inputs = shape
+    codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8)
+    scales = (torch.rand(outputs, inputs // group_size) + 0.5) / (1 << bits) / inputs**0.5 * 4
+    middle = 1 << (bits - 1)
+    zeros = torch.full(scales.shape, middle, dtype=torch.uint8)
+    if not symmetric:
+        zeros = torch.randint(max(1, middle - 2), middle + 2, scales.shape, dtype=torch.uint8)
+    group = torch.arange(inputs) // group_size
+    if order is not None:
+        group[order] = torch.arange(inputs) // group_size
+    weight = (codes.float() - zeros[:, group].float()) * scales[:, group]
+    return QuantizedWeight(codes, scales, zeros, bits), weight
+
+
+def save_packed(
+    source: Path,
+    packed: Path,
+    plain: Path,
+    *,
+    method: str = "compressed-tensors",
+    bits: int = 4,
+    group_size: int = 32,
+    symmetric: bool = True,
+    activation_order: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Put the matrices of all blocks (routers excepted) on random grids: packed in `packed`, float in `plain`."""
+    torch.manual_seed(bits)
+    transposed = json.loads((source / "config.json").read_text())["model_type"] == "gpt2"
+    stored, dense = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer, _, leaf = name.rpartition(".")
+        if tensor.dim() != 2 or leaf != "weight" or ".gate." in name or not any(part.isdigit() for part in name.split(".")):
+            stored[name] = dense[name] = tensor.to(dtype)
+            continue
+        shape = tuple(tensor.T.shape if transposed else tensor.shape)
+        order = torch.randperm(shape[1]) if activation_order else None
+        weight, value = random_grid(shape, bits, group_size, symmetric, order)
+        scale_dtype = torch.float16 if method == "gptq" else dtype
+        exact = QuantizedWeight(weight.codes, weight.scales.to(scale_dtype).float(), weight.zeros, bits)
+        parts = pack_gptq(exact) if method == "gptq" else pack_compressed_tensors(exact, symmetric, dtype)
+        group = torch.arange(shape[1], dtype=torch.int32) // group_size
+        if order is not None:
+            group[order] = torch.arange(shape[1], dtype=torch.int32) // group_size
+            parts["g_idx" if method == "gptq" else "weight_g_idx"] = group
+        value = (exact.codes.float() - exact.zeros[:, group].float()) * exact.scales[:, group]
+        stored |= {f"{layer}.{part}": held for part, held in parts.items()}
+        dense[name] = (value.T if transposed else value).contiguous().to(dtype)
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group_size}
+    if activation_order:
+        weights["actorder"] = "group"
+    described: dict[str, Any] = {"quant_method": method, **FORMATS[method]}
+    if method == "gptq":
+        described |= {"bits": bits, "group_size": group_size, "sym": symmetric, "desc_act": activation_order}
+    else:
+        described |= {"ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    for directory, tensors, extra in ((packed, stored, {"quantization_config": described}), (plain, dense, {})):
+        shutil.copytree(source, directory)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | extra
+        (directory / "config.json").write_text(json.dumps(config))
