@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from pydantic import Field
 from optkit.errors import StageError
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
+from optkit.stages.packed_format import Packing
 from optkit.stages.selection import Layer
 from optkit.stages.weight_quantizer import Job, WeightQuantizer, out_of_memory
 
@@ -49,6 +51,11 @@ class Gptq(WeightQuantizer):
     """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
     batch_size: int = Field(default=8, ge=1)
     """Sequences that run through a block at once."""
+
+    @property
+    def packing(self) -> Packing:
+        """How the weights are packed."""
+        return replace(super().packing, activation_order=self.activation_order)
 
     def _quantized_blocks(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
         from optkit.stages.layer_inputs import HessianCollector

@@ -28,6 +28,8 @@ class Packing:
     bits: int
     group_size: int | None
     symmetric: bool
+    activation_order: bool = False
+    """Whether the inputs were rounded in another order than they are stored in; told to readers, who need not care."""
 
     def scale_dtype(self, weight_dtype: str) -> str:
         """Return the dtype of the scales of a layer whose weights had the given one: the same, and float16 in GPTQ's format."""
@@ -53,9 +55,9 @@ class Packing:
             tensors["weight_zero_point"] = TensorInfo("I32", (self._words(outputs), groups))
         return tensors
 
-    def quantization_config(self, kept: Iterable[str], ordered: bool = False) -> dict[str, Any]:
+    def quantization_config(self, kept: Iterable[str]) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; `kept` are the Linear layers that stay as they are."""
-        return self._gptq_config(kept) if self.format == GPTQ else self._compressed_tensors_config(kept, ordered)
+        return self._gptq_config(kept) if self.format == GPTQ else self._compressed_tensors_config(kept)
 
     def _words(self, count: int) -> int:
         return math.ceil(count * self.bits / 32)
@@ -74,14 +76,14 @@ class Packing:
             "meta": {"quantizer": [f"optkit:{package_version('optkit') or '0'}"]},
         }
 
-    def _compressed_tensors_config(self, kept: Iterable[str], ordered: bool) -> dict[str, Any]:
+    def _compressed_tensors_config(self, kept: Iterable[str]) -> dict[str, Any]:
         weights = {
             "num_bits": self.bits,
             "type": "int",
             "symmetric": self.symmetric,
             "strategy": "group" if self.group_size else "channel",
             "group_size": self.group_size,
-            "actorder": "static" if ordered else None,
+            "actorder": "static" if self.activation_order else None,
             "dynamic": False,
         }
         group = {

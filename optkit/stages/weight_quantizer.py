@@ -80,7 +80,7 @@ class WeightQuantizer(Transform):
         if self.format == GPTQ and self.group_size not in (None, *GPTQ_GROUP_SIZES):
             sizes = ", ".join(str(size) for size in GPTQ_GROUP_SIZES)
             raise ValueError(
-                f"gptqmodel opens group sizes of {sizes} and null, not {self.group_size}: take one, or format: compressed-tensors"
+                f"gptqmodel opens group sizes {sizes} and null, not {self.group_size}: take one, or format: compressed-tensors"
             )
         return self
 
@@ -116,7 +116,7 @@ class WeightQuantizer(Transform):
             job = Job(skeleton, Path(source), selection, context, task)
             self._write(job, target)
         copy_companions(source, target)
-        config = self.packing.quantization_config(selection.skipped, ordered=getattr(self, "activation_order", False))
+        config = self.packing.quantization_config(selection.skipped)
         write_config(target, {**skeleton.checkpoint.config, "quantization_config": config})
         if self.format == GPTQ:
             (target / "quantize_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
