@@ -53,7 +53,7 @@ def save_packed(
     stored, dense = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         layer, _, leaf = name.rpartition(".")
-        if tensor.dim() != 2 or leaf != "weight" or ".gate." in name or not any(part.isdigit() for part in name.split(".")):
+        if tensor.dim() != 2 or leaf != "weight" or "gate.weight" in name or not any(part.isdigit() for part in name.split(".")):
             stored[name] = dense[name] = tensor.to(dtype)
             continue
         shape = tuple(tensor.T.shape if transposed else tensor.shape)

@@ -3,7 +3,7 @@
 torch's own int4 kernel is fast for bfloat16 alone: its float32 version is a scalar loop, 15 times slower than a dense float32 product.
 An embedding bag with weights per sample adds up quantized rows times numbers, so it is a matrix-vector product when the rows are the
 inputs, a bag is a group of inputs, and the weights are the activations: the sum over the inputs k of a group of
-x[k] (code[k, n] - 2^(bits - 1)), for all outputs n at once, in float32, with no rounding of the activations. Scales and zero points act on these sums.
+x[k] (code[k, n] - 2^(bits - 1)), for all outputs n at once, in float32. Scales and zero points act on these sums.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class BagLinear(nn.Module):
         self.bits, self.in_features, self.out_features = weight.bits, weight.inputs, weight.outputs
         self.group_size = weight.inputs // weight.groups
         self.dtype = dtype
+        self.indices, self.starts = _indices(weight.inputs), _starts(weight.inputs, self.group_size)
         scales = weight.scales.float().T.contiguous()
         shifts = weight.shifts()
         self.register_buffer("rows", _rows(weight))
@@ -69,7 +70,7 @@ class BagLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return float32 [in, out], the inputs sorted by their group."""
-        each = _every(self.in_features, 1)
+        each = self.indices[: self.in_features]
         codes = _bag(self.bits, self.rows, each, each, None).view(len(self.scales), self.group_size, -1)  # [groups, group, out]
         weight = codes.mul_(self.scales.unsqueeze(1))
         if self.offsets is not None:
@@ -88,7 +89,7 @@ class BagLinear(nn.Module):
 
     def _bags(self, hidden: Tensor) -> Tensor:
         count, groups = len(hidden), len(self.scales)
-        indices, starts = _every(self.in_features, count), _starts(self.in_features * count, self.group_size)
+        indices, starts = self.indices[: count * self.in_features], self.starts[: count * groups]
         sums = _bag(self.bits, self.rows, indices, starts, hidden.view(-1)).view(count, groups, self.out_features)
         product = sums.mul_(self.scales).sum(1)
         if self.offsets is None:
@@ -117,15 +118,13 @@ def _bag(bits: int, rows: Tensor, indices: Tensor, starts: Tensor, weights: Tens
     return sums  # type: ignore[no-any-return]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
-def _every(inputs: int, count: int) -> Tensor:
-    """int32 [count * inputs]: every row of the table, `count` times."""
-    return torch.arange(inputs, dtype=torch.int32).repeat(count)
+def _indices(inputs: int) -> Tensor:
+    """int32 [BAG_ROWS * inputs]: every row of the table, for each row of activations; shared by all layers of one width."""
+    return torch.arange(inputs, dtype=torch.int32).repeat(BAG_ROWS)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
-def _starts(length: int, step: int) -> Tensor:
-    """int32 [length / step]: where each bag begins."""
-    return torch.arange(0, length, step, dtype=torch.int32)
+def _starts(inputs: int, group_size: int) -> Tensor:
+    """int32 [BAG_ROWS * groups]: where each bag begins."""
+    return torch.arange(0, BAG_ROWS * inputs, group_size, dtype=torch.int32)

@@ -44,7 +44,7 @@ class PackedCheckpoint:
         """Names of the layers, e.g. `model.layers.0.mlp.up_proj`."""
         if not self.layers:
             raise SourceError(
-                f"no tensor is named ...{weight}",
+                f"no tensor's name ends in {weight}",
                 where=str(checkpoint.directory),
                 why=f"The quantization_config says {method}",
                 remedy="Make the artifact again",

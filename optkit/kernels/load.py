@@ -52,7 +52,7 @@ def load_packed(
     """
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
     packed = PackedCheckpoint(checkpoint, method)
-    unfuse_experts_(model)
+    unfuse_experts_(model, _stored(model, checkpoint))
     layers = _layers_by_module(model, packed)
     names = match_tensors(model, _with_float_weights(model, packed, layers))
     kernels: Counter[str] = Counter()
@@ -67,6 +67,13 @@ def load_packed(
             task.advance(note=name)
     _load_rest_(model, checkpoint, names, device, dtype)
     return model, [sentence.format(count=count) for sentence, count in kernels.items()]
+
+
+def _stored(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+    """Return the parameters that the checkpoint holds as they are, among them joined experts."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    renamed = renamed_tensors(model, checkpoint.tensors).values()
+    return {with_base_prefix(name, model.base_model_prefix, known) for name in renamed} & known
 
 
 def _layers_by_module(model: PreTrainedModel, packed: PackedCheckpoint) -> dict[str, str]:

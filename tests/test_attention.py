@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from optkit.errors import MissingPackageError, StageError
+from optkit.stages import attention
+from optkit.stages.attention import Attention
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_the_model_is_opened_with_it(implementation: str, device: str) -> None:
+    setting = Attention.model_validate({"implementation": implementation})
+    assert setting.load_kwargs(device) == {"attn_implementation": implementation}
+    assert setting.describe(device) == f"attention: {implementation}"
+
+
+def test_flash_attention_needs_a_gpu() -> None:
+    with pytest.raises(StageError, match=r"^attention: flash_attention_2 does not run on cpu\. .*NVIDIA GPUs\. Use sdpa"):
+        Attention(implementation="flash_attention_2").load_kwargs("cpu")
+
+
+def test_flash_attention_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Attention(implementation="flash_attention_2")
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"the package `flash-attn` is not installed.*pip install 'flash-attn'"):
+        setting.load_kwargs("cuda")
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    assert setting.load_kwargs("cuda") == {"attn_implementation": "flash_attention_2"}
+
+
+def test_unknown_implementations_and_fields_are_refused() -> None:
+    for fields in ({}, {"implementation": "flash"}, {"implementation": "sdpa", "window": 3}):
+        with pytest.raises(ValidationError):
+            Attention.model_validate(fields)
+
+
+def test_no_torch_at_import() -> None:
+    program = "import sys, optkit.stages.attention, optkit.stages.compile; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from optkit.errors import MissingPackageError, StageError
+from optkit.stages import compile as compile_stage
+from optkit.stages.compile import RECOMPILE_LIMIT, Compile
+
+
+class Model:
+    def __init__(self) -> None:
+        self.compiled: dict[str, Any] | None = None
+
+    def compile(self, **options: Any) -> None:
+        self.compiled = options
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The programs and packages that the machine is made to have."""
+    there = {"g++", "gcc", "triton"}
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(compile_stage.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(compile_stage, "find_spec", lambda name: object() if name in there else None)
+    return there
+
+
+@pytest.mark.parametrize(("mode", "passed"), [("default", None), ("reduce-overhead", "reduce-overhead"), ("max-autotune", "max-autotune")])
+def test_the_model_is_compiled_where_that_pays(mode: str, passed: str | None) -> None:
+    setting, model = Compile.model_validate({"mode": mode}), Model()
+    assert setting.on_load(model, "cuda:1") is model
+    assert model.compiled == {"mode": passed, "dynamic": False, "recompile_limit": RECOMPILE_LIMIT}
+    assert setting.describe("cuda:1") == f"compile: {mode}"
+    assert setting.load_kwargs("cuda") == {}
+
+
+def test_elsewhere_it_is_off_and_says_so() -> None:
+    model = Model()
+    assert Compile().on_load(model, "cpu") is model
+    assert model.compiled is None
+    assert Compile().describe("cpu") == "compile: off on cpu (devices: cuda)"
+
+
+def test_no_compiler(tools: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tools -= {"g++", "gcc"}
+    with pytest.raises(StageError, match=r"^compile on cpu: there is no C\+\+ compiler\. .*Install g\+\+, or take cpu out of `devices`"):
+        Compile(devices=("cpu",)).on_load(Model(), "cpu")
+    with pytest.raises(StageError, match=r"^compile on cuda: there is no C compiler"):
+        Compile().on_load(Model(), "cuda")
+    monkeypatch.setenv("CXX", "my-cxx")
+    with pytest.raises(StageError, match=r"there is no C\+\+ compiler my-cxx \(\$CXX\)"):
+        Compile(devices=("cpu", "cuda")).on_load(Model(), "cpu")
+
+
+def test_no_triton(tools: set[str]) -> None:
+    tools.discard("triton")
+    with pytest.raises(MissingPackageError, match="`triton` is not installed"):
+        Compile().on_load(Model(), "cuda")
+
+
+def test_wrong_fields() -> None:
+    for fields in ({"mode": "fast"}, {"devices": []}, {"devices": ["tpu"]}, {"dynamic": True}):
+        with pytest.raises(ValidationError):
+            Compile.model_validate(fields)
