@@ -27,12 +27,12 @@ INNER_K_TILES = 8
 DENSE_ROWS = {"cpu": 128, "cuda": 128}
 """From so many rows of activations on, dequantizing and a dense product take less time than the int4 kernel.
 
-Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads, torch 2.13; best of 4):
-    rows                       1     4    16    64   128   512   2048
-    int4                      20    29    90   330   660  2582  10307
-    dequantized, dense       TODO
-    dense, weight in cache    39    41    60   145   260   930   3683
-At 4096 x 4096 and one row, where weights come from memory: int4 224, dense 817. The number for CUDA is not measured.
+Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads, torch 2.13; best of 150):
+    rows                       1     4    16    64   128   192   512   2048
+    int4                      20    28    84   304   600   895  2370  10307
+    dequantized, dense       423   427   458   397   512   726  1558   4146
+    dense, weight in cache    39    41    60   145   260         930   3683
+At 4096 x 4096 and one row, where weights come from memory: int4 224, dense 817. The number for CUDA is a guess, not yet measured.
 """
 
 
