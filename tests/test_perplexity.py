@@ -148,8 +148,9 @@ def test_pinning_fills_the_revision_in_and_keeps_the_rest(text):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_small_real_model_on_wikitext2(smol: Path, shared_data: Path):
-    from optkit.session import open_session
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from optkit.session import open_session
 
     wiki = (shared_data / "wikitext2_raw" / "wiki.test.raw").read_text(encoding="utf8")
     rows = ["" if not line.strip() else line + "\n" for line in wiki.split("\n")[:-1]]
