@@ -12,6 +12,7 @@ from typing import Any
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
+from optkit.gates import parse_gate
 from optkit.measure import EvalContext, Metric, Session
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
@@ -60,6 +61,14 @@ def measure(
             where=comparing[0],
             why=f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline",
             remedy="Take this eval out, or give the recipe a stage",
+        )
+    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).relative]
+    if relative and baseline is None:
+        raise EvalError(
+            "the limit is relative to the baseline",
+            where=f"gate {relative[0]}",
+            why=f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline",
+            remedy="Set an absolute limit, without x",
         )
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     compared = plan.evals if baseline else ()

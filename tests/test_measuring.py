@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 
+from optkit import registry
 from optkit.errors import EvalError
 from optkit.measure import Eval, Metric
 from optkit.measuring import Subject, measure
@@ -61,8 +62,10 @@ def fakes(monkeypatch):
     RAN.clear()
     OPEN.clear()
     evals = {"plain": Plain, "timed": Timed, "pair": Pair}
-    monkeypatch.setattr("optkit.registry.EVALS", dict.fromkeys(evals, "here"))
-    monkeypatch.setattr("optkit.entries.eval_class", evals.__getitem__)
+    for kind in evals:
+        monkeypatch.setitem(registry.EVALS, kind, "here")
+    for module in ("entries", "recipe_check"):
+        monkeypatch.setattr(f"optkit.{module}.eval_class", lambda kind: evals.get(kind) or registry.eval_class(kind))
     monkeypatch.setattr("optkit.session.open_session", lambda directory, *args, **kwargs: FakeSession(directory))
 
 
@@ -70,8 +73,8 @@ def fakes(monkeypatch):
 def measured(tiny_model, tmp_path):
     store = Store(tmp_path / "store")
 
-    def run(*evals, stages=("bf16",), forget=()):
-        recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages), "evals": list(evals)})
+    def run(*evals, stages=("bf16",), forget=(), gates=None):
+        recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages), "evals": list(evals), "gates": gates or {}})
         plan = make_plan(recipe.pinned(None), store, "cpu")
         for index, key in forget:
             (store.root / "metrics" / f"{getattr(plan.evals[index], key)}.json").unlink()
@@ -131,4 +134,10 @@ def test_a_session_is_closed_when_an_eval_fails(measured, monkeypatch):
 def test_an_unmodified_model_has_nothing_to_compare_with(measured):
     with pytest.raises(EvalError, match=r"pair: there is nothing to compare with\. Nothing was done to .*its own baseline"):
         measured("pair", stages=())
+    assert RAN == []
+
+
+def test_an_unmodified_model_has_no_ratio_to_limit(measured):
+    with pytest.raises(EvalError, match=r"gate plain: the limit is relative to the baseline\..*Set an absolute limit, without x"):
+        measured("plain", stages=(), gates={"plain": "<= 1.1x"})
     assert RAN == []
