@@ -97,7 +97,7 @@ def test_all_formats_and_options_write_what_was_predicted(tiny_model: TinyModel,
     source = tiny_model("llama")
     for number, fields in enumerate(
         (
-            {"format": "gptq", "symmetric": False},
+            {"format": "gptq"},
             {"symmetric": False, "group_size": None, "bits": 2},
             {"scale_search": "minmax", "activation_order": False, "refinements": 0, "equal_tokens": False},
             {"scale_search": "mse", "batch_size": 3},

@@ -95,15 +95,6 @@ def test_scales_are_what_will_be_read_back(dtype: torch.dtype) -> None:
     assert scales.to(dtype).isfinite().all()
 
 
-def test_lowest_zero_point_is_kept() -> None:
-    weight = weights(8, 32).abs() + 0.1
-    assert minmax_scales(weight, Grid(4, 16, False))[1].eq(0).all()
-    grid = Grid(4, 16, False, lowest_zero=1)
-    for scales, zeros in (minmax_scales(weight, grid), search_scales(weight, grid)):
-        assert (zeros >= 1).all()
-        assert (scales > 0).all()
-
-
 def test_rows_are_cut_like_the_layers_that_were_stacked() -> None:
     weight, grid = weights(12, 32), Grid(4, 16, True)
     whole = round_to_nearest(weight, *minmax_scales(weight, grid), grid)

@@ -209,9 +209,11 @@ def test_shapes_that_gptq_kernels_do_not_take(tmp_path: Path) -> None:
         Rtn(format="gptq", group_size=16).run(tmp_path / "source", tmp_path / "packed", Context())
 
 
-def test_group_size_of_gptq_format_is_checked_with_the_recipe() -> None:
+def test_limits_of_gptq_format_are_checked_with_the_recipe() -> None:
     with pytest.raises(ValidationError, match="gptqmodel opens group sizes 16, 32, 64, 128, 256, 512, 1024 and null, not 48"):
         Rtn(format="gptq", group_size=48)
+    with pytest.raises(ValidationError, match="open zero points in this format only from gptqmodel: set symmetric: true"):
+        Rtn(format="gptq", symmetric=False)
     assert Rtn(group_size=-1).group_size is None
 
 

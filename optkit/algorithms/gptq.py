@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
 from optkit.algorithms.refinement import descend_codes_, refit_scales
 from optkit.algorithms.scale_search import search_scales
@@ -110,17 +111,21 @@ def _damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tenso
 def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
     """Return codes, float [in, out], for weights `rest` [in, out] that are used up; scales and zeros are [in, out] too."""
     codes = torch.empty_like(rest)
-    diagonal = factor.diagonal().tolist()
+    round_block = column_kernels.round_block if column_kernels.usable(rest) else _round_block
     for start in range(0, len(rest), BLOCK):
-        end = min(start + BLOCK, len(rest))
-        block, errors, local = rest[start:end], torch.empty_like(rest[start:end]), factor[start:end, start:end]
-        with one_thread():
-            for index in range(end - start):
-                row, value = start + index, block[index]
-                scale, zero = scales[row], zeros[row]
-                code = (value / scale).add_(zero).round_().clamp_(0, grid.top)
-                codes[row] = code
-                errors[index] = (value - (code - zero) * scale) / diagonal[row]
-                block[index + 1 :].addr_(local[index, index + 1 :], errors[index], alpha=-1)
-        rest[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+        part = slice(start, min(start + BLOCK, len(rest)))
+        codes[part], errors = round_block(rest[part], scales[part], zeros[part], factor[part, part], grid.top)
+        rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
     return codes
+
+
+def _round_block(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return codes and errors, float [inputs, out], of one block; see `column_kernels.round_block`."""
+    codes, errors = torch.empty_like(rest), torch.empty_like(rest)
+    diagonal = factor.diagonal().tolist()
+    with one_thread():
+        for index, (value, scale, zero) in enumerate(zip(rest, scales, zeros, strict=True)):
+            codes[index] = (value / scale).add_(zero).round_().clamp_(0, top)
+            errors[index] = (value - (codes[index] - zero) * scale) / diagonal[index]
+            rest[index + 1 :].addr_(factor[index, index + 1 :], errors[index], alpha=-1)
+    return codes, errors

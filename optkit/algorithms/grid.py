@@ -21,8 +21,6 @@ class Grid:
     """Inputs that share a scale; None: all of them, one scale per output channel."""
     symmetric: bool
     scale_dtype: torch.dtype = torch.float32
-    lowest_zero: int = 0
-    """Smallest zero point that the format can hold: 1 in GPTQ's, which stores zero - 1."""
 
     @property
     def top(self) -> int:
@@ -92,4 +90,4 @@ def minmax_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     scales = grid.stored(torch.where(span == 0, torch.ones_like(span), span / grid.top))
     if grid.symmetric:
         return scales, torch.full_like(scales, grid.middle)
-    return scales, (-low / scales).round().clamp(grid.lowest_zero, grid.top)
+    return scales, (-low / scales).round().clamp(0, grid.top)

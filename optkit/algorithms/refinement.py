@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.threads import one_thread
 
@@ -46,17 +47,20 @@ def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tenso
     arXiv:2309.01885, section 3. The order is that of the given tensors.
     """
     gradient = hessian @ (target - (codes - zeros) * scales)
-    diagonal = hessian.diagonal().tolist()
+    descend_block = column_kernels.descend_block if column_kernels.usable(codes) else _descend_block
     for start in range(0, len(codes), BLOCK):
-        end = min(start + BLOCK, len(codes))
-        moved = torch.empty_like(codes[start:end])
-        local = hessian[start:end, start:end]
-        ahead = gradient[start:end]
-        with one_thread():
-            for index in range(end - start):
-                row, scale = start + index, scales[start + index]
-                best = (ahead[index] / (scale * diagonal[row])).add_(codes[row]).round_().clamp_(0, grid.top)
-                moved[index] = (best - codes[row]) * scale
-                codes[row] = best
-                ahead[index + 1 :].addr_(local[index, index + 1 :], moved[index], alpha=-1)
-        gradient[end:].addmm_(hessian[end:, start:end], moved, alpha=-1)
+        part = slice(start, min(start + BLOCK, len(codes)))
+        codes[part], moved = descend_block(gradient[part], codes[part], scales[part], hessian[part, part], grid.top)
+        gradient[part.stop :].addmm_(hessian[part.stop :, part], moved, alpha=-1)
+
+
+def _descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return the new codes and how far each weight moved, float [inputs, out], of one block; see `column_kernels.descend_block`."""
+    better, moved = torch.empty_like(codes), torch.empty_like(codes)
+    diagonal = hessian.diagonal().tolist()
+    with one_thread():
+        for index, (ahead, code, scale) in enumerate(zip(gradient, codes, scales, strict=True)):
+            better[index] = (ahead / (scale * diagonal[index])).add_(code).round_().clamp_(0, top)
+            moved[index] = (better[index] - code) * scale
+            gradient[index + 1 :].addr_(hessian[index, index + 1 :], moved[index], alpha=-1)
+    return better, moved

@@ -12,8 +12,8 @@ STEPS = 20
 """Scales tried for each sign or zero point."""
 SMALLEST = 0.4
 """The smallest scale that is tried, as a fraction of the one that reaches every weight."""
-CHUNK = 1 << 17
-"""Weights searched at a time, few enough to stay in a core's cache."""
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Weights searched at a time: few enough to stay in a core's cache, enough to fill a GPU."""
 
 
 def search_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def search_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) 
     zero than above, so it is tried with both signs of the scale (llama.cpp's Q4_0 takes the outermost weight's); an asymmetric one with
     the zero points next to the exact one.
     """
-    rows = max(1, CHUNK // weight.shape[1])
+    rows = max(1, CHUNK[weight.device.type] // weight.shape[1])
     weights = grid.grouped((torch.ones_like(weight[0]) if importance is None else importance)[None])  # [1, groups, group_size]
     with one_thread():
         parts = [_search(chunk, grid, weights) for chunk in weight.split(rows)]
@@ -41,7 +41,7 @@ def _search(weight: Tensor, grid: Grid, importance: Tensor) -> tuple[Tensor, Ten
         for sign in signs:
             tried = grid.stored(widest * (fraction * sign))
             for shift in shifts:
-                zero = (exact + shift).clamp(grid.lowest_zero, grid.top) if shift else exact
+                zero = (exact + shift).clamp(0, grid.top) if shift else exact
                 error = _error(grouped, tried, zero, importance, grid)
                 better = error < least
                 least = torch.where(better, error, least)

@@ -63,7 +63,7 @@ class WeightQuantizer(Transform):
     symmetric: bool = True
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
     format: PackedFormat = "compressed-tensors"
-    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel; the one for GPT-2's Conv1D layers)."""
+    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the one for GPT-2's Conv1D layers)."""
     include: tuple[str, ...] = Field(default=("*",), min_length=1)
     """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
     (lm_head, embeddings) and routers of experts stay as they are."""
@@ -77,6 +77,10 @@ class WeightQuantizer(Transform):
 
     @model_validator(mode="after")
     def _openable(self) -> Self:
+        if self.format == GPTQ and not self.symmetric:
+            raise ValueError(
+                "gptqmodel and vLLM open zero points in this format only from gptqmodel: set symmetric: true, or format: compressed-tensors"
+            )
         if self.format == GPTQ and self.group_size not in (None, *GPTQ_GROUP_SIZES):
             sizes = ", ".join(str(size) for size in GPTQ_GROUP_SIZES)
             raise ValueError(
@@ -199,7 +203,7 @@ class WeightQuantizer(Transform):
 
         stored = TORCH_DTYPES[skeleton.checkpoint.tensors[f"{name}.weight"].dtype]
         scale_dtype = torch.float16 if self.format == GPTQ else stored
-        return Grid(self.bits, self.group_size, self.symmetric, scale_dtype, lowest_zero=1 if self.format == GPTQ else 0)
+        return Grid(self.bits, self.group_size, self.symmetric, scale_dtype)
 
 
 @contextmanager

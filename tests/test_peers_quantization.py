@@ -1,0 +1,117 @@
+"""What other programs make of packed directories: gptqmodel's logits and vLLM's text, each in its own environment.
+
+Set OPTKIT_PEERS_PYTHON (an interpreter with gptqmodel) and OPTKIT_VLLM_PYTHON (one with vLLM) to run these.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from optkit.algorithms.packing import pack, unpack_gptq
+from optkit.model.checkpoint import Checkpoint
+from optkit.stage import Context
+from optkit.stages.rtn import Rtn
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+TinyModel = Callable[[str], Path]
+
+GPTQMODEL_LOGITS = """
+import sys, torch
+from gptqmodel import GPTQModel
+from gptqmodel.utils.backend import BACKEND
+model = GPTQModel.load(sys.argv[1], device="cpu", dtype=torch.bfloat16, backend=BACKEND.TORCH)
+kinds = {type(module).__name__ for module in model.model.modules()}
+assert "TorchLinear" in kinds, kinds
+with torch.no_grad():
+    torch.save(model.model(input_ids=torch.arange(100, 140)[None]).logits.float(), sys.argv[2])
+"""
+GPTQMODEL_PACK = """
+import sys, torch
+from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.utils.backend import BACKEND
+given = torch.load(sys.argv[1])
+outputs, inputs = given["weight"].shape
+layer = TorchLinear(bits=given["bits"], group_size=32, sym=False, desc_act=False, in_features=inputs, out_features=outputs, bias=False,
+                    pack_dtype=torch.int32, backend=BACKEND.TORCH, adapter=None, register_buffers=True)
+linear = torch.nn.Linear(inputs, outputs, bias=False)
+linear.weight.data = given["weight"]
+layer.pack_original(linear, given["scales"], given["zeros"], torch.arange(inputs, dtype=torch.int32) // 32)
+torch.save({"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}, sys.argv[2])
+"""
+VLLM_TEXT = """
+import json, sys
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+    model = LLM(model=sys.argv[1], dtype="bfloat16", max_model_len=512, enforce_eager=True)
+    answers = model.generate(["The capital of France is"], SamplingParams(max_tokens=24, temperature=0))
+    open(sys.argv[2], "w").write(json.dumps(answers[0].outputs[0].text))
+"""
+
+
+def run(variable: str, program: str, directory: Path, *arguments: Path) -> None:
+    """Run a program with the interpreter that an environment variable names."""
+    python = os.environ.get(variable)
+    if not python:
+        pytest.skip(f"set {variable} to an interpreter")
+    (directory / "program.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [python, str(directory / "program.py"), *map(str, arguments)]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_bytes_equal_gptqmodel(bits: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (64, 96), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (64, 3), generator=generator)
+    scales = torch.rand(64, 3, generator=generator).half().float() + 0.5
+    weight = (codes - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
+    torch.save({"weight": weight, "scales": scales, "zeros": zeros.float(), "bits": bits}, tmp_path / "given.pt")
+    run("OPTKIT_PEERS_PYTHON", GPTQMODEL_PACK, tmp_path, tmp_path / "given.pt", tmp_path / "packed.pt")
+    theirs = torch.load(tmp_path / "packed.pt")
+    assert torch.equal(theirs["qweight"], pack(codes.to(torch.uint8), bits, 1).T)
+    assert torch.equal(theirs["qzeros"], pack(zeros.T.to(torch.uint8), bits, 1))  # in memory it does not subtract the one
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"group_size": 32}),
+        ("llama", {"bits": 3, "group_size": 32}),
+        ("llama", {"bits": 2, "group_size": 16, "exclude": ("*.0.mlp.*",)}),
+        ("qwen2", {"bits": 8, "group_size": None}),
+        ("gpt2", {}),
+    ],
+)
+def test_gptqmodel_gives_the_same_logits(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    source, packed = tiny_model(kind), tmp_path / "packed"
+    packed.mkdir()
+    Rtn(format="gptq", **fields).run(source, packed, Context())
+    run("OPTKIT_PEERS_PYTHON", GPTQMODEL_LOGITS, tmp_path, packed, tmp_path / "logits.pt")
+    theirs = torch.load(tmp_path / "logits.pt")
+    checkpoint = Checkpoint(packed)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name in [name.removesuffix(".qweight") for name in checkpoint.tensors if name.endswith(".qweight")]:
+        tensors = {leaf: checkpoint.read(f"{name}.{leaf}") for leaf in ("qweight", "qzeros", "scales", "g_idx")}
+        weight = unpack_gptq(tensors, fields.get("bits", 4)).dequantize().float()
+        model.get_submodule(name).weight.data.copy_(weight.T if kind == "gpt2" else weight)
+    with torch.no_grad():
+        ours = model(torch.arange(100, 140)[None]).logits
+    assert (ours - theirs).norm() / ours.norm() < 0.02  # bfloat16 there, float32 here
+
+
+@pytest.mark.parametrize("fields", [{}, {"symmetric": False, "group_size": 32}, {"format": "gptq", "group_size": 32}])
+def test_vllm_writes_sensible_text(smol: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    Rtn(**fields).run(smol, packed, Context())
+    run("OPTKIT_VLLM_PYTHON", VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
+    assert "Paris" in json.loads((tmp_path / "text.json").read_text())
