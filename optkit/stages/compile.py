@@ -34,7 +34,10 @@ class Compile(Setting):
         if _kind(device) == "cuda":
             _require_triton()
         _require_compiler(_kind(device))
-        model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False, recompile_limit=RECOMPILE_LIMIT)
+        import torch._dynamo
+
+        torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+        model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False)
         return model
 
     def applies(self, device: str) -> bool:

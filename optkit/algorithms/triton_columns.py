@@ -1,0 +1,71 @@
+"""Triton code of `column_kernels`; importing this needs Triton."""
+# Triton reads the source of these functions, so their arguments have no types; pointers are to float32 [inputs, outputs], row by row.
+# padded is inputs as the next power of two, width the outputs of a program.
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_kernel(
+    values: Any, scales: Any, zeros: Any, factor: Any, codes: Any, errors: Any, inputs: Any, outputs: Any, top: Any,
+    padded: tl.constexpr, width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Round each input of a block and take its error out of the inputs after it (GPTQ, algorithm 1, the inner loop)."""
+    row = tl.arange(0, padded)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    there = (row[:, None] < inputs) & (column[None, :] < outputs)
+    place = row[:, None] * outputs + column[None, :]
+    rest = tl.load(values + place, mask=there, other=0.0)
+    scale = tl.load(scales + place, mask=there, other=1.0)
+    zero = tl.load(zeros + place, mask=there, other=0.0)
+    rounded = tl.zeros((padded, width), tl.float32)
+    error = tl.zeros((padded, width), tl.float32)
+    for index in range(inputs):
+        here = (row == index)[:, None]
+        value = tl.sum(tl.where(here, rest, 0.0), 0)
+        step = tl.sum(tl.where(here, scale, 0.0), 0)
+        shift = tl.sum(tl.where(here, zero, 0.0), 0)
+        pull = tl.load(factor + index * inputs + row, mask=(row > index) & (row < inputs), other=0.0)
+        code = tl.floor(value / step + shift + 0.5)
+        code = tl.minimum(tl.maximum(code, 0.0), top)
+        off = (value - (code - shift) * step) / tl.load(factor + index * inputs + index)
+        rest -= pull[:, None] * off[None, :]
+        rounded = tl.where(here, code[None, :], rounded)
+        error = tl.where(here, off[None, :], error)
+    tl.store(codes + place, rounded, mask=there)
+    tl.store(errors + place, error, mask=there)
+
+
+@triton.jit
+def descend_kernel(
+    gradient: Any, codes: Any, scales: Any, hessian: Any, better: Any, moved: Any, inputs: Any, outputs: Any, top: Any,
+    padded: tl.constexpr, width: tl.constexpr,
+) -> None:  # fmt: skip
+    """Move the code of each input of a block to the best one while all others stay (QuantEase, algorithm 1)."""
+    row = tl.arange(0, padded)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    there = (row[:, None] < inputs) & (column[None, :] < outputs)
+    place = row[:, None] * outputs + column[None, :]
+    ahead = tl.load(gradient + place, mask=there, other=0.0)
+    code = tl.load(codes + place, mask=there, other=0.0)
+    scale = tl.load(scales + place, mask=there, other=1.0)
+    shift = tl.zeros((padded, width), tl.float32)
+    for index in range(inputs):
+        here = (row == index)[:, None]
+        wanted = tl.sum(tl.where(here, ahead, 0.0), 0)
+        step = tl.sum(tl.where(here, scale, 0.0), 0)
+        old = tl.sum(tl.where(here, code, 0.0), 0)
+        pull = tl.load(hessian + index * inputs + row, mask=(row > index) & (row < inputs), other=0.0)
+        best = tl.floor(wanted / (step * tl.load(hessian + index * inputs + index)) + old + 0.5)
+        best = tl.minimum(tl.maximum(best, 0.0), top)
+        distance = (best - old) * step
+        ahead -= pull[:, None] * distance[None, :]
+        code = tl.where(here, best[None, :], code)
+        shift = tl.where(here, distance[None, :], shift)
+    tl.store(better + place, code, mask=there)
+    tl.store(moved + place, shift, mask=there)

@@ -1,0 +1,48 @@
+"""The Triton kernels against the loops in torch; on a machine without a GPU they run in Triton's interpreter, if Triton is there."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from optkit.algorithms import column_kernels
+from optkit.algorithms.gptq import _round_block
+from optkit.algorithms.refinement import _descend_block
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no triton")
+
+
+def block(inputs, outputs):
+    generator = torch.Generator().manual_seed(inputs)
+    random = torch.randn(inputs + 2, outputs, generator=generator)
+    values, scales, zeros = random[:inputs], random[:inputs].abs() * 0.1 + 0.05, torch.full((inputs, outputs), 8.0)
+    square = torch.randn(inputs, 4 * inputs, generator=generator)
+    hessian = square @ square.T / inputs
+    return [each.to(DEVICE) for each in (values, scales, zeros, hessian)]
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (64, 16), (96, 7), (1, 3)])
+def test_a_block_is_rounded_as_by_the_loop(inputs, outputs):
+    values, scales, zeros, hessian = block(inputs, outputs)
+    factor = torch.linalg.cholesky(hessian, upper=True)
+    expected = _round_block(values.clone(), scales, zeros, factor, 15)
+    found = column_kernels.round_block(values, scales, zeros, factor, 15)
+    assert (found[0] != expected[0]).float().mean() < 0.01, "codes may differ where a value lies between two"
+    same = (found[0] == expected[0]).all(0)
+    torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (64, 16), (96, 7), (1, 3)])
+def test_a_block_descends_as_by_the_loop(inputs, outputs):
+    gradient, scales, _, hessian = block(inputs, outputs)
+    codes = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(1)).float().to(DEVICE)
+    expected = _descend_block(gradient.clone(), codes, scales, hessian, 15)
+    found = column_kernels.descend_block(gradient, codes, scales, hessian, 15)
+    assert (found[0] != expected[0]).float().mean() < 0.01
+    same = (found[0] == expected[0]).all(0)
+    torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
