@@ -3,6 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 from pydantic import ValidationError
 
 from optkit.errors import MissingPackageError, StageError
@@ -33,7 +35,8 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_the_model_is_compiled_where_that_pays(mode: str, passed: str | None) -> None:
     setting, model = Compile.model_validate({"mode": mode}), Model()
     assert setting.on_load(model, "cuda:1") is model
-    assert model.compiled == {"mode": passed, "dynamic": False, "recompile_limit": RECOMPILE_LIMIT}
+    assert model.compiled == {"mode": passed, "dynamic": False}
+    assert torch._dynamo.config.recompile_limit >= RECOMPILE_LIMIT
     assert setting.describe("cuda:1") == f"compile: {mode}"
     assert setting.load_kwargs("cuda") == {}
 
