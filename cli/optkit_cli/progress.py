@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 LINE_INTERVAL_S = 5.0
-"""At most one plain line of a task in this time."""
+LINE_INTERVAL_SHARE = 0.1
+"""At most one plain line of a task in so many seconds, and in this share of the time that it has taken so far."""
 WORTH_A_LINE_S = 1.0
 """A bar that was there for less leaves no line behind."""
 
@@ -122,7 +123,8 @@ class LineTask(SilentTask):
         """Count, and print a line if the last one is long enough ago."""
         pace = self.pace
         pace.done += steps
-        if pace.done == pace.total or pace.elapsed_s - self.last_line_s < self.progress.interval_s:
+        pause_s = max(self.progress.interval_s, LINE_INTERVAL_SHARE * pace.elapsed_s)
+        if pace.done == pace.total or pace.elapsed_s - self.last_line_s < pause_s:
             return
         self.last_line_s = pace.elapsed_s
         self.progress.say("  ".join(part for part in (pace.label, pace.count, pace.share, pace.left, note) if part))
