@@ -2,19 +2,15 @@
 # Triton reads the source of these functions, so their arguments have no types; pointers are to float32 [inputs, outputs], row by row.
 # padded is inputs as the next power of two, width the outputs of a program.
 
-from __future__ import annotations
-
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def round_kernel(
-    values: Any, scales: Any, zeros: Any, factor: Any, codes: Any, errors: Any, inputs: Any, outputs: Any, top: Any,
+    values, scales, zeros, factor, codes, errors, inputs, outputs, top,
     padded: tl.constexpr, width: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Round each input of a block and take its error out of the inputs after it (GPTQ, algorithm 1, the inner loop)."""
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
@@ -43,9 +39,9 @@ def round_kernel(
 
 @triton.jit
 def descend_kernel(
-    gradient: Any, codes: Any, scales: Any, hessian: Any, better: Any, moved: Any, inputs: Any, outputs: Any, top: Any,
+    gradient, codes, scales, hessian, better, moved, inputs, outputs, top,
     padded: tl.constexpr, width: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Move the code of each input of a block to the best one while all others stay (QuantEase, algorithm 1)."""
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)

@@ -24,15 +24,20 @@ CPU_TILES = {"AVX512": 64, "AVX2": 32}
 CUDA_TILE = (8, 128)
 """Outputs and inputs of a tile."""
 INNER_K_TILES = 8
-DENSE_ROWS = {"cpu": 128, "cuda": 128}
+DENSE_ROWS = {"cpu": 128, "cuda": 320}
 """From so many rows of activations on, dequantizing and a dense product take less time than the int4 kernel.
 
 Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads, torch 2.13; best of 150):
-    rows                       1     4    16    64   128   192   512   2048
-    int4                      20    28    84   304   600   895  2370  10307
-    dequantized, dense       423   427   458   397   512   726  1558   4146
-    dense, weight in cache    39    41    60   145   260         930   3683
-At 4096 x 4096 and one row, where weights come from memory: int4 224, dense 817. The number for CUDA is a guess, not yet measured.
+    rows                       1     4    16    64   128   192   512
+    int4                      20    28    84   304   600   895  2370
+    dequantized, dense       423   427   458   397   512   726  1558
+    dense, weight in cache    39    41    60   145   260         930
+At 4096 x 4096 and one row, where weights come from memory: int4 224, dense 817.
+14336 outputs x 4096 inputs on an H200 (torch 2.11; median):
+    rows                       1    16    64   128   256   512  2048
+    int4                      23    73   268   518  1032  2052  8292
+    dequantize alone        1190
+    dense, weight in memory   40    40    40    41    51    91   307
 """
 
 
