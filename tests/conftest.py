@@ -40,6 +40,10 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
     | {"bos_token_id": 0, "eos_token_id": 0},
+    "gptj": {"model_type": "gptj", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
+    | {"bos_token_id": 0, "eos_token_id": 0},
+    "opt": {"model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
+    | {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
     | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0]},

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.session import open_session
 from optkit.stages import attention
 from optkit.stages.attention import Attention
 
@@ -31,6 +36,20 @@ def test_flash_attention_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> N
         setting.load_kwargs("cuda")
     monkeypatch.setattr(attention, "find_spec", lambda name: object())
     assert setting.load_kwargs("cuda") == {"attn_implementation": "flash_attention_2"}
+
+
+def test_flash_attention_needs_half_precision() -> None:
+    setting = Attention(implementation="flash_attention_2")
+    with pytest.raises(StageError, match=r"^attention: flash_attention_2 does not compute in float32\. .*cast: \{dtype: bfloat16\}"):
+        setting.on_load(SimpleNamespace(dtype=torch.float32), "cuda")
+    model = SimpleNamespace(dtype=torch.bfloat16)
+    assert setting.on_load(model, "cuda") is model
+
+
+def test_flex_attention_has_no_sinks_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(StageError, match=r"^attention: flex_attention has no attention sinks on the CPU.*layers\.0.*\.sinks.*Use eager"):
+        open_session(tiny_model("gpt_oss"), [Attention(implementation="flex_attention")])
+    open_session(tiny_model("llama"), [Attention(implementation="flex_attention")])
 
 
 def test_unknown_implementations_and_fields_are_refused() -> None:

@@ -46,3 +46,12 @@ def test_a_block_descends_as_by_the_loop(inputs, outputs):
     assert (found[0] != expected[0]).float().mean() < 0.01
     same = (found[0] == expected[0]).all(0)
     torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU at most")
+def test_kernels_run_where_their_tensors_are():
+    values, scales, zeros, hessian = (each.to("cuda:1") for each in block(128, 40))
+    factor = torch.linalg.cholesky(hessian, upper=True)
+    expected = _round_block(values.clone(), scales, zeros, factor, 15)[0]
+    assert (column_kernels.round_block(values, scales, zeros, factor, 15)[0] != expected).float().mean() < 0.01

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from optkit.stages.compile import RECOMPILE_LIMIT, Compile
 
 
 class Model:
-    def __init__(self) -> None:
+    def __init__(self, attention: str = "sdpa") -> None:
+        self.config = SimpleNamespace(_attn_implementation=attention)
         self.compiled: dict[str, Any] | None = None
 
     def compile(self, **options: Any) -> None:
@@ -69,3 +72,22 @@ def test_wrong_fields() -> None:
     for fields in ({"mode": "fast"}, {"devices": []}, {"devices": ["tpu"]}, {"dynamic": True}):
         with pytest.raises(ValidationError):
             Compile.model_validate(fields)
+
+
+def test_flash_attention_would_attend_to_the_empty_cache() -> None:
+    with pytest.raises(StageError, match=r"^compile: a compiled step cannot use flash_attention_2\. .*Use sdpa or flex_attention"):
+        Compile().on_load(Model("flash_attention_2"), "cuda")
+    assert Compile().on_load(Model("flash_attention_2"), "cpu").compiled is None
+
+
+def test_only_the_advice_on_tensorfloat32_is_silenced() -> None:
+    def say(text: str, module: str = "torch._inductor.compile_fx") -> None:
+        warnings.warn_explicit(text, UserWarning, "compile_fx.py", 1, module)
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        Compile().on_load(Model(), "cuda")
+        say("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.")
+        say("another warning")
+        say("TensorFloat32 tensor cores", "elsewhere")
+    assert [str(warning.message) for warning in heard] == ["another warning", "TensorFloat32 tensor cores"]

@@ -1,6 +1,7 @@
 """Stage `gptq` on tiny models: what calibration buys, what is reported, and what it says when it cannot work."""
 
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
+from optkit.stages import layer_inputs
 from optkit.stages.gptq import Gptq
 from optkit.stages.layer_inputs import HessianCollector
 from optkit.stages.rtn import Rtn
@@ -150,6 +152,31 @@ def test_layers_with_one_input_share_a_hessian(tiny_model: TinyModel, text: Cali
         assert torch.allclose(hessians[name.rpartition(".")[2]].matrix(), rows.T @ rows / len(rows), atol=1e-4)
     turns = [[name.rpartition(".")[2] for name in turn] for turn in collector.turns(linears)]
     assert turns == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+
+
+@pytest.mark.parametrize("true_sequential", [False, True])
+def test_hessians_are_gone_before_the_next_ones_are_made(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch, true_sequential: bool
+) -> None:
+    alive: weakref.WeakSet[layer_inputs.Hessian] = weakref.WeakSet()
+    left = []
+
+    class Seen(layer_inputs.Hessian):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            alive.add(self)
+
+    collect = HessianCollector.collect
+
+    def counted(collector: HessianCollector, *arguments: Any) -> Any:
+        left.append(len(alive))
+        return collect(collector, *arguments)
+
+    monkeypatch.setattr(layer_inputs, "Hessian", Seen)
+    monkeypatch.setattr(HessianCollector, "collect", counted)
+    quantize(tiny_model("llama"), tmp_path / "out", Gptq(calibration=text, true_sequential=true_sequential))
+    assert left == [0] * len(left)
+    assert len(left) == (15 if true_sequential else 3)
 
 
 def test_turns_of_experts_stand_side_by_side(tiny_model: TinyModel, text: Calibration) -> None:

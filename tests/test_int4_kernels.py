@@ -156,6 +156,12 @@ def test_int4_on_a_gpu(symmetric: bool, shuffled: bool, group_size: int) -> None
         assert float((ours - reference).norm() / reference.norm()) < 5e-3
 
 
+def test_buffers_are_where_the_words_are() -> None:
+    words, scales = torch.empty(16, 8, dtype=torch.int32, device="meta"), torch.empty(16, 3, device="meta")
+    layer = PackedLinear(PackedWeight(words, scales, None, None, 4, 64), None, torch.float32)
+    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packed_on_a_gpu(bits: int) -> None:

@@ -198,6 +198,19 @@ def test_refusals_say_what_to_do(tiny_model: TinyModel, tmp_path: Path, kind: st
         stage.predict(Checkpoint(source).shape, "cpu")
 
 
+def test_a_model_with_code_of_its_own_is_refused_with_the_reason(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_model("llama"), tmp_path / "mine")
+    config = json.loads((source / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.M"}}
+    (source / "config.json").write_text(json.dumps(config))
+    quantize(source, tmp_path / "built in")  # transformers has the code of llama
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
+    message = r"^rtn: the model needs code of its own \(modeling_mine.M\)\. .*also with `trust_remote_code: true`"
+    with pytest.raises(StageError, match=message):
+        quantize(source, tmp_path / "out")
+    with pytest.raises(StageError, match=message):
+        Rtn().predict(Checkpoint(source).shape, "cpu")
+
+
 def test_shapes_that_gptq_kernels_do_not_take(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

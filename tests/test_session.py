@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 from optkit.errors import EvalError, MissingPackageError, OptkitError, ResourceError, SourceError
@@ -61,7 +62,7 @@ def test_logits_and_tokens_are_those_of_transformers(kind: str, tiny_model: Tiny
     assert (session.vocabulary, session.positions, session.device, session.notes) == (512, 512, "cpu", ())
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "opt"])
 def test_logits_in_slices_are_the_same(kind: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_session, "LOGITS_BYTES", 5 * 2 * 512 * 2)
     tokens = prompt(2, 12)
@@ -112,6 +113,26 @@ def test_missing_and_unknown_weights_are_errors(tiny_model: TinyModel, tmp_path:
         open_session(copied(tiny_model("llama"), tmp_path / "b", lambda tensors: tensors.update(extra=torch.ones(2))))
     with pytest.raises(SourceError, match="transformers cannot open it"):
         open_session(copied(tiny_model("llama"), tmp_path / "c", model_type="no_such"))
+    with pytest.raises(SourceError, match=r"9 mismatched \(model\.layers\.0\.mlp\.down_proj\.weight, .*belong together"):
+        open_session(copied(tiny_model("llama"), tmp_path / "d", intermediate_size=96))
+
+
+def test_masks_that_old_files_hold_are_no_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
+    def add_masks(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 512, 512).tril().bool()
+        tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    old = open_session(copied(tiny_model("gptj"), tmp_path / "old", add_masks))
+    assert torch.equal(old.logits(prompt()), open_session(tiny_model("gptj")).logits(prompt()))
+
+
+def test_errors_of_loading_are_the_models(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("issues during automatic conversion of the weights")
+
+    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(SourceError, match=r"transformers cannot open it\. issues during automatic conversion"):
+        open_session(tiny_model("llama"))
 
 
 def test_nothing_is_written_on_the_terminal(tiny_model: TinyModel, capfd: pytest.CaptureFixture[str]) -> None:
@@ -306,6 +327,51 @@ def test_a_compiled_step_gives_the_same_tokens(setting: Setting, packed: bool, t
         assert torch.equal(session.generate(tokens, 4), expected.generate(tokens, 4))
     assert torch.equal(session.logits(tokens), expected.logits(tokens))
     session.close()
+
+
+class Counted(Setting):
+    """As `Traced`; counts how often the step is compiled."""
+
+    def on_load(self, model: Any, device: str) -> Any:
+        counter.clear()
+        model.compile(backend=counter, dynamic=False)
+        return model
+
+
+counter = CompileCounter()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "gpt_oss", "mixtral"])
+def test_a_step_is_compiled_once(kind: str, tiny_model: TinyModel) -> None:
+    tokens, expected, session = prompt(2, 6), open_session(tiny_model(kind)), open_session(tiny_model(kind), [Counted()])
+    assert torch.equal(session.generate(tokens, 12), expected.generate(tokens, 12))  # over the window of 8 tokens
+    assert counter.frame_count == 1
+    session.close()
+
+
+@pytest.mark.parametrize("settings", [(), (Traced(),)])
+def test_streams_do_not_disturb_each_other(settings: tuple[Setting, ...], tiny_model: TinyModel) -> None:
+    session = open_session(tiny_model("qwen2"), settings)
+    first, second = prompt(2, 6), prompt(2, 6) + 1
+    expected = [session.generate(tokens, 5)[:, 6:] for tokens in (first, second)]
+    pairs = list(zip(session.stream(first, 5), session.stream(second, 5), strict=True))
+    for tokens, want in zip(zip(*pairs, strict=True), expected, strict=True):
+        assert torch.equal(torch.stack(tokens, dim=1), want)
+    left = session.stream(first, 5)
+    next(left)
+    left.close()
+    assert torch.equal(session.generate(second, 5)[:, 6:], expected[1])
+    session.close()
+
+
+def test_a_stream_ends_when_the_session_is_closed(tiny_model: TinyModel) -> None:
+    session = open_session(tiny_model("llama"), [Traced()])
+    stream = session.stream(prompt(), 5)
+    next(stream)
+    session.close()
+    with pytest.raises(OptkitError, match="the session was closed"):
+        next(stream)
+    assert session._idle is None
 
 
 @pytest.mark.slow

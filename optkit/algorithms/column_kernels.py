@@ -50,4 +50,6 @@ def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int) -> None:
     padded = 1 << (inputs - 1).bit_length()
     grid = (-(-outputs // OUTPUTS),)
     held = [tensor.contiguous() for tensor in tensors]
-    kernel[grid](*held, inputs, outputs, float(top), padded=padded, width=OUTPUTS, num_warps=4)  # type: ignore[index]
+    # Triton launches on the current device, whichever device the tensors are on.
+    with torch.cuda.device_of(first):
+        kernel[grid](*held, inputs, outputs, float(top), padded=padded, width=OUTPUTS, num_warps=4)  # type: ignore[index]

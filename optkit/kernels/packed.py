@@ -94,7 +94,7 @@ class PackedLinear(nn.Module):
         self.in_order = size is not None
         group_of_input = weight.group_of_input
         if group_of_input is None:
-            group_of_input = torch.arange(weight.inputs) // (size or -(-weight.inputs // weight.groups))
+            group_of_input = torch.arange(weight.inputs, device=weight.words.device) // (size or -(-weight.inputs // weight.groups))
         self.register_buffer("words", weight.words)
         self.register_buffer("scales", weight.scales.to(dtype))
         self.register_buffer("zeros", weight.zeros)

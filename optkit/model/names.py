@@ -53,7 +53,7 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
         name = with_base_prefix(renamed, model.base_model_prefix, slots)
         if name in slots and name not in found:
             found[name] = tensor
-        elif not _ignorable(renamed, model):
+        elif not is_ignorable(renamed, model):
             extra.append(tensor)
     _refuse_rewritten(model, found, checkpoint)
     _tie(found, model)
@@ -105,7 +105,7 @@ def _tie(found: dict[str, str], model: PreTrainedModel) -> None:
                 found[name] = found[group[0]]
 
 
-def _ignorable(name: str, model: PreTrainedModel) -> bool:
+def is_ignorable(name: str, model: PreTrainedModel) -> bool:
     """Whether a tensor holds no weight of this model: a buffer that the code computes now, or a part that it never reads."""
     return any(re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())))
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from optkit.errors import ResourceError
 from optkit.model.experts import Experts
-
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+from optkit.model.memory import is_out_of_memory
 
 
 @contextmanager
@@ -24,18 +20,10 @@ def memory_errors(what: str, where: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        message = str(error)
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(part in message for part in NO_MEMORY):
+        if not is_out_of_memory(error):
             raise
-        first = message.strip().splitlines()[0] if message.strip() else type(error).__name__
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ResourceError(f"out of memory {what}", where=where, why=first, remedy=remedy) from error
-
-
-def give_back_freed_memory() -> None:
-    """Let glibc return what was freed to the system; it would keep the words that were unpacked (half of a small model's memory)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim:
-        trim(0)
 
 
 def weight_bytes(model: Any, batch: int) -> int:

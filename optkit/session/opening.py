@@ -13,9 +13,11 @@ from optkit.errors import MissingPackageError, OptkitError, SourceError
 from optkit.kernels.formats import packed_method
 from optkit.kernels.load import load_packed
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.memory import is_out_of_memory, return_freed_memory
+from optkit.model.names import is_ignorable
 from optkit.model.skeleton import stored_dtype
 from optkit.progress import Progress, SilentProgress
-from optkit.session.memory import give_back_freed_memory, memory_errors
+from optkit.session.memory import memory_errors
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_transformers
 from optkit.stage import Setting
@@ -50,28 +52,36 @@ def open_session(
             model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
         for setting in settings:
             model = setting.on_load(model, device)
-    give_back_freed_memory()
+    return_freed_memory()
     return TorchSession(model, Path(directory), device, tuple(notes), trust_remote_code)
 
 
 def _load_whole(
     checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Open a directory with transformers."""
+    """Open a directory with transformers, its weights straight onto the device."""
     where = str(checkpoint.directory)
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
-    if method:
+    if method or device != "cpu":
         options = {**options, "device_map": {"": device}}
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **options
+            where,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            **options,
         )
     except ImportError as error:
         if method in PACKAGES:
             raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
         raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
-    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not is_ignorable(name, model)]
     problems = [f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]]
     if problems:
         raise SourceError(
@@ -81,7 +91,7 @@ def _load_whole(
             remedy="See that config.json and the weights belong together",
         )
     notes = [f"{method}: opened by transformers, with the kernels that it has for it"] if method else []
-    return model.to(device).eval().requires_grad_(False), notes
+    return model.eval().requires_grad_(False), notes
 
 
 def _dtype(name: str) -> torch.dtype:

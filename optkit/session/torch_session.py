@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from optkit.errors import EvalError, OptkitError, SourceError
-from optkit.session.memory import cache_bytes, give_back_freed_memory, memory_errors, weight_bytes
+from optkit.model.memory import return_freed_memory
+from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.source.quiet import quiet_transformers
 
 LOGITS_BYTES = 64 << 20
@@ -36,7 +38,7 @@ class TorchSession:
         self._trust_remote_code = trust_remote_code
         self._compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        self._static: tuple[tuple[int, int], StaticCache] | None = None
+        self._idle: tuple[tuple[int, int], StaticCache] | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -92,43 +94,52 @@ class TorchSession:
 
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
-        self._opened = self._static = None
+        self._opened = self._idle = None
         self.__dict__.pop("_one_token_cache", None)
         if self._compiled:
             torch.compiler.reset()
         if self.device != "cpu":
             torch.cuda.empty_cache()
-        give_back_freed_memory()
+        return_freed_memory()
 
     def _stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         batch, prompt = tokens.shape
         remedy = "Lower the batch, the prompt or the new tokens"
-        cache = self._cache(batch, prompt + new_tokens)
         step = tokens
-        for count in range(new_tokens):
-            with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", remedy), self._no_gradients():
-                # The prompt is never compiled: its shape changes with every request.
-                call = self.model.forward if count == 0 else self.model
-                if self._compiled:
-                    torch.compiler.cudagraph_mark_step_begin()
-                logits = call(input_ids=step, past_key_values=cache, use_cache=True, **self._last_only).logits
-                step = logits[:, -1:].argmax(-1)
-                self._synchronize()
-            yield step[:, 0]
+        with self._cache(batch, prompt + new_tokens) as cache:
+            for count in range(new_tokens):
+                with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", remedy), self._no_gradients():
+                    # The prompt is never compiled: its shape changes with every request.
+                    call = self.model.forward if count == 0 else self.model
+                    if self._compiled:
+                        torch.compiler.cudagraph_mark_step_begin()
+                    logits = call(input_ids=step, past_key_values=cache, use_cache=True, **self._last_only).logits
+                    step = logits[:, -1:].argmax(-1)
+                    self._synchronize()
+                yield step[:, 0]
 
-    def _cache(self, batch: int, length: int) -> DynamicCache | StaticCache:
+    @contextmanager
+    def _cache(self, batch: int, length: int) -> Iterator[DynamicCache | StaticCache]:
+        """Lend an empty KV cache; a static one is kept for the next request, and no other stream gets it meanwhile."""
         if not self._compiled:
-            return DynamicCache(config=self.model.config)
-        shape = (batch, min(-(-length // CACHE_STEP) * CACHE_STEP, max(self.positions, length)))
-        if self._static is None or self._static[0] != shape:
-            self._static = None
-            self._static = (shape, StaticCache(config=self.model.config, max_cache_len=shape[1]))
-        cache = self._static[1]
+            yield DynamicCache(config=self.model.config)
+            return
+        shape = (batch, min(-(-length // CACHE_STEP) * CACHE_STEP, self.positions))
+        idle, self._idle = self._idle, None
+        cache = idle[1] if idle and idle[0] == shape else _static_cache(self.model.config, shape[1])
+        del idle
         cache.reset()
-        return cache
+        try:
+            yield cache
+        finally:
+            if self._opened is not None:
+                self._idle = (shape, cache)
 
     def _cast_logits(self, tokens: Tensor) -> Tensor:
-        """Return float32 logits with at most `LOGITS_BYTES` of others beside them: the part after the base model runs on slices."""
+        """Return float32 logits with at most `LOGITS_BYTES` of others beside them: the part after the base model runs on slices.
+
+        A model that does not call its base model as a whole (OPT) computes all of them at once.
+        """
         model = self.model
         output = model.base_model(input_ids=tokens, use_cache=False)
         hidden: Tensor = output.last_hidden_state
@@ -138,8 +149,12 @@ class TorchSession:
         for start in range(0, sequence, width):
             part = slice(start, start + width)
             output.last_hidden_state = hidden[:, part]
-            with _returning(model.base_model, output):
-                logits[:, part] = model.forward(input_ids=tokens[:, part], use_cache=False).logits
+            with _returning(model.base_model, output) as calls:
+                sliced = model.forward(input_ids=tokens[:, part], use_cache=False).logits
+            if not calls:
+                whole: Tensor = model.forward(input_ids=tokens, use_cache=False).logits
+                return whole.float()
+            logits[:, part] = sliced
         return logits
 
     @cached_property
@@ -171,10 +186,26 @@ class TorchSession:
 
 
 @contextmanager
-def _returning(module: Any, output: Any) -> Iterator[None]:
-    """Let a module return an output that was computed before."""
-    module.forward = lambda *_, **__: output
+def _returning(module: Any, output: Any) -> Iterator[list[Any]]:
+    """Let a module return an output that was computed before; yields the list of its calls."""
+    calls: list[Any] = []
+
+    def forward(*_: Any, **__: Any) -> Any:
+        calls.append(output)
+        return output
+
+    module.forward = forward
     try:
-        yield
+        yield calls
     finally:
         del module.forward
+
+
+def _static_cache(config: Any, length: int) -> StaticCache:
+    """Return a static cache whose sliding layers are of full length too.
+
+    Those of transformers count tokens in a Python integer, so the step would be compiled anew for every token. The mask keeps the window.
+    """
+    cache = StaticCache(config=config, max_cache_len=length)
+    cache.layers = [StaticLayer(length) if isinstance(layer, StaticSlidingWindowLayer) else layer for layer in cache.layers]
+    return cache

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from optkit.errors import MissingPackageError, StageError
 from optkit.stage import Setting
+from optkit.stages.compile import silence_advice
 
 
 class Attention(Setting):
@@ -31,6 +32,26 @@ class Attention(Setting):
             if find_spec("flash_attn") is None:
                 raise MissingPackageError("flash-attn", where="attention: flash_attention_2")
         return {"attn_implementation": self.implementation}
+
+    def on_load(self, model: Any, device: str) -> Any:
+        """Return the model as it is. Raises StageError where the implementation cannot compute what this model asks for."""
+        if self.implementation == "flash_attention_2" and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
+            raise StageError(
+                f"flash_attention_2 does not compute in {str(model.dtype).removeprefix('torch.')}",
+                where="attention",
+                why="Its kernels are written for bfloat16 and float16",
+                remedy="Put `- cast: {dtype: bfloat16}` in the recipe, or use sdpa",
+            )
+        if self.implementation == "flex_attention":
+            sinks = next((name for name, _ in model.named_parameters() if name.endswith(".sinks")), None)
+            if sinks and device == "cpu":
+                raise StageError(
+                    f"flex_attention has no attention sinks on the CPU, and the model has them ({sinks})",
+                    where="attention",
+                    remedy="Use eager, or a GPU",
+                )
+            silence_advice()
+        return model
 
     def describe(self, device: str) -> str:
         """Return e.g. `attention: sdpa`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
@@ -28,12 +29,23 @@ class Compile(Setting):
     """Where it is applied; elsewhere the model runs as it is, and the scorecard says so."""
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model, its calls compiled. Raises StageError or MissingPackageError where there is no compiler."""
+        """Return the model, its calls compiled.
+
+        Raises StageError or MissingPackageError where there is no compiler, StageError for flash_attention_2.
+        """
         if not self.applies(device):
             return model
+        if "flash" in str(model.config._attn_implementation):
+            raise StageError(
+                f"a compiled step cannot use {model.config._attn_implementation}",
+                where="compile",
+                why="Its KV cache is as long as the request from the start, and these kernels would attend to the empty part",
+                remedy="Use sdpa or flex_attention with compile, or take one of the two settings out of the recipe",
+            )
         if _kind(device) == "cuda":
             _require_triton()
         _require_compiler(_kind(device))
+        silence_advice()
         import torch._dynamo
 
         torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
@@ -49,6 +61,11 @@ class Compile(Setting):
         if self.applies(device):
             return f"compile: {self.mode}"
         return f"compile: off on {_kind(device)} (devices: {', '.join(self.devices)})"
+
+
+def silence_advice() -> None:
+    """Keep torch's compiler from telling the user of optkit to allow TensorFloat32, which would change what is measured."""
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning, r"torch\._inductor\.compile_fx")
 
 
 def _kind(device: str) -> str:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
+from typing import Any
 
 from optkit.errors import StageError
+from optkit.source.directory import is_built_into_transformers
 from optkit.stages.packed_format import COMPRESSED_TENSORS, GPTQ, GPTQ_MULTIPLE, Packing
 from optkit.stages.selection import Layer, Selection
 
 EXPERTS = ".experts."
+
+
+def refuse_own_code(config: Mapping[str, Any], stage: str) -> None:
+    """Raise StageError for a config.json whose model is built by code that comes with it."""
+    if "auto_map" in config and not is_built_into_transformers(str(config.get("model_type", ""))):
+        raise StageError(
+            f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
+            where=stage,
+            why="Quantizers build models from transformers' own code alone, also with `trust_remote_code: true`",
+            remedy="Take the stage out of the recipe, or a model of an architecture that transformers has",
+        )
 
 
 def refuse_unfit(selection: Selection, packing: Packing, stage: str) -> None:

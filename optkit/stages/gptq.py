@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optkit.algorithms.gptq import GptqResult
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.algorithms.hessian import Hessian
+    from optkit.stages.layer_inputs import HessianCollector
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
@@ -73,15 +74,20 @@ class Gptq(WeightQuantizer):
                 modules = job.modules(index)
                 quantized: dict[str, QuantizedWeight] = {}
                 for turn in collector.turns(modules) if self.true_sequential and modules else [list(modules)]:
-                    layers = {name: modules[name] for name in turn}
-                    hessians = collector.collect(layers) if layers else {}
-                    for together in _sharing(layers, hessians):
-                        job.task.advance(0, note=together[0])
-                        quantized |= self._quantize(job, {name: modules[name] for name in together}, hessians.get(together[0]))
+                    quantized |= self._quantize_turn(job, {name: modules[name] for name in turn}, collector)
                 if index + 1 < len(skeleton.blocks):
                     collector.advance_()
                 skeleton.release_(block.name)
             yield quantized
+
+    def _quantize_turn(self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector) -> dict[str, QuantizedWeight]:
+        """Quantize layers whose inputs are observed together; their Hessians are gone when it returns."""
+        hessians = collector.collect(layers) if layers else {}
+        quantized: dict[str, QuantizedWeight] = {}
+        for together in _sharing(layers, hessians):
+            job.task.advance(0, note=together[0])
+            quantized |= self._quantize(job, {name: layers[name] for name in together}, hessians.get(together[0]))
+        return quantized
 
     def _quantize(self, job: Job, layers: Mapping[str, nn.Module], hessian: Hessian | None) -> dict[str, QuantizedWeight]:
         """Quantize layers that share their input, and put the rounded weights into the modules."""

@@ -14,12 +14,13 @@ from pydantic import Field, field_validator, model_validator
 
 from optkit.errors import ResourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.memory import is_out_of_memory
 from optkit.model.routers import is_router
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.fitting import refuse_unfit
+from optkit.stages.fitting import refuse_own_code, refuse_unfit
 from optkit.stages.packed_format import GPTQ, GPTQ_GROUP_SIZES, PackedFormat, Packing
 from optkit.stages.selection import Layer, Selection, layers_of, select
 
@@ -114,7 +115,9 @@ class WeightQuantizer(Transform):
         from optkit.model.skeleton import Skeleton
 
         started = time.monotonic()
-        skeleton = Skeleton(Checkpoint(source))
+        checkpoint = Checkpoint(source)
+        refuse_own_code(checkpoint.config, self._kind)
+        skeleton = Skeleton(checkpoint)
         selection = self._selection(skeleton)
         with context.progress.task(self._kind, len(skeleton.blocks), "blocks") as task:
             job = Job(skeleton, Path(source), selection, context, task)
@@ -135,6 +138,7 @@ class WeightQuantizer(Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate, near what was measured."""
+        refuse_own_code(shape.config, self._kind)
         layers = layers_of(shape)
         outside = ["lm_head"] if "lm_head.weight" in shape.tensors or shape.config.get("tie_word_embeddings") else []
         selection = select(layers, outside, self.include, self.exclude, self._kind)
@@ -212,11 +216,11 @@ def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         import torch
 
         on_gpu = isinstance(error, torch.OutOfMemoryError)
-        if not (on_gpu or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)):
-            raise
         reason = next(iter(str(error).splitlines()), "")
         what = f"the memory of {device} is full" if on_gpu else "the main memory is full"
         raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
