@@ -10,8 +10,8 @@ from typing import Any
 
 from optkit import __version__
 from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve
-from optkit.environment import best_device
-from optkit.errors import ArtifactError
+from optkit.environment import best_device, torch_has_cuda
+from optkit.errors import ArtifactError, UsageError
 from optkit.execute import Execution, execute, materialize
 from optkit.measure import Session
 from optkit.measuring import Measurement, Subject, measure
@@ -56,10 +56,11 @@ def run(
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
+    chosen = _usable(device)
     target = Path(out) if out is not None else Path("artifacts") / wanted.name
     with reserve(target):
         shelf = Store(store or default_store())
-        todo = make_plan(wanted.pinned(data), shelf, device or best_device())
+        todo = make_plan(wanted.pinned(data), shelf, chosen)
         context = Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
@@ -90,7 +91,7 @@ def evaluate(
     """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing."""
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
-    chosen = device or best_device()
+    chosen = _usable(device)
     if not is_artifact(Path(model)):
         asked = load_recipe(evals, model=model)
         if asked.stages:
@@ -138,11 +139,11 @@ def open_artifact(directory: Path | str, *, device: str | None = None, dtype: st
 
     directory = Path(directory)
     if not is_artifact(directory):
-        return open_session(directory, (), device=device or best_device(), dtype=dtype)
+        return open_session(directory, (), device=_usable(device), dtype=dtype)
     artifact = read_artifact(directory)
     artifact.check()
     trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
-    return open_session(directory, settings_of(artifact), device=device or best_device(), dtype=dtype, trust_remote_code=trusted)
+    return open_session(directory, settings_of(artifact), device=_usable(device), dtype=dtype, trust_remote_code=trusted)
 
 
 def settings_of(artifact: Artifact) -> list[Setting]:
@@ -155,6 +156,20 @@ def settings_of(artifact: Artifact) -> list[Setting]:
                 raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
             found.append(setting)
     return found
+
+
+def _usable(device: str | None) -> str:
+    """Return the device, the best one where None; raises UsageError for a GPU that torch does not see."""
+    if device is None or device == "cpu":
+        return device or best_device()
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) < count:
+        return device
+    why = "" if torch_has_cuda() else "The installed torch was built without CUDA"
+    known = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", why=why, remedy=f"Use {known}")
 
 
 def _settings(todo: Plan) -> list[Setting]:

@@ -14,6 +14,7 @@ from optkit_cli.main import main
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
+from optkit.errors import UsageError
 from optkit.gates import Verdict
 from optkit.scorecard import Scorecard
 
@@ -141,6 +142,16 @@ def test_what_is_not_there_is_an_error(words: list[str], desk: Path, capsys: pyt
     assert out == ""
     assert err.splitlines()[-1].startswith("error: nowhere: ")
     assert "bug in optkit" not in err
+
+
+@pytest.mark.parametrize("words", [["run", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]])
+def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = spoken(capsys, *words, "--device", "cuda:99", status=2)
+    assert err.startswith("error: device cuda:99: torch sees ")
+    assert "Use cpu" in err
+    assert not (desk / "artifacts").exists()
+    with pytest.raises(UsageError, match="^device cuda:99: torch sees"):
+        pipeline.open_artifact(desk, device="cuda:99")
 
 
 def test_plan_imports_no_torch(desk: Path) -> None:
