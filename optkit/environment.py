@@ -147,11 +147,10 @@ def describe_environment(device: str) -> dict[str, Any]:
     return described
 
 
-def driver_version() -> str | None:
+def driver_version(module: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's kernel driver, None where there is none."""
-    module = Path("/proc/driver/nvidia/version")
     if module.is_file():
-        found = re.search(r"Kernel Module\D*([\d.]+)", module.read_text(encoding="utf-8", errors="replace"))
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", module.read_text(encoding="utf-8", errors="replace"))
         if found:
             return found[1]
     return next(iter(_nvidia_smi("driver_version")), None)

@@ -75,3 +75,15 @@ def test_memory_keeps_to_the_containers_limit(tmp_path, monkeypatch, limit, tota
     found = environment.memory()
     assert found.total_bytes == (total or psutil.virtual_memory().total)
     assert found.available_bytes == 600_000 if total else found.available_bytes > 1_000_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@host)",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue Aug 5 2025",
+    ],
+)
+def test_the_driver_is_read_from_the_kernel_module(tmp_path, line):
+    (tmp_path / "version").write_text(line + "\nGCC version: gcc version 12.3.0\n")
+    assert environment.driver_version(tmp_path / "version") == "580.159.04"
