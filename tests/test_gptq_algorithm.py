@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from optkit.algorithms import refinement
 from optkit.algorithms.gptq import GptqOptions, gptq, relative_error
 from optkit.algorithms.grid import Grid, minmax_scales
 from optkit.algorithms.hessian import Hessian
@@ -80,7 +81,9 @@ def test_all_grids_beat_rounding(bits: int, symmetric: bool, group_size: int | N
     assert ours < 0.7 * plain
 
 
-def test_refitted_scales_solve_the_normal_equations() -> None:
+@pytest.mark.parametrize("equations", [refinement.EQUATIONS, 8, 1])
+def test_refitted_scales_solve_the_normal_equations(equations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refinement, "EQUATIONS", equations)  # all three rows at once, two of them, one by one
     weight, hessian = layer(outputs=3, inputs=32)
     grid = Grid(4, 16, True)
     codes = round_to_nearest(weight, *minmax_scales(weight, grid), grid)

@@ -17,6 +17,8 @@ BLOCK = 128
 """Inputs whose corrections are carried to the inputs after them at once."""
 RIDGE = 1e-4
 """How hard a scale is held to where it was, relative to the pull of the data; keeps the equations solvable."""
+EQUATIONS = 1 << 27
+"""Most coefficients, [out, groups, groups], that are held at once: small groups make many."""
 
 
 def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
@@ -25,6 +27,12 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in, out]; scales: the present ones,
     float [groups, out].
     """
+    rows = max(1, EQUATIONS // len(scales) ** 2)
+    parts = zip(pull.split(rows, 1), steps.split(rows, 1), scales.split(rows, 1), strict=True)
+    return torch.cat([_refit_scales(part, hessian, step, scale) for part, step, scale in parts], dim=1)
+
+
+def _refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
     groups, rows = scales.shape
     width = len(steps) // groups
     normal = steps.new_empty(rows, groups, groups)

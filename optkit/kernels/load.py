@@ -60,10 +60,11 @@ def load_packed(
         for name, layer in layers.items():
             bias = packed.bias(layer)
             moved = None if bias is None else checkpoint.read(bias).to(device, copy=True)
-            built, phrase = packed_layer(packed.read(layer, device), moved, dtype, device)
+            weight = packed.read(layer, device)
+            built, phrase = packed_layer(weight, moved, dtype, device)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, built.requires_grad_(False).eval())
-            kernels[f"int{built.bits if hasattr(built, 'bits') else 4}: {{count}} of {len(layers)} layers {phrase}"] += 1
+            kernels[f"int{weight.bits}: {{count}} of {len(layers)} layers {phrase}"] += 1
             task.advance(note=name)
     _load_rest_(model, checkpoint, names, device, dtype)
     return model, [sentence.format(count=count) for sentence, count in kernels.items()]
