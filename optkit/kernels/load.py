@@ -21,7 +21,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 from optkit.model.shape import TensorInfo
-from optkit.model.skeleton import empty_model, planned_dtypes
+from optkit.model.skeleton import empty_model, planned_dtypes, stored_parameters
 from optkit.progress import Progress
 
 
@@ -52,7 +52,7 @@ def load_packed(
     """
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
     packed = PackedCheckpoint(checkpoint, method)
-    unfuse_experts_(model, _stored(model, checkpoint))
+    unfuse_experts_(model, stored_parameters(model, checkpoint))
     layers = _layers_by_module(model, packed)
     names = match_tensors(model, _with_float_weights(model, packed, layers))
     kernels: Counter[str] = Counter()
@@ -68,13 +68,6 @@ def load_packed(
             task.advance(note=name)
     _load_rest_(model, checkpoint, names, device, dtype)
     return model, [sentence.format(count=count) for sentence, count in kernels.items()]
-
-
-def _stored(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """Return the parameters that the checkpoint holds as they are, among them joined experts."""
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    renamed = renamed_tensors(model, checkpoint.tensors).values()
-    return {with_base_prefix(name, model.base_model_prefix, known) for name in renamed} & known
 
 
 def _layers_by_module(model: PreTrainedModel, packed: PackedCheckpoint) -> dict[str, str]:

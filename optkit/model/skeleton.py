@@ -65,10 +65,7 @@ class Skeleton:
         options = {"attn_implementation": attention} if attention else {}
         self.model = empty_model(checkpoint, dtype or stored_dtype(checkpoint), trust_remote_code, **options)
         self.dtype: torch.dtype = self.model.dtype
-        renamed = renamed_tensors(self.model, checkpoint.tensors).values()
-        known = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        stored = {with_base_prefix(name, self.model.base_model_prefix, known) for name in renamed} & known
-        self.fused: Mapping[str, str] = unfuse_experts_(self.model, stored)
+        self.fused: Mapping[str, str] = unfuse_experts_(self.model, stored_parameters(self.model, checkpoint))
         """Experts that could not be taken apart into Linears: module name -> the reason."""
         self.blocks: tuple[Block, ...] = find_blocks(self.model)
         self.tensor_names: Mapping[str, str] = match_tensors(self.model, checkpoint)
@@ -234,6 +231,13 @@ def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: b
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), repr(error))
+
+
+def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+    """Return the parameters of a model whose experts are fused that the checkpoint holds as they are, among them joined experts."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    renamed = renamed_tensors(model, checkpoint.tensors).values()
+    return {with_base_prefix(name, model.base_model_prefix, known) for name in renamed} & known
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -37,7 +37,8 @@ def open_session(
     """Open a model directory with its settings applied; packed weights are used as they are.
 
     `dtype` is the torch name of the float dtype to compute in, the checkpoint's own where None. Raises SourceError where weights are
-    missing or do not fit the model, MissingPackageError for a format whose package is not there, ResourceError without memory.
+    missing or do not fit the model, MissingPackageError where a format or setting needs a package that is not there, StageError for a
+    setting that cannot be applied, ResourceError without memory.
     """
     checkpoint = Checkpoint(Path(directory))
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)

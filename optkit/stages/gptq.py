@@ -96,9 +96,8 @@ class Gptq(WeightQuantizer):
         from optkit.algorithms.gptq import relative_error
 
         transposed = {name: job.selection.layers[name].transposed for name in layers}
-        weights = {name: _weight(module, transposed[name]) for name, module in layers.items()}
-        stacked = torch.cat(list(weights.values()))
-        sizes = [len(weight) for weight in weights.values()]
+        stacked = torch.cat([_weight(module, transposed[name]) for name, module in layers.items()])
+        sizes = [job.selection.layers[name].outputs for name in layers]
         name = next(iter(layers))
         if hessian is None or hessian.tokens < FEW_TOKENS:
             parts = self._round(job, layers, stacked, 0 if hessian is None else hessian.tokens).rows(sizes)
@@ -116,7 +115,7 @@ class Gptq(WeightQuantizer):
                 job.details["raised_damping"] |= dict.fromkeys(layers, result.damping)
                 job.context.progress.warn(f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}")
             parts = result.weight.rows(sizes)
-            for (layer, weight), part in zip(weights.items(), parts, strict=True):
+            for layer, weight, part in zip(layers, stacked.split(sizes), parts, strict=True):
                 job.details["losses"][layer] = relative_error(weight, part.dequantize(), matrix)
         quantized = dict(zip(layers, parts, strict=True))
         for layer, module in layers.items():
