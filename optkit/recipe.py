@@ -17,7 +17,7 @@ from optkit.recipe_check import check_fields, check_gates, check_order, check_re
 from optkit.recipe_files import find_recipe, read_text
 from optkit.source.models import ModelSource, pin_model
 from optkit.stage import Setting, Stage, Transform
-from optkit.yaml_places import PlacedData, read_yaml
+from optkit.yaml_places import PlacedData, read_yaml_leniently
 
 
 class Entry(Frozen):
@@ -112,18 +112,17 @@ def load_recipe(source: Path | str | Mapping[str, Any], overrides: Sequence[str]
     if isinstance(source, Mapping):
         placed, name = PlacedData(dict(source)), "recipe"
     elif isinstance(source, str) and "\n" in source:
-        placed, name = read_yaml(source, "recipe"), "recipe"
+        placed, name = read_yaml_leniently(source, "recipe"), "recipe"
     else:
         path = find_recipe(source)
-        placed, name = read_yaml(read_text(path), str(path)), path.stem
+        placed, name = read_yaml_leniently(read_text(path), str(path)), path.stem
     return _checked(placed, name, overrides, model)
 
 
 def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str | None) -> Recipe:
     known = Recipe.model_fields
-    problems = check_root(placed, known)
     if not isinstance(placed.data, dict):
-        raise RecipeError(problems)
+        raise RecipeError(placed.problems or check_root(placed, known))
     problems = override(placed, overrides, model)
     problems += check_root(placed, known)
     heading = check_fields(placed, (), Heading, _heading(placed.data, name))
@@ -136,6 +135,8 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
         problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
     problems += [*stage_problems, *eval_problems, *gate_problems]
     problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
+    said = {(problem.line, problem.column) for problem in placed.problems}
+    problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
     if problems or isinstance(heading, list):
         raise RecipeError(sorted(problems, key=lambda problem: (problem.line, problem.column)))
     return Recipe(

@@ -29,9 +29,9 @@ def find_recipe(source: Path | str) -> Path:
     shipped = shipped_recipes()
     if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")]
-    nearby = {file.name: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if path.parent.is_dir() else {}
-    known = {**{name: name for name in shipped}, **{Path(name).stem: file for name, file in nearby.items()}, **nearby}
-    near = difflib.get_close_matches(path.name, known, n=1) or difflib.get_close_matches(path.stem, known, n=1)
+    nearby = {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if path.parent.is_dir() else {}
+    known = {**{name: name for name in shipped}, **nearby}
+    near = difflib.get_close_matches(path.name.removesuffix(path.suffix if path.suffix in SUFFIXES else ""), known, n=1)
     hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
     raise _refused(path, f"there is no such recipe. {hint}")
 

@@ -53,6 +53,8 @@ class PlacedData:
     data: Any = None
     keys: dict[Steps, Place] = field(default_factory=dict)
     values: dict[Steps, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the YAML itself and leaves the rest readable, such as a key that is there twice (the first is taken)."""
 
     def key_place(self, steps: Steps) -> Place:
         """Return the place of a key; of the nearest value around it where it was not written."""
@@ -68,6 +70,14 @@ class PlacedData:
 
 def read_yaml(text: str, file: str) -> PlacedData:
     """Return the data of one YAML document; raises RecipeError with every problem, each at its place in `file`."""
+    placed = read_yaml_leniently(text, file)
+    if placed.problems:
+        raise RecipeError(placed.problems)
+    return placed
+
+
+def read_yaml_leniently(text: str, file: str) -> PlacedData:
+    """Return the data of one YAML document with its `problems`; raises RecipeError only where it cannot be read on."""
     composed = PlacedData(values={(): Place(file, 1, 1)})
     reader = _Reader(file, composed)
     try:
@@ -85,8 +95,6 @@ def read_yaml(text: str, file: str) -> PlacedData:
         raise RecipeError([Problem(f"cannot be read as YAML: {error}.", file)]) from error
     if root is not None:
         composed.data = reader.read(root, ())
-    if reader.problems:
-        raise RecipeError(reader.problems)
     return composed
 
 
@@ -95,7 +103,7 @@ class _Reader:
 
     def __init__(self, file: str, placed: PlacedData) -> None:
         self.file, self.placed = file, placed
-        self.problems: list[Problem] = []
+        self.problems = placed.problems
         self.nodes = 0
         self.open: set[int] = set()
 

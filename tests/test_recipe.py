@@ -422,3 +422,20 @@ def test_a_recipe_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         recipe.seed = 4  # type: ignore[misc]
     assert isinstance(recipe, Recipe)
+
+
+def test_a_key_that_is_there_twice_hides_no_other_problem():
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("model: a/b\nmodel: c/d\nseed: .inf\nevals: [spead]\nsed: 1\n")
+    assert [(problem.line, problem.message.split(".")[0]) for problem in caught.value.problems] == [
+        (2, "the key 'model' is here twice, first in line 1"),
+        (3, ""),
+        (4, "unknown eval 'spead'"),
+        (5, "unknown key 'sed'"),
+    ]
+
+
+def test_a_suffix_alone_makes_no_name_near(tmp_path):
+    (tmp_path / "rtn.yaml").touch()
+    with pytest.raises(RecipeError, match=r"nosuch.yaml: there is no such recipe. Shipped recipes: "):
+        load_recipe(tmp_path / "nosuch.yaml")
