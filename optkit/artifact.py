@@ -90,18 +90,25 @@ def read_artifact(directory: Path) -> Artifact:
         raise ArtifactError(f"there is no {RECORD}", where=str(directory), why="It was not made by `optkit run`")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(data, dict) and data.get("optkit_artifact", SCHEMA) > SCHEMA:
-            raise ArtifactError(f"schema {data['optkit_artifact']} is newer than this optkit", where=str(path), remedy="Upgrade optkit")
+        schema = data.get("optkit_artifact") if isinstance(data, dict) else None
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise ArtifactError(f"schema {schema} is newer than this optkit", where=str(path), remedy="Upgrade optkit")
         return Artifact(directory=directory, record=ArtifactRecord.model_validate(data))
     except (ValueError, ValidationError) as error:
         raise ArtifactError("cannot be read", where=str(path), why=str(error).splitlines()[0]) from error
+
+
+def settle(out: Path) -> Path:
+    """Return the directory that a path to write to means: what a link leads to, and `.` and `..` by their names."""
+    return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
 
 
 @contextlib.contextmanager
 def reserve(out: Path) -> Iterator[None]:
     """Hold an output directory for this process, so that two runs never write one artifact.
 
-    Raises StoreError where another run holds it, where it holds files that are not ours, or where it cannot be written.
+    Raises StoreError where another run holds it, where it holds files that are not ours, where the process stands in it, or where it
+    cannot be written.
     """
     if out.exists() and not out.is_dir():
         raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
@@ -112,6 +119,8 @@ def reserve(out: Path) -> Iterator[None]:
             why="They would be replaced",
             remedy="Empty it, or name another directory with --out",
         )
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise StoreError("is the directory that you are in", where=str(out), why="It would be replaced", remedy="Name another with --out")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = (out.parent / f".{out.name}.lock").open("a")

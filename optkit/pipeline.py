@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit import __version__
-from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve
+from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UsageError
 from optkit.execute import Execution, execute, materialize
@@ -35,7 +35,8 @@ def plan(
 ) -> Plan:
     """Return what `run` would do: every step with its key, whether the store holds it, and what it will need; computes nothing."""
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
-    return make_plan(wanted.pinned(data), Store(store or default_store()), device or best_device())
+    chosen = _usable(device)
+    return make_plan(wanted.pinned(data), Store(store or default_store()), chosen)
 
 
 def run(
@@ -57,7 +58,7 @@ def run(
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = _usable(device)
-    target = Path(out) if out is not None else Path("artifacts") / wanted.name
+    target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
     with reserve(target):
         shelf = Store(store or default_store())
         todo = make_plan(wanted.pinned(data), shelf, chosen)
@@ -94,9 +95,9 @@ def evaluate(
     chosen = _usable(device)
     if not is_artifact(Path(model)):
         asked = load_recipe(evals, model=model)
+        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
         if asked.stages:
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
-        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
         context = Context(device=chosen, seed=todo.recipe.seed, progress=progress, data=data)
         return _scorecard(todo, measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress), [])
     artifact = read_artifact(Path(model))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.artifact import RECORD, is_artifact, publish, read_artifact, reserve
+from optkit.artifact import RECORD, is_artifact, publish, read_artifact, reserve, settle
 from optkit.errors import ArtifactError, StoreError
 from optkit.store import Store
 
@@ -131,3 +131,29 @@ def test_what_is_no_artifact_is_said(tmp_path):
     (tmp_path / RECORD).write_text('{"optkit_artifact": 99}')
     with pytest.raises(ArtifactError, match="schema 99 is newer than this optkit"):
         read_artifact(tmp_path)
+
+
+def test_a_link_as_output_stays_and_what_it_leads_to_is_written(weights, tmp_path, monkeypatch):
+    (tmp_path / "big disk").mkdir()
+    link = tmp_path / "out"
+    link.symlink_to(tmp_path / "big disk")
+    assert settle(link) == tmp_path / "big disk"
+    assert settle(tmp_path / "plain") == tmp_path / "plain"
+    monkeypatch.chdir(tmp_path)
+    assert settle(Path()) == tmp_path
+    assert settle(Path("..")) == tmp_path.parent
+
+
+def test_the_directory_that_one_is_in_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(StoreError, match=r"here: is the directory that you are in\. It would be replaced\."), reserve(settle(Path())):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "here"]
+
+
+def test_a_schema_that_is_no_number_is_damage(weights, tmp_path):
+    publish_from(weights, tmp_path / "out")
+    (tmp_path / "out" / RECORD).write_text('{"optkit_artifact": "2"}')
+    with pytest.raises(ArtifactError, match=r"optkit.json: cannot be read"):
+        read_artifact(tmp_path / "out")

@@ -144,7 +144,7 @@ def test_what_is_not_there_is_an_error(words: list[str], desk: Path, capsys: pyt
     assert "bug in optkit" not in err
 
 
-@pytest.mark.parametrize("words", [["run", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]])
+@pytest.mark.parametrize("words", [["run", "tiny.yaml"], ["plan", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]])
 def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = spoken(capsys, *words, "--device", "cuda:99", status=2)
     assert err.startswith("error: device cuda:99: torch sees ")
