@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from optkit.environment import describe_environment, package_version
+from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import Plan, Step
@@ -109,15 +109,11 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
 
 def check_packages(plan: Plan) -> None:
     """Raise MissingPackageError for the first stage or eval that needs a package which is not installed or too old."""
-    from packaging.requirements import Requirement
-
     wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.requires]
     wanted += [(entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires]
     for kind, need in wanted:
-        requirement = Requirement(need)
-        version = package_version(requirement.name)
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
-            raise MissingPackageError(requirement.name, where=kind, install=need)
+        if unmet([need]):
+            raise MissingPackageError(need, where=kind)
 
 
 def check_disk(plan: Plan, store: Store) -> None:
@@ -127,7 +123,7 @@ def check_disk(plan: Plan, store: Store) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ResourceError(
-            f"the steps will write {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free",
+            f"the steps will write {needed:,} bytes and {free:,} bytes are free",
             where=str(store.root),
             remedy="Free some space, or name a store on another disk with --store",
         )

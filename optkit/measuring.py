@@ -79,12 +79,14 @@ def measure(
         return [(key, each) for key, each in keys if key and (each.key in stale or not known(store, key))]
 
     alone = missing((each for each in plan.evals if not each.eval.compares), of_baseline=False)
+    of_baseline = missing((each for each in compared if not each.eval.compares), of_baseline=True)
+    pairs = missing((each for each in compared if each.eval.compares), of_baseline=False)
+    if alone or of_baseline or pairs:
+        store.check_writable()
     if alone:
         with opened(artifact, plan.device, progress) as session:
             for key, each in alone:
                 keep(store, key, each.eval.run(session, context), session, plan.device)
-    of_baseline = missing((each for each in compared if not each.eval.compares), of_baseline=True)
-    pairs = missing((each for each in compared if each.eval.compares), of_baseline=False)
     if baseline and (of_baseline or pairs):
         with opened(baseline, plan.device, progress) as session:
             for key, each in of_baseline:

@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Store:
         self.root = Path(root)
 
     def get(self, key: str) -> Path | None:
-        """Return the directory that a finished step left, None if there is none or its files were damaged since."""
+        """Return the directory that a finished step left, None if there is none or it was damaged since."""
         record = self._read_record(key)
         return self._model(key) if record is not None and not self._damaged(key, record) else None
 
@@ -64,7 +65,7 @@ class Store:
         """Return what `put_json` kept under this key, None if nothing."""
         try:
             return json.loads((self.root / "metrics" / f"{key}.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
 
     def take_json(self, key: str) -> Any:
@@ -73,6 +74,11 @@ class Store:
         if found is None:
             raise StoreError("the entry is gone", where=str(self.root / "metrics" / f"{key}.json"), remedy="Run the command again")
         return found
+
+    def check_writable(self) -> None:
+        """Raise StoreError or ResourceError where nothing can be kept, before hours are spent on what would be lost."""
+        with self._explaining("the metrics"), tempfile.TemporaryFile(dir=self._directory("metrics")):
+            pass
 
     def put_json(self, key: str, value: Any) -> None:
         """Keep a JSON value under a key; readers see the old one or the new one, never half."""
@@ -131,7 +137,7 @@ class Store:
             record = json.loads((self.root / "steps" / key / "record.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
-        return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) and "files" in record else None
 
     def _damaged(self, key: str, record: dict[str, Any]) -> bool:
         return any(not is_unchanged(self._model(key) / name, known) for name, known in record["files"].items())

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from optkit import registry
-from optkit.errors import EvalError
+from optkit.errors import EvalError, StoreError
 from optkit.measure import Eval, Metric
 from optkit.measuring import Subject, measure
 from optkit.plan import make_plan
@@ -140,4 +140,11 @@ def test_an_unmodified_model_has_nothing_to_compare_with(measured):
 def test_an_unmodified_model_has_no_ratio_to_limit(measured):
     with pytest.raises(EvalError, match=r"gate plain: the limit is relative to the baseline\..*Set an absolute limit, without x"):
         measured("plain", stages=(), gates={"plain": "<= 1.1x"})
+    assert RAN == []
+
+
+def test_nothing_is_measured_where_it_could_not_be_kept(measured, tmp_path):
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(StoreError, match="store: cannot write the metrics"):
+        measured("plain")
     assert RAN == []

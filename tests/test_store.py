@@ -171,3 +171,19 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "x.json"
     write_text_atomically(path, json.dumps([1]))
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_record_that_lists_no_files_is_damage(store):
+    fill(store)
+    (store.root / "steps" / "k" / "record.json").write_text("{}")
+    assert store.get("k") is None
+    fill(store)
+    assert store.get("k") is not None
+
+
+def test_a_store_that_keeps_nothing_is_known_before_the_work(store, tmp_path):
+    store.check_writable()
+    assert list((store.root / "metrics").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file: cannot write the metrics\. Not a directory\. Name another place"):
+        Store(tmp_path / "file").check_writable()
