@@ -24,7 +24,7 @@ from typing import ClassVar
 
 def _sentence(text: str) -> str:
     text = text.strip()
-    return text if not text or text[-1] in ".?!:`" or "\n" in text else text + "."
+    return text if not text or text[-1] in ".?!:" or "\n" in text else text + "."
 
 
 class OptkitError(Exception):
@@ -79,12 +79,12 @@ class StageError(OptkitError):
 class MissingPackageError(OptkitError):
     """A package that is needed here and not installed; the message holds the exact `pip install`."""
 
-    def __init__(self, package: str, *, where: str, install: str = "") -> None:
+    def __init__(self, package: str, *, where: str, install: str = "", command: str = "") -> None:
         self.package = package
         super().__init__(
             f"the package `{package}` is not installed",
             where=where,
-            remedy=f"Run: pip install '{install or package}'",
+            remedy="Run: " + (command or f"pip install '{install or package}'"),
         )
 
 

@@ -102,7 +102,7 @@ class TestDocuments:
             Calibration(dataset=dataset, samples=4, sequence_length=16).tokens(tokenizer_directory, None)
         assert str(caught.value) == (
             f"{dataset}: 1 of 2 documents have 16 tokens and 4 are needed. The longest has {longest}."
-            " Lower `samples` or `sequence_length`, or set `packing: joined`"
+            " Lower `samples` or `sequence_length`, or set `packing: joined`."
         )
 
     def test_c4_gives_the_tokens_of_the_benchmark(self, smol, shared_data):
@@ -133,7 +133,7 @@ class TestJoined:
         assert windows.flatten().tolist() == stream[: count * 8]
 
     @pytest.mark.parametrize(
-        ("length", "remedy"), [(16, "Lower `samples` to {available}, or `sequence_length`"), (4096, "Lower `sequence_length`")]
+        ("length", "remedy"), [(16, "Lower `samples` to {available}, or `sequence_length`."), (4096, "Lower `sequence_length`.")]
     )
     def test_too_short(self, tmp_path, tokenizer_directory, length, remedy):
         file = tmp_path / "mine.txt"
@@ -154,5 +154,12 @@ class TestJoined:
 
 def test_a_directory_without_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(SourceError, match="there is no tokenizer. None of tokenizer.json, .* is there. Copy tokenizer.json and tok"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(SourceError, match="the tokenizer cannot be loaded. .* Copy tokenizer.json and tokenizer_config.json into it"):
         load_tokenizer(tmp_path)

@@ -94,6 +94,8 @@ class TestOffline:
             f" is not in its cache: there is no {hub_cache}/models--org--tiny/refs/v2. There is no directory {Path('org/tiny').absolute()}"
             " either. Connect and run: hf download org/tiny, then copy the cache, or name a local directory."
         )
+        with pytest.raises(SourceError, match="hf download org/tiny --repo-type dataset, then .*, or name a local .txt or .jsonl file"):
+            HubRepo("org/tiny", "dataset").commit()
 
     def test_a_commit_that_is_not_cached(self, cached):
         with pytest.raises(SourceError, match=f"config.json is not in its cache: there is no .*/snapshots/{NEW}/config.json"):

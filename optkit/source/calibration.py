@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from optkit.errors import SourceError
+from optkit.source.directory import TOKENIZERS
 from optkit.source.quiet import quiet_transformers
 from optkit.source.texts import KNOWN, TextSource
 
@@ -82,6 +83,13 @@ class Calibration(TextSource):
 
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer of a model directory. Raises SourceError where it has none."""
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        raise SourceError(
+            "there is no tokenizer",
+            where=str(directory),
+            why=f"None of {', '.join(TOKENIZERS)} is there",
+            remedy="Copy tokenizer.json and tokenizer_config.json into it",
+        )
     with quiet_transformers():
         from transformers import AutoTokenizer
 

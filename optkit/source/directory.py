@@ -20,6 +20,9 @@ OTHER_WEIGHTS = frozenset(
 )
 """Weights that optkit does not read; the safetensors that it does read are those of the checkpoint."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head")
+"""Keys of a config.json that hold a number above 0, where they are there."""
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
@@ -39,6 +42,13 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             why=f"Their architectures end in {' or '.join(CAUSAL)}",
             remedy="Take the text-generation checkpoint of the model, if there is one",
         )
+    for key in SIZES:
+        if key in config and (type(config[key]) is not int or config[key] < 1):
+            raise SourceError(
+                f"`{key}` in config.json is {json.dumps(config[key])}, not a whole number above 0",
+                where=where,
+                remedy="Take config.json from the model's source again",
+            )
     if "auto_map" in config and not trust_remote_code and not is_built_into_transformers(str(config.get("model_type", ""))):
         raise SourceError(
             f"the model comes with code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",

@@ -117,9 +117,10 @@ class HubRepo:
 
         why = "The hub is switched off (HF_HUB_OFFLINE)" if constants.is_offline_mode() else f"The hub cannot be reached ({error})"
         looked = f"{why}, and {what} is not in its cache: there is no {place}"
+        local = "directory" if self.kind == "model" else ".txt or .jsonl file"
         remedy = self.remedy or (
             f"Connect and run: hf download {self.name}{' --repo-type dataset' if self.kind == 'dataset' else ''}"
-            f"{', then copy the cache' if constants.is_offline_mode() else ''}, or name a local directory"
+            f"{', then copy the cache' if constants.is_offline_mode() else ''}, or name a local {local}"
         )
         kind = "data set" if self.kind == "dataset" else self.kind
         return SourceError(

