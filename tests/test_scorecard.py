@@ -13,6 +13,7 @@ from optkit.scorecard import (
     Scorecard,
     build_scorecard,
     compare_table,
+    footnotes,
     format_ratio,
     format_value,
     protocols,
@@ -268,3 +269,15 @@ def test_ratios_as_people_read_them():
     assert format_ratio(1.1721, (1.15, 1.195)) == "1.172x [1.150, 1.195]"
     assert format_ratio(0.223048) == "0.2230x"
     assert format_ratio(12.3456) == "12.35x"
+
+
+def test_footnotes_write_out_a_long_beginning_once():
+    text = "wikitext2 test, first 15 windows of 2048 tokens"
+    assert footnotes([f"{text}; exp of the mean", "all files", f"{text}; KL", "greedy; 2 repeats", "greedy; 3 repeats", text]) == [
+        f"{text}; exp of the mean",
+        "all files",
+        "as [1] up to its first semicolon; KL",
+        "greedy; 2 repeats",
+        "greedy; 3 repeats",
+        text,
+    ]

@@ -8,14 +8,14 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from optkit.scorecard import Comparison, ComparisonRow
+from optkit.scorecard import Comparison, ComparisonRow, footnotes
 from optkit_cli.tables import definition_list, fits, grouped, indented, plain_table
 
 
 def comparison_view(comparison: Comparison) -> list[RenderableType]:
     """Return what to print, top to bottom."""
-    footnotes = indented([(f"[{number}]", line) for number, line in enumerate(comparison.protocols, start=1)])
-    parts = (SideBySide(comparison), footnotes, Text("x: ratio to the artifact's own unmodified model", style="dim"))
+    notes = indented([(f"[{number}]", line) for number, line in enumerate(footnotes(comparison.protocols), start=1)])
+    parts = (SideBySide(comparison), notes, Text("x: ratio to the artifact's own unmodified model", style="dim"))
     return [each for part in parts if part is not None for each in (Text(""), part)]
 
 

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from optkit.scorecard import Measured, Row, Scorecard, StepLine, format_ratio, format_value, protocols, table_rows
+from optkit.scorecard import Measured, Row, Scorecard, StepLine, footnotes, format_ratio, format_value, protocols, table_rows
 from optkit_cli.progress import clock_text
 from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
 
@@ -30,7 +30,7 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
         _title(scorecard),
         indented(made),
         Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
-        indented([(f"[{number}]", line) for number, line in enumerate(protocols(scorecard), start=1)]),
+        indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),
         indented([("note", note) for note in notes]),
         _closing(scorecard, directory),
     ]

@@ -108,7 +108,6 @@ class Throughput(Eval):
                 )
             )
         if peak.size_bytes is not None:
-            what = "resident set of the process" if session.device == "cpu" else "memory that torch allocated"
             found.append(
                 Metric(
                     name="peak_memory_bytes",
@@ -116,7 +115,7 @@ class Throughput(Eval):
                     value=peak.size_bytes,
                     unit="bytes",
                     higher_is_better=False,
-                    protocol=f"largest {what} during the repeats; {protocol}",
+                    protocol=protocol,
                 )
             )
         return found
@@ -124,10 +123,12 @@ class Throughput(Eval):
     def _protocol(self, session: Session, seed: int) -> str:
         environment = describe_environment(session.device)
         threads = f", {environment['cpu_threads']} threads" if session.device == "cpu" and "cpu_threads" in environment else ""
+        memory = "resident set of the process" if session.device == "cpu" else "memory that torch allocated"
         return (
             f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until two agree within"
             f" {SETTLED:.0%}, then the mean of {self.repeats} repeats (of their percentiles, for latencies); wall clock, device"
             f" synchronised at each token; prefill is up to the first token, decode after it;"
+            f" memory is the largest {memory} during the repeats;"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
 

@@ -4,7 +4,7 @@ from optkit.scorecard.build import build_scorecard, ratio_to_baseline
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import GateResult, Measured, Scorecard, StepLine, read_json, to_json
-from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, protocols, table_rows
+from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows
 
 __all__ = [
     "Comparison",
@@ -16,6 +16,7 @@ __all__ = [
     "StepLine",
     "build_scorecard",
     "compare_table",
+    "footnotes",
     "format_ratio",
     "format_value",
     "protocols",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import StringIO
 
 from optkit.scorecard.record import Scorecard, StepLine
-from optkit.scorecard.table import NOTHING, markdown_table, numbered, protocols, table_rows
+from optkit.scorecard.table import NOTHING, footnotes, markdown_table, numbered, protocols, table_rows
 
 
 def to_markdown(scorecard: Scorecard) -> str:
@@ -18,7 +18,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval. [n]: protocol."
         if rows
         else "Nothing was measured.",
-        "## Protocols": numbered(protocols(scorecard)),
+        "## Protocols": numbered(footnotes(protocols(scorecard))),
         "## Steps": _steps(scorecard.steps),
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),

@@ -15,7 +15,7 @@ from optkit.gates import Verdict, overall
 from optkit.measure import Metric
 
 SCHEMA = 1
-REMEDY = "Measure the artifact again: optkit eval"
+REMEDY = "Run its recipe again"
 EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
 
 
@@ -110,11 +110,11 @@ def read_json(path: Path) -> Scorecard:
         raise ArtifactError(
             f"the scorecard has schema {record['schema']}, and this optkit reads schema {SCHEMA}",
             where=str(path),
-            remedy=f"Open it with the optkit that wrote it. {REMEDY}",
+            remedy="Open it with the optkit that wrote it, or run its recipe again",
         )
     try:
         return Scorecard.model_validate(record)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError("the scorecard is damaged", where=str(path), why=f"{place}: {first['msg']}") from error
+        raise ArtifactError("the scorecard is damaged", where=str(path), why=f"{place}: {first['msg']}", remedy=REMEDY) from error

@@ -54,7 +54,7 @@ class Comparison:
     def to_markdown(self) -> str:
         """Return the table with its protocols as numbered footnotes."""
         body = [(f"{row.metric} [{row.protocol}]", *row.cells) for row in self.rows]
-        return f"{markdown_table(('metric', *self.columns), body)}\n\nProtocols\n\n{numbered(self.protocols)}\n"
+        return f"{markdown_table(('metric', *self.columns), body)}\n\nProtocols\n\n{numbered(footnotes(self.protocols))}\n"
 
 
 def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
@@ -62,9 +62,20 @@ def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row.metric.protocol for scorecard in scorecards for row in scorecard.rows))
 
 
+def footnotes(protocols: Sequence[str]) -> list[str]:
+    """Return the protocols as they are printed: where most of one, up to its first `; `, is that of an earlier one, it refers to that."""
+    first: dict[str, int] = {}
+    shown = []
+    for number, protocol in enumerate(protocols, start=1):
+        shared, _, rest = protocol.partition("; ")
+        known = first.setdefault(shared, number)
+        shown.append(f"as [{known}] up to its first semicolon; {rest}" if known < number and 0 < len(rest) < len(shared) else protocol)
+    return shown
+
+
 def table_rows(scorecard: Scorecard) -> list[Row]:
     """Return the lines of a scorecard's table."""
-    footnotes = {protocol: number for number, protocol in enumerate(protocols(scorecard), start=1)}
+    numbers = {protocol: number for number, protocol in enumerate(protocols(scorecard), start=1)}
     return [
         Row(
             metric=metric_label(row.metric),
@@ -74,7 +85,7 @@ def table_rows(scorecard: Scorecard) -> list[Row]:
             change=_change(row),
             gate=", ".join(f"{gate.limit} {gate.verdict}" for gate in row.gates) or NOTHING,
             verdict=overall([gate.verdict for gate in row.gates]) if row.gates else None,
-            protocol=footnotes[row.metric.protocol],
+            protocol=numbers[row.metric.protocol],
         )
         for row in scorecard.rows
     ]
