@@ -129,12 +129,25 @@ def test_usage_errors_say_what_to_type(words: list[str], said: str, capsys: pyte
         (KeyboardInterrupt(), 130, "interrupted; finished steps are kept, run the same command again to go on\n"),
         (Terminated(), 143, "terminated; finished steps are kept, run the same command again to go on\n"),
         (MemoryError(), 1, "error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.\n"),
+        (OSError(errno.ENOSPC, "No space"), 1, "error: the output: the disk is full. Free some space and run the same command again.\n"),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "error: /x/y: Permission denied.\n"),
     ],
 )
 def test_failures_are_one_clean_message(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status_of(error, debug=False) == status
     assert capsys.readouterr().err == said
+
+
+def test_optkit_alone_shows_its_help_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Usage: optkit")
+    assert err.count("Usage:") == 1
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["list", "models"]) == 0
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import sys
 import traceback
@@ -41,8 +42,11 @@ def exit_status_of(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     match error:
+        case click.UsageError() if error.ctx is not None and error.message == error.ctx.get_help():
+            _say(error.message)
+            return error.exit_code
         case click.ClickException():
-            _say(f"error: {error.format_message()}")
+            _say(f"error: {' '.join(error.format_message().split())}")
             if isinstance(error, click.UsageError) and error.ctx is not None:
                 _say(f"{error.ctx.get_usage()}\nTry: {error.ctx.command_path} --help")
             return error.exit_code
@@ -58,6 +62,9 @@ def exit_status_of(error: BaseException, *, debug: bool) -> int:
             return error.exit_status
         case MemoryError():
             _say("error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.")
+            return OptkitError.exit_status
+        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _say(f"error: {error.filename or 'the output'}: the disk is full. Free some space and run the same command again.")
             return OptkitError.exit_status
         case OSError() if error.filename is not None:
             _say(f"error: {error.filename}: {error.strerror}.")

@@ -42,7 +42,7 @@ def show(*parts: RenderableType) -> None:
     """Print tables and lines: as wide as the terminal, else `WIDTH` columns of plain text without spaces at the ends of lines."""
     from rich.console import Console
 
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         console = Console(highlight=False)
         for part in parts:
             console.print(part)
