@@ -79,6 +79,12 @@ class Gptq(WeightQuantizer):
                     collector.advance_()
                 skeleton.release_(block.name)
             yield quantized
+        if few := job.details["rounded_to_nearest"]:
+            name, tokens = next(iter(few.items()))
+            job.context.progress.warn(
+                f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} calibration tokens that GPTQ needs"
+                f" ({name}: {tokens}); raise gptq.calibration.samples"
+            )
 
     def _quantize_turn(self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector) -> dict[str, QuantizedWeight]:
         """Quantize layers whose inputs are observed together; their Hessians are gone when it returns."""
@@ -137,9 +143,7 @@ class Gptq(WeightQuantizer):
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
 
-        for name in layers:
-            job.details["rounded_to_nearest"][name] = tokens
-            job.context.progress.warn(f"{name}: rounded to nearest, it saw {tokens} calibration tokens of the {FEW_TOKENS} that GPTQ needs")
+        job.details["rounded_to_nearest"] |= dict.fromkeys(layers, tokens)
         grid = self._grid(job.skeleton, next(iter(layers)))
         return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
 
