@@ -103,8 +103,8 @@ def evaluate(
     artifact = read_artifact(Path(model))
     artifact.check()
     made = load_recipe(artifact.record.recipe)
-    asked = load_recipe(evals, model=made.model.name)
-    todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}).pinned(data), shelf, chosen)
+    asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
+    todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}), shelf, chosen)
     context = Context(device=chosen, seed=todo.recipe.seed, progress=progress, data=data)
     measured = measure(
         todo,

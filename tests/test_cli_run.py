@@ -82,6 +82,25 @@ def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measured.splitlines()[-1] == "PASS  1 of 1 gates pass"
 
 
+def test_an_artifact_is_measured_from_anywhere_and_without_its_calibration_text(
+    desk: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (desk / "model").symlink_to(tiny_model("llama"))
+    (desk / "mine.txt").write_text("A sentence to calibrate on. " * 99, encoding="utf-8")
+    stage = "stages=[{gptq: {calibration: {dataset: mine.txt, samples: 2, sequence_length: 16}}}]"
+    spoken(capsys, "run", "tiny.yaml", "--model", "model", "--set", stage, "--device", "cpu", "--quiet")
+    (desk / "mine.txt").rename(desk / "other.txt")
+    (desk / "evals.yaml").write_text("model: any\nevals: [footprint]\n", encoding="utf-8")
+    (desk / "below").mkdir()
+    monkeypatch.chdir(desk / "below")
+    out, _ = spoken(capsys, "eval", "../artifacts/tiny", "--evals", "../evals.yaml", "--device", "cpu", "--quiet")
+    assert "size_bytes" in out
+    same = "model: any\nevals: [{perplexity: {dataset: ../other.txt, window: 16}}]\n"
+    (desk / "same.yaml").write_text(same, encoding="utf-8")
+    _, err = spoken(capsys, "eval", "../artifacts/tiny", "--evals", "../same.yaml", "--device", "cpu", "--quiet", status=1)
+    assert err.startswith("error: ../other.txt: the model was calibrated on mine.txt (all).")
+
+
 def test_json_is_one_document_on_stdout_and_the_rest_is_elsewhere(desk: Path) -> None:
     done = apart(desk, "-m", "optkit_cli.main", "run", "tiny.yaml", "--json", "--device", "cpu", "--out", "here")
     assert done.returncode == 0, done.stderr

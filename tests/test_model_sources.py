@@ -108,6 +108,13 @@ class TestDirectory:
         with pytest.raises(SourceError, match="a directory is used where it is"):
             import_model(pinned, model, SilentProgress())
 
+    def test_it_is_found_again_from_another_directory(self, model, monkeypatch, tmp_path):
+        monkeypatch.chdir(model.parent)
+        pinned = pin_model(ModelSource(name=model.name))
+        monkeypatch.chdir("/")
+        assert pinned.name == str(model)
+        assert pin_model(pinned) == pinned
+
     def test_the_same_content_has_the_same_key_whatever_its_name(self, model, tmp_path):
         copy = shutil.copytree(model, tmp_path / "another")
         assert model_key(pin_model(ModelSource(name=str(model)))) == model_key(pin_model(ModelSource(name=str(copy))))

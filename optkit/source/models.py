@@ -80,7 +80,7 @@ class ModelSource(Frozen):
 
 
 def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
-    """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a GGUF file.
+    """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a GGUF file, named by its whole path.
 
     `cache` is where digests of big files are remembered, optkit's own cache directory unless said otherwise.
     Raises SourceError for a model that is not there, not whole, not a causal language model, or not what `revision` says;
@@ -103,7 +103,8 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
             why="It was changed since, or is another one",
             remedy="Restore it, or leave out `revision`",
         )
-    return source.model_copy(update={"revision": revision})
+    name = source.name if source.name in BUILT_IN else str(place.absolute())
+    return source.model_copy(update={"name": name, "revision": revision})
 
 
 def model_key(pinned: ModelSource) -> str:
