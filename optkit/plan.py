@@ -27,6 +27,7 @@ from optkit.measure import Eval
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
+from optkit.recipe_check import FORMATS
 from optkit.source.models import locate_model, model_key, model_shape
 from optkit.stage import Cost, Format, Transform
 from optkit.store import Store
@@ -176,7 +177,7 @@ def _plan_steps(recipe: Recipe, store: Store, device: str) -> tuple[Step, ...]:
         before = steps[-1]
         if before.format not in entry.value.accepts:
             raise StageError(
-                f"reads {' or '.join(sorted(entry.value.accepts))} and gets {before.format}",
+                f"reads {' or '.join(FORMATS[each] for each in sorted(entry.value.accepts))} and gets {FORMATS[before.format]}",
                 where=entry.kind,
                 why=f"{recipe.model.name if before.stage is None else before.kind} has no float weights any more",
                 remedy="Start from the model's float weights",

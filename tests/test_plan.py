@@ -243,5 +243,6 @@ def test_a_quantized_model_cannot_be_quantized_again(tmp_path: Path, store: Stor
     with pytest.raises(StageError) as caught:
         make_plan(recipe(packed, Shrink()), store, "cpu")
     assert str(caught.value) == (
-        f"shrink: reads checkpoint and gets quantized. {packed.name} has no float weights any more. Start from the model's float weights."
+        f"shrink: reads a checkpoint with float weights and gets one with packed weights. {packed.name} has no float weights any more."
+        " Start from the model's float weights."
     )
