@@ -95,7 +95,9 @@ def read_artifact(directory: Path) -> Artifact:
             raise ArtifactError(f"schema {schema} is newer than this optkit", where=str(path), remedy="Upgrade optkit")
         return Artifact(directory=directory, record=ArtifactRecord.model_validate(data))
     except (ValueError, ValidationError) as error:
-        raise ArtifactError("cannot be read", where=str(path), why=str(error).splitlines()[0]) from error
+        raise ArtifactError(
+            "cannot be read", where=str(path), why=str(error).splitlines()[0], remedy="Delete the directory and run its recipe again"
+        ) from error
 
 
 def settle(out: Path) -> Path:
@@ -138,6 +140,30 @@ def reserve(out: Path) -> Iterator[None]:
         yield
 
 
+def standing(out: Path, key: str) -> Artifact | None:
+    """Return the artifact of this key that stands at `out`, whole; None where it has to be written, in place of another or of none.
+
+    Raises StoreError where files that optkit did not write would be lost by that, ArtifactError where nobody can tell.
+    """
+    if not is_artifact(out):
+        return None
+    found = read_artifact(out)
+    if found.record.key == key:
+        with contextlib.suppress(ArtifactError):
+            found.check()
+            return found
+    ours = {*OWN_FILES, *found.record.files}
+    drafts = tuple(f".{name}." for name in OWN_FILES)
+    foreign = [name for name in list_files(out) if name not in ours and not name.startswith(drafts)]
+    if foreign:
+        raise StoreError(
+            f"the artifact there would be replaced, and with it files that optkit did not write: {', '.join(foreign[:3])}",
+            where=str(out),
+            remedy="Move them away, or name another directory with --out",
+        )
+    return None
+
+
 def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping[str, dict[str, Any]] | None = None) -> Artifact:
     """Make `out` the artifact with these weights, by a rename; call it inside `reserve(out)`.
 
@@ -145,12 +171,8 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
     costs no space. The files of a user's own directory are copied, so that nobody changes both by changing one.
     An artifact of the same key that is still whole stays as it is. `record` holds the fields of `ArtifactRecord` but `files`.
     """
-    if is_artifact(out):
-        with contextlib.suppress(ArtifactError):
-            known = read_artifact(out)
-            if known.record.key == record["key"]:
-                known.check()
-                return known
+    if known := standing(out, record["key"]):
+        return known
     draft = out.with_name(f".{out.name}.draft-{secrets.token_hex(4)}")
     try:
         files = {}

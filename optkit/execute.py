@@ -75,6 +75,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
     with store.lock(step.key, waiting=lambda: context.progress.say(f"{step.kind}: another run is at work on this step; waiting for it")):
         if found := store.get(step.key):
             return found
+        if store.is_damaged(step.key):
+            context.progress.warn(f"{step.kind}: its files in the store were changed or lost; they are made again")
         with store.write(step.key) as draft:
             start = time.perf_counter()
             report = run_step(plan, step, source, draft.model, context)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit import __version__
-from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle
+from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle, standing
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UsageError
 from optkit.execute import Execution, execute, materialize
@@ -62,6 +62,7 @@ def run(
     with reserve(target):
         shelf = Store(store or default_store())
         todo = make_plan(wanted.pinned(data), shelf, chosen)
+        standing(target, todo.artifact_key)
         context = Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)

@@ -54,6 +54,10 @@ class Store:
         record = self._read_record(key)
         return self._model(key) if record is not None and not self._damaged(key, record) else None
 
+    def is_damaged(self, key: str) -> bool:
+        """Say whether there is an entry that `get` does not give out, because it was changed since it was finished."""
+        return (self.root / "steps" / key).exists() and self.get(key) is None
+
     def record(self, key: str) -> dict[str, Any]:
         """Return the record of a finished step; raises StoreError where there is none."""
         record = self._read_record(key)

@@ -157,3 +157,24 @@ def test_a_schema_that_is_no_number_is_damage(weights, tmp_path):
     (tmp_path / "out" / RECORD).write_text('{"optkit_artifact": "2"}')
     with pytest.raises(ArtifactError, match=r"optkit.json: cannot be read"):
         read_artifact(tmp_path / "out")
+
+
+def test_files_of_the_user_inside_an_artifact_are_not_lost(weights, tmp_path):
+    out = tmp_path / "out"
+    publish_from(weights, out).attach("scorecard.md", "numbers")
+    (out / ".scorecard.md.1234").write_text("left by kill -9")
+    (out / "notes").mkdir()
+    (out / "notes" / "mine.txt").write_text("thoughts")
+    assert publish_from(weights, out).record.key == "k1"
+    with pytest.raises(StoreError, match=r"would be replaced, and with it files that optkit did not write: notes/mine.txt\. Move them"):
+        publish_from(weights, out, key="k2")
+    assert (out / "notes" / "mine.txt").read_text() == "thoughts"
+    (out / "notes" / "mine.txt").unlink()
+    assert publish_from(weights, out, key="k2").record.key == "k2"
+
+
+def test_an_artifact_whose_record_is_unreadable_is_not_replaced(weights, tmp_path):
+    publish_from(weights, tmp_path / "out")
+    (tmp_path / "out" / RECORD).write_text("{")
+    with pytest.raises(ArtifactError, match=r"optkit.json: cannot be read\. .* Delete the directory and run its recipe again"):
+        publish_from(weights, tmp_path / "out")

@@ -10,6 +10,7 @@ from optkit.execute import execute
 from optkit.model.shape import ModelShape
 from optkit.model.writer import copy_companions
 from optkit.plan import make_plan
+from optkit.progress import SilentProgress
 from optkit.recipe import load_recipe
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.store import Store
@@ -115,6 +116,22 @@ def test_after_a_failure_the_next_run_goes_on_from_the_last_finished_step(planne
         execute(*planned({"halve": {}}, {"dies": {}}), Context())
     execute(*planned({"halve": {}}, {"halve": {"factor": 2}}), Context())
     assert RUNS == [0.5, 0.5, 2]
+
+
+def test_damage_in_the_store_is_mended_and_said(planned):
+    class Said(SilentProgress):
+        warnings: ClassVar[list[str]] = []
+
+        def warn(self, line: str) -> None:
+            self.warnings.append(line)
+
+    execute(*planned({"halve": {}}), Context(progress=Said()))
+    assert Said.warnings == []
+    plan, store = planned({"halve": {}})
+    (store.get(plan.weights_key) / "model.safetensors").write_bytes(b"")
+    execute(*planned({"halve": {}}), Context(progress=Said()))
+    assert Said.warnings == ["halve: its files in the store were changed or lost; they are made again"]
+    assert store.get(plan.weights_key) is not None
 
 
 def test_without_stages_the_model_itself_is_used_where_it_is(planned, tiny_model):
