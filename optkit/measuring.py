@@ -49,9 +49,11 @@ def measure(
     data: Path | None,
     progress: Progress,
     calibrated_on: tuple[dict[str, str], ...] = (),
+    retime: bool = False,
 ) -> Measurement:
     """Return all metrics: the artifact's first, then the baseline's, then those that need both open. Each is kept in the store.
 
+    `retime` measures the timed evals again, of both models, whatever the store holds.
     `baseline` is None where the artifact is the unmodified model. Raises EvalError and ResourceError from the evals.
     """
     comparing = [each.kind for each in plan.evals if each.eval.compares]
@@ -72,7 +74,8 @@ def measure(
         )
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     compared = plan.evals if baseline else ()
-    stale = {each.key for each in plan.evals if each.eval.timed and not (known(store, each.key) and known(store, each.baseline_key))}
+    timed = [each for each in plan.evals if each.eval.timed]
+    stale = {each.key for each in timed if retime or not (known(store, each.key) and known(store, each.baseline_key))}
 
     def missing(planned: Iterable[PlannedEval], *, of_baseline: bool) -> list[tuple[str, PlannedEval]]:
         keys = [(each.baseline_key if of_baseline else each.key, each) for each in planned]

@@ -48,12 +48,14 @@ def run(
     device: str | None = None,
     store: Path | None = None,
     data: Path | None = None,
+    retime: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Make a recipe's artifact in `out` (`artifacts/NAME`), measure it beside the unmodified model, and return its scorecard.
 
     `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`, `data` is a directory with local copies of
-    data sets. What the store holds is not done again. Raises an OptkitError for everything that a user can cause.
+    data sets. What the store holds is not done again, but for timings where `retime` is true. Raises an OptkitError for everything that a
+    user can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
@@ -74,6 +76,7 @@ def run(
             data=data,
             progress=progress,
             calibrated_on=execution.calibrated_on,
+            retime=retime,
         )
         scorecard = _scorecard(todo, measured, [asdict(step) for step in execution.steps])
         artifact.attach(SCORECARD_JSON, to_json(scorecard))

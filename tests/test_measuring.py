@@ -73,7 +73,7 @@ def fakes(monkeypatch):
 def measured(tiny_model, tmp_path):
     store = Store(tmp_path / "store")
 
-    def run(*evals, stages=("bf16",), forget=(), gates=None):
+    def run(*evals, stages=("bf16",), forget=(), gates=None, retime=False):
         recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages), "evals": list(evals), "gates": gates or {}})
         plan = make_plan(recipe.pinned(None), store, "cpu")
         for index, key in forget:
@@ -82,7 +82,7 @@ def measured(tiny_model, tmp_path):
         subjects = [Subject(lambda name=name: Path(name), ()) for name in ("artifact", "baseline")]
         if plan.artifact_key == plan.baseline_key:
             subjects[1] = None
-        return measure(plan, *subjects, store, data=None, progress=SilentProgress())
+        return measure(plan, *subjects, store, data=None, progress=SilentProgress(), retime=retime)
 
     return run
 
@@ -148,3 +148,9 @@ def test_nothing_is_measured_where_it_could_not_be_kept(measured, tmp_path):
     with pytest.raises(StoreError, match="store: cannot write the metrics"):
         measured("plain")
     assert RAN == []
+
+
+def test_timings_alone_are_measured_again_when_asked(measured):
+    measured("plain", "timed")
+    measured("plain", "timed", retime=True)
+    assert RAN == [("timed", "artifact"), ("timed", "baseline")]

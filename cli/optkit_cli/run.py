@@ -24,12 +24,14 @@ from optkit_cli.options import (
 @recipe_argument
 @all_of(model_option, set_option)
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Where the artifact goes [artifacts/RECIPE].")
+@click.option("--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now.")
 @all_of(device_option, data_option, store_option, json_option, quiet_option)
 def command(
     recipe: str,
     model: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
+    retime: bool,
     device: str | None,
     data: Path | None,
     store: Path | None,
@@ -48,6 +50,8 @@ def command(
     with only_the_result_on_stdout():
         wanted = load_recipe(recipe, overrides=overrides, model=model)
         target = out or Path("artifacts") / wanted.name
-        scorecard = pipeline.run(wanted, out=target, device=device, store=store, data=data, progress=open_progress(quiet=quiet))
+        scorecard = pipeline.run(
+            wanted, out=target, device=device, store=store, data=data, retime=retime, progress=open_progress(quiet=quiet)
+        )
     print_scorecard(scorecard, target, as_json=as_json)
     return scorecard.exit_status
