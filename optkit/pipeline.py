@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle, standing
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UsageError
 from optkit.execute import Execution, execute, materialize
-from optkit.measure import Session
 from optkit.measuring import Measurement, Subject, measure
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
@@ -22,6 +21,9 @@ from optkit.registry import stage_class
 from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, read_json, to_json, to_markdown
 from optkit.stage import Context, Setting
 from optkit.store import Store, default_store
+
+if TYPE_CHECKING:
+    from optkit.session import TorchSession
 
 
 def plan(
@@ -135,7 +137,7 @@ def compare(artifacts: Sequence[Path]) -> Comparison:
     return compare_table([read_scorecard(Path(artifact)) for artifact in artifacts])
 
 
-def open_artifact(directory: Path | str, *, device: str | None = None, dtype: str | None = None) -> Session:
+def open_artifact(directory: Path | str, *, device: str | None = None, dtype: str | None = None) -> TorchSession:
     """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
 
     Raises ArtifactError where files of the artifact were lost or changed.

@@ -51,5 +51,5 @@ def _closing(plan: Plan) -> Text:
     if not plan.pending and not unmeasured:
         return Text("nothing to do: a run ends at once")
     steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} evals to do"
-    needs = {"on disk": plan.disk_bytes, "of RAM at most": plan.ram_bytes, "of GPU memory at most": plan.gpu_bytes}
+    needs = {"on disk": plan.disk_bytes, "of RAM at most beside Python and torch": plan.ram_bytes, "of GPU memory at most": plan.gpu_bytes}
     return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size)]))
