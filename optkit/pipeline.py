@@ -67,7 +67,7 @@ def run(
         shelf = Store(store or default_store())
         todo = make_plan(wanted.pinned(data), shelf, chosen)
         standing(target, todo.artifact_key)
-        context = Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data)
+        context = _context(todo, progress, data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
         measured = measure(
@@ -104,14 +104,14 @@ def evaluate(
         todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
         if asked.stages:
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
-        context = Context(device=chosen, seed=todo.recipe.seed, progress=progress, data=data)
+        context = _context(todo, progress, data)
         return _scorecard(todo, measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress), [])
     artifact = read_artifact(Path(model))
     artifact.check()
     made = load_recipe(artifact.record.recipe)
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
     todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}), shelf, chosen)
-    context = Context(device=chosen, seed=todo.recipe.seed, progress=progress, data=data)
+    context = _context(todo, progress, data)
     measured = measure(
         todo,
         Subject(lambda: artifact.directory, _settings(todo), made.model.trust_remote_code),
@@ -177,6 +177,11 @@ def _usable(device: str | None) -> str:
     why = "" if torch_has_cuda() else "The installed torch was built without CUDA"
     known = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
     raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", why=why, remedy=f"Use {known}")
+
+
+def _context(todo: Plan, progress: Progress, data: Path | None) -> Context:
+    trusted = todo.recipe.model.trust_remote_code
+    return Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data, trust_remote_code=trusted)
 
 
 def _settings(todo: Plan) -> list[Setting]:

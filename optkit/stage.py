@@ -49,6 +49,8 @@ class Context:
     progress: Progress = field(default_factory=SilentProgress)
     data: Path | None = None
     """Directory with local copies of data sets, if the user named one."""
+    trust_remote_code: bool = False
+    """Whether the recipe allows the code that comes with its model; never part of a key."""
 
 
 @dataclass(frozen=True)

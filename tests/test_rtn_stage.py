@@ -15,8 +15,8 @@ from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context
+from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.rtn import Rtn
-from optkit.stages.weight_quantizer import out_of_memory
 
 TinyModel = Callable[[str], Path]
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
@@ -198,17 +198,28 @@ def test_refusals_say_what_to_do(tiny_model: TinyModel, tmp_path: Path, kind: st
         stage.predict(Checkpoint(source).shape, "cpu")
 
 
-def test_a_model_with_code_of_its_own_is_refused_with_the_reason(tiny_model: TinyModel, tmp_path: Path) -> None:
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = shutil.copytree(tiny_model("llama"), tmp_path / "mine")
-    config = json.loads((source / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.M"}}
+    places = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    config = json.loads((source / "config.json").read_text()) | {"auto_map": places, "model_type": "mine"}
     (source / "config.json").write_text(json.dumps(config))
-    quantize(source, tmp_path / "built in")  # transformers has the code of llama
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
-    message = r"^rtn: the model needs code of its own \(modeling_mine.M\)\. .*also with `trust_remote_code: true`"
-    with pytest.raises(StageError, match=message):
-        quantize(source, tmp_path / "out")
-    with pytest.raises(StageError, match=message):
-        Rtn().predict(Checkpoint(source).shape, "cpu")
+    (source / "modeling_mine.py").write_text(CODE)
+    with pytest.raises(SourceError, match="trust_remote_code: true"):
+        quantize(source, tmp_path / "refused")
+    (tmp_path / "trusted").mkdir()
+    Rtn().run(source, tmp_path / "trusted", Context(trust_remote_code=True))
+    plain = quantize(tiny_model("llama"), tmp_path / "plain")
+    assert load_file(tmp_path / "trusted" / "model.safetensors").keys() == plain.tensors.keys()
+    assert (tmp_path / "trusted" / "modeling_mine.py").is_file()
 
 
 def test_shapes_that_gptq_kernels_do_not_take(tmp_path: Path) -> None:

@@ -38,14 +38,14 @@ class Calibration(TextSource):
             return self.packing == "documents"
         return self.dataset not in ("python-reference", "wikitext2") and not self.dataset.endswith(".txt")
 
-    def tokens(self, tokenizer_directory: Path, data: Path | None) -> Tensor:
+    def tokens(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor:
         """Return the windows, int64 [samples, sequence_length], with the special tokens that the tokenizer itself adds.
 
         Raises SourceError where the text is too short for them.
         """
         import torch
 
-        tokenizer = load_tokenizer(tokenizer_directory)
+        tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
         windows = self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
         return torch.tensor(windows, dtype=torch.int64)
 
@@ -81,7 +81,7 @@ class Calibration(TextSource):
         return [ids[start : start + length] for start in starts]
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a model directory. Raises SourceError where it has none."""
     if not any((directory / name).is_file() for name in TOKENIZERS):
         raise SourceError(
@@ -94,7 +94,7 @@ def load_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SourceError(
                 "the tokenizer cannot be loaded",

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import gcd
-from typing import Any
 
 from optkit.errors import StageError
-from optkit.source.directory import is_built_into_transformers
-from optkit.stages.packed_format import COMPRESSED_TENSORS, GPTQ, GPTQ_MULTIPLE, Packing
+from optkit.stages.layer_format import COMPRESSED_TENSORS, LayerFormat
+from optkit.stages.packed_format import GPTQ, GPTQ_MULTIPLE
 from optkit.stages.selection import Layer, Selection
 
 EXPERTS = ".experts."
 
 
-def refuse_own_code(config: Mapping[str, Any], stage: str) -> None:
-    """Raise StageError for a config.json whose model is built by code that comes with it."""
-    if "auto_map" in config and not is_built_into_transformers(str(config.get("model_type", ""))):
-        raise StageError(
-            f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
-            where=stage,
-            why="Quantizers build models from transformers' own code alone, also with `trust_remote_code: true`",
-            remedy="Take the stage out of the recipe, or a model of an architecture that transformers has",
-        )
-
-
-def refuse_unfit(selection: Selection, packing: Packing, stage: str) -> None:
+def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
     """Raise StageError where group size, format or symmetry do not fit the layers; it names a layer and what does fit."""
     layers = tuple(selection.layers.values())
-    if packing.format == COMPRESSED_TENSORS:
-        _refuse_conv1d(layers, stage)
-        _refuse_asymmetric_experts(layers, packing, stage)
-        _refuse_some_experts(selection, stage)
-    if packing.format == GPTQ:
+    methods = {form.method for form in formats.values()}
+    if COMPRESSED_TENSORS in methods:
+        refuse_conv1d(layers, stage)
+        _refuse_asymmetric_experts(layers, formats, stage)
+        refuse_some_experts(selection, formats, stage)
+    if GPTQ in methods:
         _refuse_odd_shapes(layers, stage)
-    _refuse_uneven_groups(layers, packing.group_size, stage)
+    sizes = {name: getattr(form, "group_size", None) for name, form in formats.items()}
+    for size in dict.fromkeys(sizes.values()):
+        refuse_uneven_groups([layer for layer in layers if sizes[layer.name] == size], size, stage)
 
 
-def _refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
+def refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
+    """Raise StageError for Conv1D layers, which compressed-tensors does not have."""
     transposed = [layer.name for layer in layers if layer.transposed]
     if transposed:
         raise StageError(
@@ -48,9 +40,9 @@ def _refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
         )
 
 
-def _refuse_asymmetric_experts(layers: Sequence[Layer], packing: Packing, stage: str) -> None:
-    experts = [layer.name for layer in layers if EXPERTS in layer.name]
-    if experts and not packing.symmetric:
+def _refuse_asymmetric_experts(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:
+    experts = [layer.name for layer in layers if EXPERTS in layer.name and not getattr(formats[layer.name], "symmetric", True)]
+    if experts:
         raise StageError(
             f"{len(experts):,} layers belong to experts ({experts[0]}, ...) and would have zero points",
             where=f"{stage}.symmetric",
@@ -59,8 +51,20 @@ def _refuse_asymmetric_experts(layers: Sequence[Layer], packing: Packing, stage:
         )
 
 
-def _refuse_some_experts(selection: Selection, stage: str) -> None:
-    chosen = {name.partition(EXPERTS)[0] for name in selection.layers if EXPERTS in name}
+def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
+    """Raise StageError where experts of one block would have different forms."""
+    first: dict[str, str] = {}
+    for name in selection.layers:
+        if EXPERTS in name:
+            other = first.setdefault(name.partition(EXPERTS)[0], name)
+            if formats[name] != formats[other]:
+                raise StageError(
+                    f"{name} has {formats[name].label} and {other} has {formats[other].label}",
+                    where=f"{stage}.overrides",
+                    why="transformers and vLLM open the experts of a block in one form only",
+                    remedy="Match all experts of a block with one pattern, such as model.layers.0.*.experts.*",
+                )
+    chosen = set(first)
     left = next((name for name in selection.skipped if EXPERTS in name and name.partition(EXPERTS)[0] in chosen), None)
     if left:
         raise StageError(
@@ -83,7 +87,8 @@ def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:
         )
 
 
-def _refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage: str) -> None:
+def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage: str) -> None:
+    """Raise StageError where a group size does not divide the inputs of a layer; it names the sizes that divide all of them."""
     wrong = [layer for layer in layers if group_size and layer.inputs % group_size]
     if wrong:
         common = gcd(*(layer.inputs for layer in layers))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from optkit.errors import StageError
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stages.packed_format import Packing
+from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.packed_format import PackedFormat, PackQuantized
 from optkit.stages.selection import Layer
-from optkit.stages.weight_quantizer import Job, WeightQuantizer, out_of_memory
+from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,16 +54,15 @@ class Gptq(WeightQuantizer):
     batch_size: int = Field(default=8, ge=1)
     """Sequences that run through a block at once."""
 
-    @property
-    def packing(self) -> Packing:
-        """How the weights are packed."""
-        return replace(super().packing, activation_order=self.activation_order)
+    def _format(self, layer: Layer) -> PackedFormat:
+        form = super()._format(layer)
+        return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
-    def _quantized_blocks(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         from optkit.stages.layer_inputs import HessianCollector
 
         device, skeleton = job.context.device, job.skeleton
-        tokens = self.calibration.tokens(job.source, job.context.data)
+        tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
@@ -78,7 +78,7 @@ class Gptq(WeightQuantizer):
                 if index + 1 < len(skeleton.blocks):
                     collector.advance_()
                 skeleton.release_(block.name)
-            yield quantized
+            yield BlockOutput(self._packed(job, quantized))
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
             job.context.progress.warn(
@@ -90,7 +90,7 @@ class Gptq(WeightQuantizer):
         """Quantize layers whose inputs are observed together; their Hessians are gone when it returns."""
         hessians = collector.collect(layers) if layers else {}
         quantized: dict[str, QuantizedWeight] = {}
-        for together in _sharing(layers, hessians):
+        for together in self._alike(job, layers, hessians):
             job.task.advance(0, note=together[0])
             quantized |= self._quantize(job, {name: layers[name] for name in together}, hessians.get(together[0]))
         return quantized
@@ -105,8 +105,11 @@ class Gptq(WeightQuantizer):
         stacked = torch.cat([_weight(module, transposed[name]) for name, module in layers.items()])
         sizes = [job.selection.layers[name].outputs for name in layers]
         name = next(iter(layers))
-        if hessian is None or hessian.tokens < FEW_TOKENS:
-            parts = self._round(job, layers, stacked, 0 if hessian is None else hessian.tokens).rows(sizes)
+        if self._rounds_to_nearest(name):
+            parts = self._round(job, name, stacked).rows(sizes)
+        elif hessian is None or hessian.tokens < FEW_TOKENS:
+            job.details["rounded_to_nearest"] |= dict.fromkeys(layers, 0 if hessian is None else hessian.tokens)
+            parts = self._round(job, name, stacked).rows(sizes)
         else:
             matrix = hessian.matrix()
             if not matrix.isfinite().all():
@@ -135,17 +138,24 @@ class Gptq(WeightQuantizer):
 
         options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
         try:
-            return gptq(weight, hessian, self._grid(job.skeleton, name), options)
+            return gptq(weight, hessian, packed_grid(job, name), options)
         except ValueError as error:
             raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
 
-    def _round(self, job: Job, layers: Mapping[str, nn.Module], weight: Tensor, tokens: int) -> QuantizedWeight:
+    def _round(self, job: Job, name: str, weight: Tensor) -> QuantizedWeight:
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
 
-        job.details["rounded_to_nearest"] |= dict.fromkeys(layers, tokens)
-        grid = self._grid(job.skeleton, next(iter(layers)))
+        grid = packed_grid(job, name)
         return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+
+    def _alike(self, job: Job, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]) -> list[list[str]]:
+        """Return the layers in groups with the same Hessian, form and way of rounding; one that saw no token is alone."""
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name in layers:
+            seen = id(hessians[name]) if name in hessians else name
+            groups.setdefault((seen, job.formats[name], self._rounds_to_nearest(name)), []).append(name)
+        return list(groups.values())
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length
@@ -158,14 +168,6 @@ class Gptq(WeightQuantizer):
         work = max(4 * layer.inputs**2 * 4 + 10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
-
-
-def _sharing(layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]) -> list[list[str]]:
-    """Return the layers in groups with the same Hessian; one that saw no token is alone."""
-    groups: dict[int | str, list[str]] = {}
-    for name in layers:
-        groups.setdefault(id(hessians[name]) if name in hessians else name, []).append(name)
-    return list(groups.values())
 
 
 def _weight(module: nn.Module, transposed: bool) -> Tensor:

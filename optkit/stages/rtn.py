@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
 from optkit.stages.selection import Layer
-from optkit.stages.weight_quantizer import Job, WeightQuantizer, out_of_memory
+from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
 if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
@@ -22,14 +23,14 @@ class Rtn(WeightQuantizer):
     scale_search: Literal["minmax", "mse"] = "minmax"
     """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding error, which cuts outliers."""
 
-    def _quantized_blocks(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         for index in range(len(job.skeleton.blocks)):
             quantized = {}
             for name in job.modules(index):
                 job.task.advance(0, note=name)
                 with out_of_memory(name, job.context.device, "Use a machine with more memory"):
                     quantized[name] = self._round(job, name)
-            yield quantized
+            yield BlockOutput(self._packed(job, quantized))
 
     def _round(self, job: Job, name: str) -> QuantizedWeight:
         from optkit.algorithms.grid import minmax_scales
@@ -38,7 +39,7 @@ class Rtn(WeightQuantizer):
 
         stored = job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device).float()
         weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
-        grid = self._grid(job.skeleton, name)
+        grid = packed_grid(job, name)
         scales, zeros = minmax_scales(weight, grid) if self.scale_search == "minmax" else search_scales(weight, grid)
         return round_to_nearest(weight, scales, zeros, grid)
 

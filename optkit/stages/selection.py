@@ -33,6 +33,12 @@ class Selection:
     layers: Mapping[str, Layer]
     skipped: Mapping[str, str]
 
+    def without(self, reasons: Mapping[str, str], stage: str) -> Selection:
+        """Return the selection with some layers skipped, each with its reason. Raises StageError where no layer is left."""
+        chosen = {name: layer for name, layer in self.layers.items() if name not in reasons}
+        _refuse_nothing(chosen, len(self.layers), stage)
+        return Selection(chosen, dict(sorted({**self.skipped, **reasons}.items())))
+
 
 def layers_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the linear layers of the decoder blocks as far as names and shapes tell: what `Skeleton.linears` finds, without torch."""
@@ -54,10 +60,8 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
     Raises StageError for a pattern that matches nothing and where no layer is left.
     """
     beyond = tuple(outside)
-    for field, patterns in (("include", include), ("exclude", exclude)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in (*layers, *(beyond if field == "exclude" else ()))):
-                _refuse(f"{stage}.{field}", pattern, layers, beyond)
+    refuse_unmatched(f"{stage}.include", include, layers, beyond)
+    refuse_unmatched(f"{stage}.exclude", [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in beyond)], layers)
     skipped = dict.fromkeys(beyond, "outside the decoder blocks")
     chosen = {}
     for name, layer in layers.items():
@@ -69,13 +73,24 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
             skipped[name] = "router"
         else:
             chosen[name] = layer
+    _refuse_nothing(chosen, len(layers), stage)
+    return Selection(chosen, dict(sorted(skipped.items())))
+
+
+def refuse_unmatched(where: str, patterns: Iterable[str], layers: Mapping[str, Layer], outside: Sequence[str] = ()) -> None:
+    """Raise StageError, with a did-you-mean, for a pattern that matches none of the layers."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            _refuse(where, pattern, layers, outside)
+
+
+def _refuse_nothing(chosen: Mapping[str, Layer], count: int, stage: str) -> None:
     if not chosen:
         raise StageError(
-            f"no layer is left to quantize of {len(layers):,} in the decoder blocks",
+            f"no layer is left to quantize of {count:,} in the decoder blocks",
             where=stage,
             remedy="Widen `include` or narrow `exclude`",
         )
-    return Selection(chosen, dict(sorted(skipped.items())))
 
 
 def _refuse(where: str, pattern: str, layers: Mapping[str, Layer], outside: Sequence[str]) -> None:

@@ -1,0 +1,82 @@
+"""How one quantized linear layer lies on disk, and what config.json says about a model of such layers. No torch is needed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from optkit.model.shape import TensorInfo
+
+COMPRESSED_TENSORS = "compressed-tensors"
+
+
+class LayerFormat(Protocol):
+    """The form of one linear layer: a frozen value, equal for layers of equal form."""
+
+    @property
+    def method(self) -> str:
+        """The `quant_method` of config.json that it belongs to: `compressed-tensors`, `gptq`, `awq`, `bitsandbytes`."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """One phrase for reports, e.g. `4 bits, groups of 64`."""
+        ...
+
+    def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
+        """Return the tensors that take the place of a weight of this dtype and shape, by their last name."""
+        ...
+
+
+@runtime_checkable
+class CompressedTensors(LayerFormat, Protocol):
+    """A form that compressed-tensors describes."""
+
+    def scheme(self) -> dict[str, Any]:
+        """Return an entry of `config_groups` without `targets`: `weights`, `input_activations`, `output_activations`, `format`."""
+        ...
+
+
+@runtime_checkable
+class WholeModelFormat(LayerFormat, Protocol):
+    """A form whose method describes a model as one thing, with exceptions."""
+
+    def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of a model whose layers have these formats, most of them this one."""
+        ...
+
+
+def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json; `formats` are those of the quantized layers, `kept` the Linears that stay.
+
+    compressed-tensors: layers of equal scheme form a group. The largest group is that of every `Linear`; the others list their layers.
+    """
+    counts = Counter(formats.values())
+    usual = max(counts, key=lambda each: (counts[each], each.label))
+    if isinstance(usual, WholeModelFormat):
+        return usual.model_config(formats, kept)
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for name, form in sorted(formats.items()):
+        if not isinstance(form, CompressedTensors):
+            raise TypeError(f"{name}: {form} is no form of compressed-tensors")
+        scheme = form.scheme()
+        groups.setdefault(json.dumps(scheme, sort_keys=True), (scheme, []))[1].append(name)
+    ordered = [group for _, group in sorted(groups.items(), key=lambda item: (-len(item[1][1]), item[0]))]
+    kinds = {scheme["format"] for scheme, _ in ordered}
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{index}": {"targets": names if index else ["Linear"], **scheme} for index, (scheme, names) in enumerate(ordered)
+        },
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+    }
+
+
+def packed_tensors(forms: Mapping[str, LayerFormat], weights: Mapping[str, tuple[str, int, int]]) -> dict[str, TensorInfo]:
+    """Return every tensor of quantized layers; `weights`: layer -> dtype, outputs and inputs of its weight."""
+    return {f"{name}.{leaf}": info for name, form in forms.items() for leaf, info in form.tensors(*weights[name]).items()}

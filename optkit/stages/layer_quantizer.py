@@ -1,0 +1,216 @@
+"""What every quantizing stage does: choose layers, stream the model block by block, and write the quantized form of each layer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from optkit.errors import ResourceError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.memory import is_out_of_memory
+from optkit.model.routers import is_router
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.progress import Task
+from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.layer_format import LayerFormat, quantization_config
+from optkit.stages.selection import Layer, Selection, layers_of, select
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.model.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a quantizer leaves of one decoder block; every other tensor of the block is passed on as it is."""
+
+    layers: Mapping[str, Mapping[str, Tensor]]
+    """Layer -> last name -> tensor: these take the place of the layer's weight."""
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the checkpoint with another value (a norm that scales were folded into), by their full names; new names are added."""
+
+
+@dataclass
+class Job:
+    """One run of a quantizer: what it works on, and what it finds on the way."""
+
+    skeleton: Skeleton
+    source: Path
+    selection: Selection
+    formats: Mapping[str, LayerFormat]
+    """The form of each selected layer."""
+    context: Context
+    task: Task
+    """The bar, one step per block."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Goes into the report."""
+    calibrated_on: tuple[Mapping[str, str], ...] = ()
+
+    def modules(self, index: int) -> dict[str, nn.Module]:
+        """Return the layers to quantize of a block."""
+        linears = self.skeleton.linears(self.skeleton.blocks[index])
+        return {name: module for name, module in linears.items() if name in self.selection.layers}
+
+
+class LayerQuantizer(Transform):
+    """Store linear layers of the decoder blocks in a smaller form."""
+
+    produces: ClassVar[Format] = Format.QUANTIZED
+
+    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
+    (lm_head, embeddings) and routers of experts stay as they are."""
+    exclude: tuple[str, ...] = ()
+    """Layers to leave out of those, as glob patterns."""
+
+    @property
+    def _kind(self) -> str:
+        return type(self).__name__.lower()
+
+    def _format(self, layer: Layer) -> LayerFormat:
+        """Return the form that a layer will have."""
+        raise NotImplementedError
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        """Raise StageError where layers do not fit their form, or nothing opens them."""
+        raise NotImplementedError
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        """Yield what is left of each block, in order."""
+        raise NotImplementedError
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be written."""
+        raise NotImplementedError
+
+    def _select(self, layers: Mapping[str, Layer], outside: list[str]) -> Selection:
+        """Return the chosen ones of a model's layers; `outside` are the linear layers outside the blocks."""
+        return select(layers, outside, self.include, self.exclude, self._kind)
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Quantize block by block, straight from safetensors to safetensors.
+
+        Raises StageError where patterns and format do not fit the model, SourceError for weights that are NaN or Inf, ResourceError when
+        memory or disk runs out.
+        """
+        from optkit.model.skeleton import Skeleton
+
+        started = time.monotonic()
+        skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
+        selection = self._select(*_linears(skeleton))
+        formats = self._formats(selection)
+        with context.progress.task(self._kind, len(skeleton.blocks), "blocks") as task:
+            job = Job(skeleton, Path(source), selection, formats, context, task)
+            self._write(job, target)
+        copy_companions(source, target)
+        self._write_config(job, target)
+        job.details |= recount(Checkpoint(target), skeleton.checkpoint, formats)
+        job.details["seconds"] = round(time.monotonic() - started, 2)
+        return Report(
+            changed=len(selection.layers),
+            skipped={**selection.skipped, **skeleton.fused},
+            details=job.details,
+            calibrated_on=job.calibrated_on,
+        )
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the exact tensors that it leaves; the memory is an estimate, near what was measured."""
+        outside = ["lm_head"] if "lm_head.weight" in shape.tensors or shape.config.get("tie_word_embeddings") else []
+        selection = self._select(layers_of(shape), outside)
+        formats = self._formats(selection)
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in shape.tensors.items():
+            module = name.removesuffix(".weight")
+            if module in formats and name.endswith(".weight"):
+                layer = selection.layers[module]
+                stored = formats[module].tensors(info.dtype, layer.outputs, layer.inputs)
+                tensors |= {f"{module}.{leaf}": part for leaf, part in stored.items()}
+            else:
+                tensors[name] = info
+        config = {**shape.config, "quantization_config": quantization_config(formats, selection.skipped)}
+        left = ModelShape(config=config, tensors=tensors)
+        ram, gpu = self._memory(shape, selection.layers, device)
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
+
+    def _formats(self, selection: Selection) -> dict[str, LayerFormat]:
+        formats = {name: self._format(layer) for name, layer in selection.layers.items()}
+        self._refuse(selection, formats)
+        return formats
+
+    def _write_config(self, job: Job, target: Path) -> None:
+        config = quantization_config(job.formats, job.selection.skipped)
+        write_config(target, {**job.skeleton.checkpoint.config, "quantization_config": config})
+
+    def _write(self, job: Job, target: Path) -> None:
+        checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
+        with CheckpointWriter(target) as writer:
+            for name in job.skeleton.outside_tensors:
+                writer.add(name, checkpoint.read_finite(name))
+            for block, output in zip(blocks, self._blocks(job), strict=True):
+                replaced = dict(output.replaced)
+                for name in job.skeleton.block_tensors(block):
+                    module = name.removesuffix(".weight")
+                    if module in output.layers and name.endswith(".weight"):
+                        for leaf, tensor in output.layers[module].items():
+                            writer.add(f"{module}.{leaf}", tensor)
+                    else:
+                        writer.add(name, replaced.pop(name) if name in replaced else checkpoint.read_finite(name))
+                for name, tensor in replaced.items():
+                    writer.add(name, tensor)
+                job.task.advance(note=block.name)
+
+
+@contextmanager
+def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
+    """Turn an allocation that failed into a ResourceError that names the layer or block and what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        import torch
+
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"the memory of {device} is full" if on_gpu else "the main memory is full"
+        raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
+
+
+def recount(after: Checkpoint, before: Checkpoint, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+    """Return the bits per weight of the whole model and of the quantized layers, counted from the headers of the written files."""
+    packed = {name: info for name, info in after.tensors.items() if name.rpartition(".")[0] in formats and not name.endswith(".bias")}
+    weights = sum(before.tensors[f"{name}.weight"].elements for name in formats)
+    packed_bits = 8 * sum(info.size_bytes for info in packed.values())
+    return {
+        "bits_per_weight": round(8 * after.shape.size_bytes / before.shape.elements, 4),
+        "quantized_bits_per_weight": round(packed_bits / weights, 4),
+        "formats": dict(Counter(form.label for form in formats.values())),
+    }
+
+
+def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], list[str]]:
+    """Return the linear layers of the decoder blocks, and the names of those outside."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    layers, blocks = {}, []
+    for block in skeleton.blocks:
+        blocks.append(f"{block.name}.")
+        for name, module in skeleton.linears(block).items():
+            transposed = isinstance(module, Conv1D)
+            outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
+            layers[name] = Layer(name, outputs, inputs, transposed)
+    layers |= {name: layer for name, layer in layers_of(skeleton.checkpoint.shape).items() if is_router(name)}
+    outside = [
+        name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear) and not name.startswith(tuple(blocks))
+    ]
+    return layers, outside
