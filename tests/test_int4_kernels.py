@@ -8,7 +8,7 @@ from optkit.algorithms.packing import pack
 from optkit.kernels import bag, int4
 from optkit.kernels.bag import BagLinear, why_not_bag
 from optkit.kernels.int4 import Int4Linear, why_not_int4
-from optkit.kernels.load import packed_layer
+from optkit.kernels.integer import packed_layer
 from optkit.kernels.packed import PackedLinear, PackedWeight, unpack_words
 from tests.packed_models import random_grid
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import EvalError, MissingPackageError, OptkitError, ResourceError, SourceError
 from optkit.kernels.bag import BagLinear
-from optkit.kernels.formats import packed_method
 from optkit.kernels.int4 import CPU_TILES, Int4Linear
 from optkit.kernels.packed import PackedLinear
 from optkit.measure import Session
@@ -273,19 +272,13 @@ def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_pat
         open_session(broken("b", lambda tensors: tensors.pop("model.norm.weight")))  # type: ignore[arg-type,return-value]
     with pytest.raises(SourceError, match=r"are no weight \[128, 64\] of 2, 3, 4 or 8 bits"):
         open_session(broken("c", lambda tensors: tensors.update({f"{layer}.weight_packed": torch.zeros(128, 5, dtype=torch.int32)})))
-    with pytest.raises(SourceError, match=r"model.other is packed, and LlamaForCausalLM has no linear layer of that name"):
+    with pytest.raises(SourceError, match=r"model.other is quantized, and LlamaForCausalLM has no linear layer of that name"):
         open_session(broken("d", lambda tensors: tensors.update({"model.other.weight_packed": torch.zeros(1, 1, dtype=torch.int32)})))
-    with pytest.raises(SourceError, match="no tensor's name ends in .weight_packed"):
+    with pytest.raises(SourceError, match="no layer is quantized. The quantization_config says compressed-tensors"):
         open_session(copied(tmp_path / "plain", tmp_path / "e", **json.loads((tmp_path / "packed" / "config.json").read_text())))
 
 
 def test_what_optkit_does_not_read_itself_is_left_to_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
-    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": {"num_bits": 4}}}}
-    assert packed_method(packed) == "compressed-tensors"
-    assert packed_method({**packed, "format": "nvfp4-pack-quantized"}) is None
-    assert packed_method({**packed, "config_groups": {"g": {"input_activations": {"num_bits": 8}}}}) is None
-    assert packed_method({"quant_method": "gptq", "bits": 4}) == "gptq"
-    assert packed_method({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}) is None
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64}
     with pytest.raises((MissingPackageError, SourceError), match="gptqmodel|cannot open it"):
         open_session(copied(tiny_model("llama"), tmp_path / "awq", quantization_config=awq))

@@ -1,22 +1,19 @@
-"""Open a packed checkpoint as a torch model that computes with the packed weights; the dequantized model is never held."""
+"""Open a quantized checkpoint as a torch model that computes with the quantized weights; the float model is never held."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError
-from optkit.kernels.bag import BagLinear, why_not_bag
-from optkit.kernels.formats import PackedCheckpoint
-from optkit.kernels.int4 import Int4Linear, why_not_int4
-from optkit.kernels.packed import PackedLinear, PackedWeight
+from optkit.kernels.stored import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
@@ -25,21 +22,9 @@ from optkit.model.skeleton import empty_model, planned_dtypes, stored_parameters
 from optkit.progress import Progress
 
 
-def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer that can compute with a packed weight on the device, and one phrase that says which it is."""
-    not_int4 = why_not_int4(weight, dtype, device)
-    if not_int4 is None:
-        return Int4Linear(weight, bias), f"use torch's {'CUDA' if weight.words.is_cuda else 'CPU'} int4 kernel"
-    not_bag = why_not_bag(weight, device)
-    if not_bag is None:
-        return BagLinear(weight, bias, dtype), f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32"
-    reason = not_bag if torch.device(device).type == "cpu" else not_int4
-    return PackedLinear(weight, bias, dtype), f"are dequantized at each call, because {reason}"
-
-
 def load_packed(
     checkpoint: Checkpoint,
-    method: str,
+    quantized: Mapping[str, QuantizedLayer],
     device: str,
     dtype: torch.dtype,
     progress: Progress,
@@ -51,64 +36,62 @@ def load_packed(
     Raises SourceError where weights and model do not belong together.
     """
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
-    packed = PackedCheckpoint(checkpoint, method)
     unfuse_experts_(model, stored_parameters(model, checkpoint))
-    layers = _layers_by_module(model, packed)
-    names = match_tensors(model, _with_float_weights(model, packed, layers))
-    kernels: Counter[str] = Counter()
+    layers = _layers_by_module(model, checkpoint, quantized)
+    names = match_tensors(model, _with_float_weights(model, checkpoint, layers))
+    sentences: Counter[str] = Counter()
     with progress.task("open", len(layers), "layers") as task:
         for name, layer in layers.items():
-            bias = packed.bias(layer)
-            moved = None if bias is None else checkpoint.read(bias).to(device, copy=True)
-            weight = packed.read(layer, device)
-            built, phrase = packed_layer(weight, moved, dtype, device)
+            bias = f"{layer.name}.bias"
+            moved = checkpoint.read(bias).to(device, copy=True) if bias in checkpoint.tensors else None
+            built, sentence = layer.build(moved, dtype, device)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, built.requires_grad_(False).eval())
-            kernels[f"int{weight.bits}: {{count}} of {len(layers)} layers {phrase}"] += 1
+            sentences[sentence] += 1
             task.advance(note=name)
-    _load_rest_(model, checkpoint, names, device, dtype)
-    return model, [sentence.format(count=count) for sentence, count in kernels.items()]
+    _load_rest_(model, checkpoint, names, set(layers), device, dtype)
+    return model, [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
 
 
-def _layers_by_module(model: PreTrainedModel, packed: PackedCheckpoint) -> dict[str, str]:
-    """Return module of the model -> layer of the checkpoint."""
+def _layers_by_module(model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]) -> dict[str, QuantizedLayer]:
+    """Return the layer of the checkpoint for each module of the model."""
     modules = {f"{name}.weight": name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    weights = {f"{layer}.weight": layer for layer in packed.layers}
-    found: dict[str, str] = {}
+    weights = {f"{name}.weight": name for name in quantized}
+    found: dict[str, QuantizedLayer] = {}
     for weight, renamed in renamed_tensors(model, weights).items():
         place = with_base_prefix(renamed, model.base_model_prefix, set(modules))
         if place not in modules:
             raise SourceError(
-                f"{weights[weight]} is packed, and {type(model).__name__} has no linear layer of that name",
-                where=str(packed.checkpoint.directory),
+                f"{weights[weight]} is quantized, and {type(model).__name__} has no linear layer of that name",
+                where=str(checkpoint.directory),
                 remedy="See that config.json and the weights belong together",
             )
-        found[modules[place]] = weights[weight]
+        found[modules[place]] = quantized[weights[weight]]
     return found
 
 
-def _with_float_weights(model: PreTrainedModel, packed: PackedCheckpoint, layers: Mapping[str, str]) -> Checkpoint:
-    """Return the checkpoint as it would be unpacked, to match its names and shapes to the model's; its weights cannot be read."""
-    view = copy.copy(packed.checkpoint)
-    view.tensors = dict(packed.checkpoint.tensors)
+def _with_float_weights(model: PreTrainedModel, checkpoint: Checkpoint, layers: Mapping[str, QuantizedLayer]) -> Checkpoint:
+    """Return the checkpoint as it would be in floats, to match its names and shapes to the model's; its weights cannot be read."""
+    view = copy.copy(checkpoint)
+    view.tensors = dict(checkpoint.tensors)
     for name, layer in layers.items():
-        for tensor in packed.tensors_of(layer):
+        for tensor in layer.tensors:
             del view.tensors[tensor]
-        shape = packed.shape(layer)
-        module = model.get_submodule(name)
-        view.tensors[f"{layer}.weight"] = TensorInfo("F32", shape[::-1] if isinstance(module, Conv1D) else shape)
-        bias = packed.bias(layer)
-        if bias and getattr(module, "bias", None) is None:
+        module, bias = model.get_submodule(name), f"{layer.name}.bias"
+        view.tensors[f"{layer.name}.weight"] = TensorInfo("F32", layer.shape[::-1] if isinstance(module, Conv1D) else layer.shape)
+        if bias in view.tensors and getattr(module, "bias", None) is None:
             del view.tensors[bias]
     return view
 
 
-def _load_rest_(model: PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], device: str, dtype: torch.dtype) -> None:
-    """Put every parameter and buffer that is not packed on the device; tied ones stay one."""
+def _load_rest_(
+    model: PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], built: Container[str], device: str, dtype: torch.dtype
+) -> None:
+    """Put every parameter and buffer outside the modules that are `built` on the device; tied ones stay one."""
     kept = planned_dtypes(model, dtype)
     loaded: dict[tuple[str, torch.dtype], nn.Parameter] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, (Int4Linear, BagLinear, PackedLinear)):
+        if prefix in built:
             continue
         for leaf, parameter in list(module._parameters.items()):
             name = f"{prefix}.{leaf}" if prefix else leaf

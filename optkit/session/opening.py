@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from optkit.errors import MissingPackageError, OptkitError, SourceError
-from optkit.kernels.formats import packed_method
+from optkit.kernels.formats import quantized_layers
 from optkit.kernels.load import load_packed
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import is_out_of_memory, return_freed_memory
@@ -43,12 +43,11 @@ def open_session(
     checkpoint = Checkpoint(Path(directory))
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
-    quantization = checkpoint.quantization
     remedy = "Open it on a device with more memory, or in a smaller dtype"
     with memory_errors(f"while the model was opened on {device}", str(directory), remedy), quiet_transformers():
-        method = packed_method(quantization) if quantization else None
-        if method:
-            model, notes = load_packed(checkpoint, method, device, chosen, progress or SilentProgress(), trust_remote_code, **options)
+        quantized = quantized_layers(checkpoint)
+        if quantized:
+            model, notes = load_packed(checkpoint, quantized, device, chosen, progress or SilentProgress(), trust_remote_code, **options)
         else:
             model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
         for setting in settings:

@@ -1,0 +1,83 @@
+"""Layers of a compressed-tensors checkpoint: each is of one of the `config_groups`, whose `format` says what its tensors mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from optkit.errors import SourceError
+from optkit.kernels.pack_quantized import PackQuantizedLayer
+from optkit.kernels.stored import QuantizedLayer
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import TensorInfo
+
+
+class LayerClass(Protocol):
+    """What a format's class offers before there is a layer."""
+
+    def reads(self, scheme: Mapping[str, Any]) -> bool:
+        """Whether the class knows everything that a group of `config_groups` says; transformers opens the others."""
+        ...
+
+    def is_weight(self, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of a layer in this format."""
+        ...
+
+    def __call__(self, checkpoint: Checkpoint, name: str, scheme: Mapping[str, Any]) -> QuantizedLayer: ...
+
+
+FORMATS: dict[str, LayerClass] = {"pack-quantized": PackQuantizedLayer}
+"""Format of a group -> its class."""
+CLASS = "Linear"
+"""The target that means every linear layer."""
+BEYOND = ("kv_cache_scheme", "sparsity_config", "transform_config")
+"""What a `quantization_config` can ask for beside its groups, and transformers has to open."""
+
+
+def compressed_tensors_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[QuantizedLayer] | None:
+    """Return the quantized layers of a checkpoint, None where its config asks for something that is not ours.
+
+    Raises SourceError for a layer that no group names.
+    """
+    groups = [{**group, "format": group.get("format") or config.get("format")} for group in (config.get("config_groups") or {}).values()]
+    if not groups or any(config.get(key) for key in BEYOND) or not all(_is_ours(group) for group in groups):
+        return None
+    classes = {str(group["format"]): FORMATS[str(group["format"])] for group in groups}
+    layers: list[QuantizedLayer] = []
+    for tensor, info in checkpoint.tensors.items():
+        name, _, leaf = tensor.rpartition(".")
+        if any(each.is_weight(leaf, info) for each in classes.values()):
+            group = _group_of(name, groups, str(checkpoint.directory))
+            layers.append(FORMATS[str(group["format"])](checkpoint, name, group))
+    return layers
+
+
+def _is_ours(group: Mapping[str, Any]) -> bool:
+    layer = FORMATS.get(str(group["format"]))
+    return layer is not None and not group.get("output_activations") and layer.reads(group)
+
+
+def _group_of(name: str, groups: Sequence[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
+    """Return the group of a layer: the one that names it in full, else by a pattern (`re:...`), else by its class."""
+    targets = [(str(target), group) for group in groups for target in group.get("targets") or (CLASS,)]
+    for matches in (_is_name, _is_pattern, _is_class):
+        if named := next((group for target, group in targets if matches(target, name)), None):
+            return named
+    raise SourceError(
+        "it is quantized and no group of config_groups names it",
+        where=f"{where}: {name}",
+        remedy="See that config.json and the weights belong together",
+    )
+
+
+def _is_name(target: str, name: str) -> bool:
+    return target == name
+
+
+def _is_pattern(target: str, name: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], name) is not None
+
+
+def _is_class(target: str, _name: str) -> bool:
+    return target == CLASS

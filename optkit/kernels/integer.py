@@ -1,0 +1,63 @@
+"""A packed integer weight from the tensors of either format, and the fastest layer that can compute with it on a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from optkit.algorithms.packing import packed_length
+from optkit.errors import SourceError
+from optkit.kernels.bag import BagLinear, why_not_bag
+from optkit.kernels.int4 import Int4Linear, why_not_int4
+from optkit.kernels.packed import PackedLinear, PackedWeight
+
+BITS = (2, 3, 4, 8)
+
+
+def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -> int:
+    """Return the bits of a code of `words`, int32 [out, words]. Raises SourceError where words and scales are no weight of that shape."""
+    outputs, inputs = shape
+    bits = next((bits for bits in BITS if words.shape == (outputs, packed_length(inputs, bits))), None)
+    if bits is None or scales.dim() != 2 or scales.shape[0] != outputs:
+        raise SourceError(
+            f"words {list(words.shape)} and scales {list(scales.shape)} are no weight [{outputs}, {inputs}] of 2, 3, 4 or 8 bits",
+            where=where,
+            remedy="Make the artifact again",
+        )
+    return bits
+
+
+def packed_weight(
+    words: Tensor, scales: Tensor, zeros: Tensor | None, group_of_input: Tensor | None, bits: int, inputs: int
+) -> PackedWeight:
+    """Return the weight without what says nothing: zero points that all are 2^(bits - 1), inputs that are grouped in order."""
+    if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
+        zeros = None
+    return PackedWeight(words, scales, zeros, _out_of_order(group_of_input, scales.shape[1]), bits, inputs)
+
+
+def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+    """Return the fastest layer that can compute with a packed weight on the device, and the sentence that says which it is."""
+    layer, phrase = packed_layer(weight, bias, dtype, device)
+    return layer, f"int{weight.bits}: {{layers}} {phrase}"
+
+
+def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+    """Return the fastest layer that can compute with a packed weight on the device, and one phrase that says which it is."""
+    not_int4 = why_not_int4(weight, dtype, device)
+    if not_int4 is None:
+        return Int4Linear(weight, bias), f"use torch's {'CUDA' if weight.words.is_cuda else 'CPU'} int4 kernel"
+    not_bag = why_not_bag(weight, device)
+    if not_bag is None:
+        return BagLinear(weight, bias, dtype), f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32"
+    reason = not_bag if torch.device(device).type == "cpu" else not_int4
+    return PackedLinear(weight, bias, dtype), f"are dequantized at each call, because {reason}"
+
+
+def _out_of_order(group_of_input: Tensor | None, groups: int) -> Tensor | None:
+    """Return int64 [in], None where inputs are grouped in order."""
+    if group_of_input is None or bool((group_of_input < 0).any()):
+        return None
+    inputs = group_of_input.numel()
+    in_order = torch.arange(inputs, device=group_of_input.device) // -(-inputs // groups)
+    return None if torch.equal(group_of_input.long(), in_order) else group_of_input.long()

@@ -1,0 +1,70 @@
+"""A quantized layer as it lies in a checkpoint, before a module is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from optkit.errors import SourceError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import TensorInfo
+
+
+class QuantizedLayer(Protocol):
+    """What opening a model asks of each quantized layer; one class for each format, in a file of its own."""
+
+    @property
+    def name(self) -> str:
+        """The layer's name in the checkpoint, e.g. `model.layers.0.mlp.up_proj`."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that its weight is made of."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        ...
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return the module on the device, and what computes in it: `int4: {layers} use ...`, `{layers}` to be filled with a count.
+
+        Raises SourceError where its tensors do not fit each other.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """The tensors of one layer: what every format's class stands on."""
+
+    checkpoint: Checkpoint
+    name: str
+    scheme: Mapping[str, Any]
+    """What the `quantization_config` says about it."""
+
+    @property
+    def where(self) -> str:
+        """Directory and layer, for errors."""
+        return f"{self.checkpoint.directory}: {self.name}"
+
+    def info(self, leaf: str) -> TensorInfo | None:
+        """Return dtype and shape of one of its tensors, None where it has none of that name."""
+        return self.checkpoint.tensors.get(f"{self.name}.{leaf}")
+
+    def present(self, leaves: Iterable[str]) -> tuple[str, ...]:
+        """Return the full names of those of the given tensors that it has."""
+        return tuple(f"{self.name}.{leaf}" for leaf in leaves if self.info(leaf))
+
+    def read(self, leaves: Iterable[str], device: str, required: Iterable[str] = ()) -> dict[str, Tensor]:
+        """Return those of the given tensors that it has, on the device. Raises SourceError where one of the `required` is missing."""
+        parts = {name[len(self.name) + 1 :]: self.checkpoint.read(name).to(device, copy=True) for name in self.present(leaves)}
+        if missing := [leaf for leaf in required if leaf not in parts]:
+            raise SourceError(f"there is no {', '.join(missing)}", where=self.where)
+        return parts
