@@ -20,7 +20,8 @@ from optkit.store import describe_file, explain_os_error, is_unchanged, list_fil
 RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
 SCORECARD_MARKDOWN = "scorecard.md"
-OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN})
+VERIFICATION_JSON = "verification.json"
+OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, VERIFICATION_JSON})
 SCHEMA = 1
 
 
@@ -69,7 +70,7 @@ class Artifact(Frozen):
             )
 
     def attach(self, name: str, text: str) -> None:
-        """Write one of optkit's own files (a scorecard) beside the weights."""
+        """Write one of optkit's own files (a scorecard, a verification) beside the weights."""
         try:
             write_text_atomically(self.directory / name, text)
         except OSError as error:

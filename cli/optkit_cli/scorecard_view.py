@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.scorecard import Measured, Row, Scorecard, StepLine, footnotes, format_ratio, format_value, protocols, table_rows
+from optkit_cli.loading_view import loading_view
 from optkit_cli.progress import clock_text
 from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
 
@@ -32,6 +33,7 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
         Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
         indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),
         indented([("note", note) for note in notes]),
+        *loading_view(scorecard.loading),
         _closing(scorecard, directory),
     ]
     return [part for section in sections if section is not None for part in (Text(""), section)]

@@ -1,15 +1,18 @@
 """The scorecard: what an artifact cost and bought, each number beside the baseline's, with its protocol."""
 
 from optkit.scorecard.build import build_scorecard, ratio_to_baseline
+from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import GateResult, Measured, Scorecard, StepLine, read_json, to_json
 from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows
 
 __all__ = [
+    "COLUMNS",
     "Comparison",
     "ComparisonRow",
     "GateResult",
+    "Loading",
     "Measured",
     "Row",
     "Scorecard",
@@ -19,6 +22,8 @@ __all__ = [
     "footnotes",
     "format_ratio",
     "format_value",
+    "loading_cells",
+    "loading_notes",
     "protocols",
     "ratio_to_baseline",
     "read_json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
+from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_notes
 from optkit.scorecard.record import Scorecard, StepLine
 from optkit.scorecard.table import NOTHING, footnotes, markdown_table, numbered, protocols, table_rows
 
@@ -19,6 +20,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         if rows
         else "Nothing was measured.",
         "## Protocols": numbered(footnotes(protocols(scorecard))),
+        "## Loading": _loading(scorecard.loading),
         "## Steps": _steps(scorecard.steps),
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
@@ -33,6 +35,12 @@ def _steps(steps: tuple[StepLine, ...]) -> str:
         return ""
     body = [(step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", _report(step), f"`{step.key[:12]}`") for step in steps]
     return markdown_table(("step", "seconds", "from the store", "what it did", "key"), body)
+
+
+def _loading(loading: tuple[Loading, ...]) -> str:
+    if not loading:
+        return ""
+    return f"{markdown_table(COLUMNS, [loading_cells(each) for each in loading])}\n\n{_bullets(loading_notes(loading))}"
 
 
 def _report(step: StepLine) -> str:

@@ -13,6 +13,7 @@ from optkit.errors import ArtifactError
 from optkit.frozen import Frozen
 from optkit.gates import Verdict, overall
 from optkit.measure import Metric
+from optkit.scorecard.loading import Loading
 
 SCHEMA = 1
 REMEDY = "Run its recipe again"
@@ -74,6 +75,8 @@ class Scorecard(Frozen):
     baseline_notes: tuple[str, ...] = ()
     environment: dict[str, Any] = {}
     rows: tuple[Measured, ...] = ()
+    loading: tuple[Loading, ...] = ()
+    """What other programs made of the artifact (`optkit verify`)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,74 @@
+"""Whether other programs open an artifact and compute what optkit measured: one `Loading` for each engine, from `optkit verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from optkit.frozen import Frozen
+
+NOTHING = "-"
+COLUMNS = ("engine", "loads", "logit difference", "mean KL", "same top-1", "same tokens")
+
+
+class Loading(Frozen):
+    """What one engine made of an artifact."""
+
+    engine: Literal["transformers", "vllm", "onnxruntime"]
+    version: str = ""
+    """Empty where it is not installed."""
+    packages: dict[str, str] = {}
+    """Versions of the engine and of what it stands on, in its own environment."""
+    verdict: Literal["agrees", "disagrees", "refused", "skipped"]
+    """`refused`: it is installed and does not open the artifact. `skipped`: it could not be asked."""
+    reason: str = ""
+    """Why not, where it does not agree."""
+    device: str = ""
+    dtype: str = ""
+    """In which the engine computed."""
+    compared: str = ""
+    """What of the logits was compared, on which tokens, with which tolerance."""
+    max_logit_difference: float | None = None
+    mean_kl: float | None = None
+    """KL(optkit || engine) in nats, mean over the tokens."""
+    top1_agreement: float | None = None
+    """Share of the tokens after which both find the same next one likeliest."""
+    same_tokens: int | None = None
+    """How many generated tokens are those of optkit, from the first on."""
+    text: str = ""
+    """What it generated."""
+    seconds: float = 0.0
+    """From the start of the program to its answer."""
+
+    @property
+    def loads(self) -> bool:
+        """Whether the engine opened the artifact and computed with it."""
+        return self.verdict in ("agrees", "disagrees")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine is installed and does not do what optkit measured."""
+        return self.verdict in ("disagrees", "refused")
+
+
+def loading_cells(loading: Loading) -> tuple[str, ...]:
+    """Return the texts of a line of the loading table, in the order of `COLUMNS`."""
+    name = " ".join(part for part in (loading.engine, loading.version, loading.dtype) if part)
+    loads = {"agrees": "yes", "disagrees": "DISAGREES", "refused": "NO", "skipped": "not tried"}[loading.verdict]
+    return (
+        name,
+        loads,
+        NOTHING if loading.max_logit_difference is None else f"{loading.max_logit_difference:.2g}",
+        NOTHING if loading.mean_kl is None else f"{loading.mean_kl:.2g}",
+        NOTHING if loading.top1_agreement is None else f"{loading.top1_agreement:.1%}",
+        NOTHING if loading.same_tokens is None else str(loading.same_tokens),
+    )
+
+
+def loading_notes(loadings: Iterable[Loading]) -> list[str]:
+    """Return what to say below the table: why an engine does not agree, what was compared, and what it generated."""
+    notes = []
+    for each in loadings:
+        about = [each.reason, each.compared, f"it continues {each.text!r}" if each.text else ""]
+        notes.append(f"{each.engine}: " + "; ".join(part for part in about if part))
+    return notes
