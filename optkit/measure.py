@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from optkit.frozen import Frozen
 from optkit.progress import Progress, SilentProgress
+from optkit.statistics import mean_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +74,18 @@ class Metric(Frozen):
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One of the turns in which a model is timed; its repeats are shared among them."""
+
+    index: int = 0
+    count: int = 1
+
+    def share(self, repeats: int) -> int:
+        """Return how many of the repeats belong to this turn."""
+        return len(range(self.index, repeats, self.count))
+
+
+@dataclass(frozen=True)
 class EvalContext:
     """What an eval gets beside the session."""
 
@@ -84,6 +97,15 @@ class EvalContext:
     """The unmodified model, opened as well; only for evals with `compares = True`."""
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     """The texts that shaped the weights (`TextSource.identity()`); an eval refuses to measure on them."""
+    turn: Turn = Turn()
+    """Which share of its repeats a timed eval makes now."""
+    notes: list[str] = field(default_factory=list)
+    """What the scorecard must say beside the numbers."""
+
+    def warn(self, line: str) -> None:
+        """Print one line that the user must not miss, and keep it for the scorecard."""
+        self.progress.warn(line)
+        self.notes.append(line)
 
 
 class Eval(Frozen):
@@ -94,10 +116,37 @@ class Eval(Frozen):
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
     timed: ClassVar[bool] = False
-    """Depends on the device and library versions, and must be measured for artifact and baseline in the same run."""
+    """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns: `run` makes
+    `context.turn.share(repeats)` of its repeats, and the `value` of a metric with samples is their mean."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that `run` returns, so that a recipe's gates can be checked before anything runs."""
+
+    def row_labels(self) -> tuple[dict[str, int | str], ...]:
+        """Return the labels of each row that a metric of this eval will have; one row without labels unless an eval says more."""
+        return ({},)
+
+    def longest_sequence(self) -> int:
+        """Return the tokens of the longest sequence that the model will get; 0 where it gets none."""
+        return 0
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure the session. Raises EvalError where the number could not be had or would not be honest."""
         raise NotImplementedError
+
+    def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
+        """Return the metrics of all turns of a timed eval as those of one: samples together, and of numbers without samples the worst."""
+        alike: dict[str, list[Metric]] = {}
+        for metric in (metric for turn in turns for metric in turn):
+            alike.setdefault(f"{metric.name} {sorted(metric.labels.items())}", []).append(metric)
+        return [_pooled(metrics) for metrics in alike.values()]
+
+
+def _pooled(metrics: Sequence[Metric]) -> Metric:
+    if len(metrics) == 1:
+        return metrics[0]
+    if not metrics[0].samples:
+        worst = min if metrics[0].higher_is_better else max
+        return worst(metrics, key=lambda metric: metric.value)
+    samples = tuple(sample for metric in metrics for sample in metric.samples)
+    pooled = mean_estimate(samples)
+    return metrics[0].model_copy(update={"value": pooled.value, "interval": pooled.interval, "samples": samples})

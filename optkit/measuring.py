@@ -1,11 +1,11 @@
-"""Measure an artifact and its baseline: only what the store does not hold, timings of both always in one run."""
+"""Measure an artifact and its baseline: only what the store does not hold, timings of both in turns."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.gates import parse_gate
-from optkit.measure import EvalContext, Metric, Session
+from optkit.measure import Eval, EvalContext, Metric, Session, Turn
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
 from optkit.stage import Setting
@@ -51,54 +51,37 @@ def measure(
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
 ) -> Measurement:
-    """Return all metrics: the artifact's first, then the baseline's, then those that need both open. Each is kept in the store.
+    """Return all metrics. Timings are measured first, while the memory is clean, then everything else. Each is kept in the store.
 
     `retime` measures the timed evals again, of both models, whatever the store holds.
     `baseline` is None where the artifact is the unmodified model. Raises EvalError and ResourceError from the evals.
     """
-    comparing = [each.kind for each in plan.evals if each.eval.compares]
-    if comparing and baseline is None:
-        raise EvalError(
-            "there is nothing to compare with",
-            where=comparing[0],
-            why=f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline",
-            remedy="Take this eval out, or give the recipe a stage",
-        )
-    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).relative]
-    if relative and baseline is None:
-        raise EvalError(
-            "the limit is relative to the baseline",
-            where=f"gate {relative[0]}",
-            why=f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline",
-            remedy="Set an absolute limit, without x",
-        )
-    context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
+    if baseline is None:
+        refuse_comparisons(plan)
     compared = plan.evals if baseline else ()
-    timed = [each for each in plan.evals if each.eval.timed]
-    stale = {each.key for each in timed if retime or not (known(store, each.key) and known(store, each.baseline_key))}
-
-    def missing(planned: Iterable[PlannedEval], *, of_baseline: bool) -> list[tuple[str, PlannedEval]]:
-        keys = [(each.baseline_key if of_baseline else each.key, each) for each in planned]
-        return [(key, each) for key, each in keys if key and (each.key in stale or not known(store, key))]
-
-    alone = missing((each for each in plan.evals if not each.eval.compares), of_baseline=False)
-    of_baseline = missing((each for each in compared if not each.eval.compares), of_baseline=True)
-    pairs = missing((each for each in compared if each.eval.compares), of_baseline=False)
-    if alone or of_baseline or pairs:
+    alone = [each for each in plan.evals if not (each.eval.timed or each.eval.compares) and not known(store, each.key)]
+    of_baseline = [each for each in compared if not each.eval.timed and not known(store, each.baseline_key)]
+    pairs = [each for each in plan.evals if each.eval.compares and not known(store, each.key)]
+    both_known = {each.key for each in plan.evals if known(store, each.key) and known(store, each.baseline_key)}
+    timed = [each for each in plan.evals if each.eval.timed and (retime or each.key not in both_known)]
+    for each in (*alone, *of_baseline, *pairs, *timed):
+        if any(key and store.is_damaged_json(key) for key in (each.key, each.baseline_key)):
+            progress.warn(f"{each.kind}: its numbers in the store were changed or cut off; they are measured again")
+    if alone or of_baseline or pairs or timed:
         store.check_writable()
-    if alone:
-        with opened(artifact, plan.device, progress) as session:
-            for key, each in alone:
-                keep(store, key, each.eval.run(session, context), session, plan.device)
+    context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
+    bench = Bench(store, plan.device, context)
+    if timed:
+        bench.time_in_turns(timed, artifact, baseline)
     if baseline and (of_baseline or pairs):
-        with opened(baseline, plan.device, progress) as session:
-            for key, each in of_baseline:
-                keep(store, key, each.eval.run(session, context), session, plan.device)
+        with bench.opened(baseline) as unmodified:
+            bench.measure(unmodified, [(each.baseline_key or each.key, each) for each in of_baseline])
             if pairs:
-                beside = EvalContext(seed=context.seed, progress=progress, data=data, baseline=session, calibrated_on=calibrated_on)
-                with opened(artifact, plan.device, progress) as changed:
-                    for key, each in pairs:
-                        keep(store, key, each.eval.run(changed, beside), changed, plan.device)
+                with bench.opened(artifact) as changed:
+                    bench.measure(changed, [(each.key, each) for each in alone + pairs], beside=unmodified)
+    if alone and not pairs:
+        with bench.opened(artifact) as changed:
+            bench.measure(changed, [(each.key, each) for each in alone])
     ours = [store.take_json(each.key) for each in plan.evals]
     theirs = [store.take_json(each.baseline_key) for each in compared if each.baseline_key]
     return Measurement(
@@ -110,34 +93,96 @@ def measure(
     )
 
 
+def refuse_comparisons(plan: Plan) -> None:
+    """Raise EvalError where an eval or a gate compares with the unmodified model, and the artifact is that model."""
+    why = f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline"
+    comparing = [each.kind for each in plan.evals if each.eval.compares]
+    if comparing:
+        remedy = "Take this eval out, or give the recipe a stage"
+        raise EvalError("there is nothing to compare with", where=comparing[0], why=why, remedy=remedy)
+    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).relative]
+    if relative:
+        remedy = "Set an absolute limit, without x"
+        raise EvalError("the limit is relative to the baseline", where=f"gate {relative[0]}", why=why, remedy=remedy)
+
+
 def known(store: Store, key: str | None) -> bool:
     """Say whether a metric needs no measuring: it is in the store, or there is none to measure."""
     return key is None or store.get_json(key) is not None
 
 
-def keep(store: Store, key: str, metrics: Sequence[Metric], session: Session, device: str) -> None:
-    """Keep what an eval measured, with the notes of the session and what it was measured on."""
-    store.put_json(
-        key,
-        {
-            "metrics": [metric.model_dump(mode="json") for metric in metrics],
-            "notes": list(session.notes),
-            "environment": describe_environment(device),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        },
-    )
+@dataclass(frozen=True)
+class TimedRun:
+    """What the turns of one model said so far."""
+
+    eval: Eval
+    session_notes: Sequence[str]
+    turns: list[Sequence[Metric]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def opened(subject: Subject, device: str, progress: Progress) -> Iterator[Session]:
-    """Open a session and give its memory back afterwards."""
-    from optkit.session import open_session
+@dataclass(frozen=True)
+class Bench:
+    """Where models are opened, measured and closed again; every number is kept in the store."""
 
-    session = open_session(
-        subject.weights(), subject.settings, device=device, progress=progress, trust_remote_code=subject.trust_remote_code
-    )
-    try:
-        yield session
-    finally:
-        session.close()
-        gc.collect()
+    store: Store
+    device: str
+    context: EvalContext
+
+    def measure(self, session: Session, wanted: Sequence[tuple[str, PlannedEval]], beside: Session | None = None) -> None:
+        """Run evals on one opened model, those that compare with the baseline `beside` it, and keep each under its key."""
+        for key, each in wanted:
+            context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
+            metrics = each.eval.run(session, context)
+            self.keep(key, metrics, [*session.notes, *context.notes])
+
+    def time_in_turns(self, timed: Sequence[PlannedEval], artifact: Subject, baseline: Subject | None) -> None:
+        """Run timed evals: half of the baseline's repeats, all of the artifact's, the baseline's other half; keep all numbers or none.
+
+        What a machine that slows down steadily costs is then the same for both; where it changes at once, the baseline's interval is wide.
+        Each turn opens its model anew, so that the two are never in memory together.
+        """
+        turns = [(artifact, Turn())]
+        if baseline:
+            turns = [(baseline, Turn(0, 2)), *turns, (baseline, Turn(1, 2))]
+            self.context.progress.say("timing in turns: the unmodified model, the artifact, the unmodified model again")
+        runs: dict[str, TimedRun] = {}
+        for subject, turn in turns:
+            with self.opened(subject) as session:
+                for each in timed:
+                    key = each.key if subject is artifact else each.baseline_key or each.key
+                    run = runs.setdefault(key, TimedRun(each.eval, session.notes))
+                    run.turns.append(each.eval.run(session, replace(self.context, turn=turn, notes=run.notes)))
+        for key, run in runs.items():
+            metrics = run.eval.pool(run.turns, replace(self.context, notes=run.notes))
+            self.keep(key, metrics, [*run.session_notes, *run.notes])
+
+    def keep(self, key: str, metrics: Sequence[Metric], notes: Sequence[str]) -> None:
+        """Keep what an eval measured, with what the scorecard must say beside it and what it was measured on."""
+        self.store.put_json(
+            key,
+            {
+                "metrics": [metric.model_dump(mode="json") for metric in metrics],
+                "notes": list(notes),
+                "environment": describe_environment(self.device),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        )
+
+    @contextmanager
+    def opened(self, subject: Subject) -> Iterator[Session]:
+        """Open a session and give its memory back afterwards."""
+        from optkit.session import open_session
+
+        session = open_session(
+            subject.weights(),
+            subject.settings,
+            device=self.device,
+            progress=self.context.progress,
+            trust_remote_code=subject.trust_remote_code,
+        )
+        try:
+            yield session
+        finally:
+            session.close()
+            gc.collect()

@@ -2,9 +2,12 @@
 
     ROOT/steps/KEY/model/...      what a step left
     ROOT/steps/KEY/record.json    how: kind, fields, report, seconds, and size, time and SHA-256 of each file
-    ROOT/metrics/KEY.json         what an eval measured
+    ROOT/metrics/KEY.json         what an eval measured, with its digest
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
     ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
+    ROOT/locks/KEY.use            shared by the processes whose runs need KEY; `optkit store prune` leaves what they hold
+
+The time of the last change of record.json and KEY.json is that of the last use: when a plan or a run last asked for it.
 
 Nothing is found by `get` before it is whole: a draft becomes an entry by one rename. Failures are never stored.
 """
@@ -20,12 +23,15 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from optkit.errors import ResourceError, StoreError
+from optkit.frozen import digest
+
+RECORD = "record.json"
 
 
 def default_store() -> Path:
@@ -52,25 +58,37 @@ class Store:
     def get(self, key: str) -> Path | None:
         """Return the directory that a finished step left, None if there is none or it was damaged since."""
         record = self._read_record(key)
-        return self._model(key) if record is not None and not self._damaged(key, record) else None
+        if record is None or self._damaged(key, record):
+            return None
+        note_use(self._entry(key) / RECORD)
+        return self._entry(key) / "model"
 
     def is_damaged(self, key: str) -> bool:
         """Say whether there is an entry that `get` does not give out, because it was changed since it was finished."""
-        return (self.root / "steps" / key).exists() and self.get(key) is None
+        return self._entry(key).exists() and self.get(key) is None
 
     def record(self, key: str) -> dict[str, Any]:
         """Return the record of a finished step; raises StoreError where there is none."""
         record = self._read_record(key)
         if record is None:
-            raise StoreError("there is no such entry", where=str(self.root / "steps" / key))
+            raise StoreError("there is no such entry", where=str(self._entry(key)))
         return record
 
     def get_json(self, key: str) -> Any | None:
-        """Return what `put_json` kept under this key, None if nothing."""
+        """Return what `put_json` kept under this key, None if there is nothing or it was changed since."""
+        path = self.root / "metrics" / f"{key}.json"
         try:
-            return json.loads((self.root / "metrics" / f"{key}.json").read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            whole = isinstance(found, dict) and found.get("digest") == digest(found.get("value"))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
+        if whole:
+            note_use(path)
+        return found["value"] if whole else None
+
+    def is_damaged_json(self, key: str) -> bool:
+        """Say whether there is an entry that `get_json` does not give out, because it was changed since it was kept."""
+        return (self.root / "metrics" / f"{key}.json").exists() and self.get_json(key) is None
 
     def take_json(self, key: str) -> Any:
         """Return what `put_json` kept under this key; raises StoreError where there is nothing."""
@@ -88,7 +106,7 @@ class Store:
         """Keep a JSON value under a key; readers see the old one or the new one, never half."""
         with self._explaining("the metrics"):
             path = self._directory("metrics") / f"{key}.json"
-            write_text_atomically(path, json.dumps(value, indent=1, allow_nan=False))
+            write_text_atomically(path, json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False))
 
     @contextlib.contextmanager
     def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -102,6 +120,38 @@ class Store:
                 waiting()
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    @contextlib.contextmanager
+    def using(self, keys: Iterable[str]) -> Iterator[None]:
+        """Keep the entries of these keys from being pruned meanwhile, whether they are there already or not.
+
+        A store that this user can only read is used without: only its owner could prune it.
+        """
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(PermissionError), self._explaining("the lock", but=(PermissionError,)):
+                for key in sorted(set(keys)):
+                    file = held.enter_context((self._directory("locks") / f"{key}.use").open("a"))
+                    fcntl.flock(file, fcntl.LOCK_SH)
+            yield
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry, unless a process works on it or its run needs it; returns whether it is gone.
+
+        Artifacts are whole afterwards: their files are links of their own.
+        """
+        with self._explaining("the lock"), contextlib.ExitStack() as held:
+            for name in (f"{key}.lock", f"{key}.use"):
+                file = held.enter_context((self._directory("locks") / name).open("a"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return False
+            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
+            alive = held.enter_context((self._entry(key) / "alive").open("w"))
+            fcntl.flock(alive, fcntl.LOCK_EX)
+            self._entry(key).rename(home)
+            shutil.rmtree(home)
+            return True
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Draft]:
@@ -121,7 +171,7 @@ class Store:
                 yield draft
                 make_readable(draft.model)
                 draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
-                (home / "record.json").write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
+                (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
                 alive.close()
                 (home / "alive").unlink()
                 entry = self._directory("steps") / key
@@ -133,18 +183,18 @@ class Store:
             shutil.rmtree(home, ignore_errors=True)
             shutil.rmtree(home.with_name(home.name + "-damaged"), ignore_errors=True)
 
-    def _model(self, key: str) -> Path:
-        return self.root / "steps" / key / "model"
+    def _entry(self, key: str) -> Path:
+        return self.root / "steps" / key
 
     def _read_record(self, key: str) -> dict[str, Any] | None:
         try:
-            record = json.loads((self.root / "steps" / key / "record.json").read_text(encoding="utf-8"))
+            record = json.loads((self._entry(key) / RECORD).read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         return record if isinstance(record, dict) and "files" in record else None
 
     def _damaged(self, key: str, record: dict[str, Any]) -> bool:
-        return any(not is_unchanged(self._model(key) / name, known) for name, known in record["files"].items())
+        return any(not is_unchanged(self._entry(key) / "model" / name, known) for name, known in record["files"].items())
 
     def _directory(self, name: str) -> Path:
         path = self.root / name
@@ -158,9 +208,11 @@ class Store:
                 shutil.rmtree(home, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _explaining(self, what: str) -> Iterator[None]:
+    def _explaining(self, what: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
         try:
             yield
+        except but:
+            raise
         except OSError as error:
             raise explain_os_error(error, what, self.root) from error
 
@@ -178,6 +230,12 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
     return StoreError(
         f"cannot write {what}", where=str(place), why=f"{error.strerror or error}", remedy="Name another place with --store or --out"
     )
+
+
+def note_use(path: Path) -> None:
+    """Set a file's time of change to now; nothing happens where the store is another's."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def list_files(directory: Path) -> list[str]:

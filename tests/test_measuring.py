@@ -7,7 +7,7 @@ import pytest
 
 from optkit import registry
 from optkit.errors import EvalError, StoreError
-from optkit.measure import Eval, Metric
+from optkit.measure import Eval, Metric, Turn
 from optkit.measuring import Subject, measure
 from optkit.plan import make_plan
 from optkit.progress import SilentProgress
@@ -16,6 +16,8 @@ from optkit.store import Store
 
 RAN: list[tuple[str, str]] = []
 OPEN: list[str] = []
+SAID: list[str] = []
+IN_TURNS = [("timed", "baseline"), ("timed", "artifact"), ("timed", "baseline")]
 
 
 class Plain(Eval):
@@ -44,6 +46,11 @@ class Pair(Plain):
         assert context.baseline.directory.name == "baseline"
         assert OPEN == ["baseline", "artifact"]
         return super().run(session, context)
+
+
+class Said(SilentProgress):
+    def warn(self, line):
+        SAID.append(line)
 
 
 class FakeSession:
@@ -82,19 +89,70 @@ def measured(tiny_model, tmp_path):
         subjects = [Subject(lambda name=name: Path(name), ()) for name in ("artifact", "baseline")]
         if plan.artifact_key == plan.baseline_key:
             subjects[1] = None
-        return measure(plan, *subjects, store, data=None, progress=SilentProgress(), retime=retime)
+        return measure(plan, *subjects, store, data=None, progress=Said(), retime=retime)
 
     return run
 
 
-def test_the_artifact_is_measured_first_then_the_baseline_then_both(measured):
+def test_timings_come_first_in_turns_then_each_model_then_both(measured):
     found = measured("plain", "pair", "timed")
-    assert RAN == [("plain", "artifact"), ("timed", "artifact"), ("plain", "baseline"), ("timed", "baseline"), ("pair", "artifact")]
+    assert [*IN_TURNS, ("plain", "baseline"), ("plain", "artifact"), ("pair", "artifact")] == RAN
     assert [metric.name for metric in found.metrics] == ["plain", "pair", "timed"]
     assert [metric.name for metric in found.baseline] == ["plain", "timed"]
     assert found.notes == found.baseline_notes == ("said by the session",)
     assert found.environment["device"] == "cpu"
     assert OPEN == []
+
+
+def test_without_a_pair_the_two_models_are_never_open_together(measured, monkeypatch):
+    together = []
+    monkeypatch.setattr(FakeSession, "close", lambda self: (together.append(len(OPEN)), OPEN.remove(self.directory.name)))
+    measured("plain", "timed")
+    assert together == [1] * 5
+
+
+def test_the_baselines_repeats_lie_on_both_sides_of_the_artifacts(measured, monkeypatch):
+    turns = []
+
+    def run(self, session, context):
+        turns.append((session.directory.name, context.turn))
+        context.warn(f"noise in turn {len(turns)}")
+        return [Metric(name="t", value=len(turns), unit="s", higher_is_better=False, protocol="p", samples=(len(turns),) * 2)]
+
+    monkeypatch.setattr(Timed, "run", run)
+    found = measured("timed")
+    assert turns == [("baseline", Turn(0, 2)), ("artifact", Turn(0, 1)), ("baseline", Turn(1, 2))]
+    assert found.metrics[0].samples == (2, 2)
+    assert found.baseline[0].samples == (1, 1, 3, 3)
+    assert found.baseline[0].value == found.metrics[0].value == 2
+    assert found.notes == ("said by the session", "noise in turn 2")
+    assert found.baseline_notes == ("said by the session", "noise in turn 1", "noise in turn 3")
+
+
+def test_timings_are_kept_together_or_not_at_all(measured, monkeypatch):
+    def fail_at_the_end(self, session, context):
+        if context.turn == Turn(1, 2):
+            raise EvalError("memory ran out")
+        return Plain.run(self, session, context)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Timed, "run", fail_at_the_end)
+        with pytest.raises(EvalError, match="memory ran out"):
+            measured("timed")
+    measured("timed")
+    assert RAN == IN_TURNS
+
+
+@pytest.mark.parametrize("edit", ["{}", '{"metrics": 4}', "[1", '{"digest": "0", "value": {"metrics": []}}'])
+def test_numbers_that_were_edited_in_the_store_are_measured_again(measured, tmp_path, edit):
+    first = measured("plain")
+    (path,) = [path for path in (tmp_path / "store" / "metrics").iterdir() if '"value": 2.0' in path.read_text()]
+    path.write_text(edit)
+    SAID.clear()
+    second = measured("plain")
+    assert len(RAN) == 1
+    assert SAID == ["plain: its numbers in the store were changed or cut off; they are measured again"]
+    assert first.metrics[0].name == second.metrics[0].name
 
 
 def test_what_is_known_is_not_measured_again(measured):
@@ -107,20 +165,20 @@ def test_what_is_known_is_not_measured_again(measured):
 def test_another_recipe_measures_the_baseline_again_only_for_timings(measured):
     measured("plain", "timed")
     measured("plain", "timed", stages=("fp16",))
-    assert RAN == [("plain", "artifact"), ("timed", "artifact"), ("timed", "baseline")]
+    assert [*IN_TURNS, ("plain", "artifact")] == RAN
 
 
 def test_timings_of_both_models_are_of_one_run(measured):
     measured("timed")
     measured("timed", forget=[(0, "key")])
-    assert RAN == [("timed", "artifact"), ("timed", "baseline")]
+    assert RAN == IN_TURNS
     measured("timed", forget=[(0, "baseline_key")])
-    assert RAN == [("timed", "artifact"), ("timed", "baseline")]
+    assert RAN == IN_TURNS
 
 
 def test_an_unmodified_model_is_measured_once(measured):
     found = measured("plain", "timed", stages=())
-    assert RAN == [("plain", "artifact"), ("timed", "artifact")]
+    assert RAN == [("timed", "artifact"), ("plain", "artifact")]
     assert found.baseline == ()
 
 
@@ -153,4 +211,4 @@ def test_nothing_is_measured_where_it_could_not_be_kept(measured, tmp_path):
 def test_timings_alone_are_measured_again_when_asked(measured):
     measured("plain", "timed")
     measured("plain", "timed", retime=True)
-    assert RAN == [("timed", "artifact"), ("timed", "baseline")]
+    assert RAN == IN_TURNS

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ from optkit_evals import peak_memory, timing
 from optkit_evals.throughput import Throughput
 
 from optkit.errors import EvalError, ResourceError
-from optkit.measure import EvalContext
+from optkit.measure import EvalContext, Turn
+from optkit.progress import SilentProgress, SilentTask
 from tests.bigram_session import BigramSession, Said
+
+REMEDY = "raise repeats, or run again with --retime on a quiet machine"
 
 
 class Clock:
@@ -26,6 +30,20 @@ class Clock:
         self.answers += index == 0
         factor = self.slow_answers.get(self.answers, 1.0)
         self.now += factor * (self.first_s if index == 0 else self.between_s)
+
+
+class Lines(SilentProgress, SilentTask):
+    """A progress, and a task of it, that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def task(self, label, total, unit=""):
+        self.lines.append(f"{label} 0/{total} {unit}")
+        return self
+
+    def advance(self, steps=1, note=""):
+        self.lines.append(f"+{steps} {note}".strip())
 
 
 @pytest.fixture
@@ -80,19 +98,61 @@ def test_warm_up_goes_on_until_two_runs_agree(session, clock):
     assert values(metrics)["time_to_first_token_s"] == pytest.approx(0.5)
 
 
-def test_a_machine_that_never_settles_is_said(session, clock):
+def test_a_machine_that_never_settles_is_said_on_the_terminal_and_in_the_scorecard(session, clock):
     clock.slow_answers = {run: 1.0 + run % 2 for run in range(100)}
-    said = Said()
-    Throughput(new_tokens=2, prompts=(4,), repeats=3, warmup=2).run(session, EvalContext(progress=said))
+    context = EvalContext(progress=Said())
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3, warmup=2)
+    throughput.pool([throughput.run(session, context)], context)
     assert clock.answers == 12 + 3
-    assert "throughput, batch 1, prompt 4: 12 warm-up runs, and the last two still differ by more than 10%" in said.warnings[0]
-    assert "the repeats spread by 35% of their mean" in said.warnings[1]
+    assert context.notes == context.progress.warnings
+    settling, spread = context.notes
+    assert settling.startswith("throughput, batch 1, prompt 4: 12 warm-up runs, and the last two still differ by more than 10%")
+    assert spread == f"throughput, batch 1, prompt 4: the repeats spread by 35% of their mean; {REMEDY}"
 
 
 def test_a_quiet_machine_is_not_warned_about(session, clock):
-    said = Said()
-    Throughput(new_tokens=2, prompts=(4,), repeats=3).run(session, EvalContext(progress=said))
-    assert said.warnings == []
+    context = EvalContext(progress=Said())
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
+    throughput.pool([throughput.run(session, context)], context)
+    assert context.notes == context.progress.warnings == []
+
+
+def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
+    throughput = Throughput(new_tokens=3, prompts=(8,), repeats=5)
+    context = EvalContext(progress=Said())
+    clock.slow_answers = dict.fromkeys(range(6, 11), 1.5)  # answers 1 to 5 are the first turn's, with its two warm-up runs
+    turns = [throughput.run(session, replace(context, turn=Turn(index, 2))) for index in range(2)]
+    first = [next(metric for metric in turn if metric.name == "time_to_first_token_s") for turn in turns]
+    assert [metric.samples for metric in first] == [pytest.approx((0.5,) * 3), pytest.approx((0.75,) * 2)]
+    pooled = throughput.pool(turns, context)
+    assert [metric.name for metric in pooled] == [metric.name for metric in turns[0]]
+    both = next(metric for metric in pooled if metric.name == "time_to_first_token_s")
+    assert both.samples == pytest.approx((0.5, 0.5, 0.5, 0.75, 0.75))
+    assert both.value == pytest.approx(0.6)
+    assert both.interval[1] - both.value == pytest.approx(2.7764 * 0.136931 / 5**0.5, rel=1e-4)
+    peaks = [next(metric.value for metric in turn if metric.name == "peak_memory_bytes") for turn in turns]
+    assert next(metric.value for metric in pooled if metric.name == "peak_memory_bytes") == max(peaks)
+    assert context.notes == [f"throughput, batch 1, prompt 8: the repeats spread by 23% of their mean; {REMEDY}"]
+
+
+def test_a_turn_of_one_repeat_has_no_interval_and_both_have(session, clock):
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=2)
+    turns = [throughput.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)]
+    assert [len(turn[0].samples) for turn in turns] == [1, 1]
+    assert turns[0][0].interval is None
+    assert throughput.pool(turns, EvalContext())[0].interval is not None
+
+
+def test_the_warm_up_is_seen(session, clock):
+    shown = Lines()
+    Throughput(new_tokens=2, prompts=(4,), repeats=2).run(session, EvalContext(progress=shown, turn=Turn(1, 2)))
+    assert shown.lines == ["throughput, turn 2 of 2 0/1 runs", "warming up, batch 1, prompt 4 0/0 runs", "+1", "+1", "+1 batch 1, prompt 4"]
+
+
+def test_rows_and_lengths_are_known_before_anything_runs():
+    throughput = Throughput(batch_sizes=(1, 4), prompts=(8,), new_tokens=2)
+    assert throughput.row_labels() == ({"batch": 1, "prompt": 8, "new_tokens": 2}, {"batch": 4, "prompt": 8, "new_tokens": 2})
+    assert throughput.longest_sequence() == 10
 
 
 def test_the_prompt_is_seeded_and_within_the_vocabulary(session):

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optkit.measure import Session
+from optkit.progress import Task
 from optkit.statistics import quantile
 
 if TYPE_CHECKING:
@@ -49,11 +50,12 @@ def answer(session: Session, tokens: Tensor, new_tokens: int) -> Timing:
     return Timing(first, tuple(between))
 
 
-def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int) -> tuple[int, bool]:
+def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, task: Task) -> tuple[int, bool]:
     """Let the session answer at least `runs` times and until two successive runs agree; return how many it took and whether they did."""
     times: list[float] = []
     while len(times) < runs + MOST_FURTHER_RUNS:
         times.append(answer(session, tokens, new_tokens).total_s)
+        task.advance()
         if len(times) >= max(runs, 2) and abs(times[-1] - times[-2]) < SETTLED * times[-2]:
             return len(times), True
     return len(times), False

@@ -43,6 +43,10 @@ class WindowedText(TextSource):
     bos: Literal["none", "text", "window"] = "text"
     """Where the tokens stand that the tokenizer puts before a text: nowhere, once at the start of it, or at the start of each window."""
 
+    def longest_sequence(self) -> int:
+        """Return the tokens of a window."""
+        return self.window
+
     def cut(self, session: Session, context: EvalContext) -> Windows:
         """Return the windows; raises EvalError where the text was calibrated on, is too short, or the model's positions are too few."""
         text = self if self.revision else self.pinned(context.data)
