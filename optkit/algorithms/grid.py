@@ -78,6 +78,12 @@ class QuantizedWeight:
         return [QuantizedWeight(codes, scales, zeros, self.bits) for codes, scales, zeros in parts]
 
 
+def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """Return parts of the output channels as one weight."""
+    codes, scales, zeros = (torch.cat([getattr(part, leaf) for part in parts]) for leaf in ("codes", "scales", "zeros"))
+    return QuantizedWeight(codes, scales, zeros, parts[0].bits)
+
+
 def minmax_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return scales and zero points, both float [out, groups], that reach every weight, as compressed-tensors computes them.
 

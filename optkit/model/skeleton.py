@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError, StageError
-from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
+from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, run_after_blocks, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
 from optkit.model.memory import return_freed_memory
@@ -142,6 +142,20 @@ class Skeleton:
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         """Run one loaded block alone: float [batch, sequence, hidden] -> the same shape."""
         return call.run(self.blocks[index].module, hidden)
+
+    def head_inputs(self, inputs: BlockInputs, device: str | torch.device) -> Iterator[Tensor]:
+        """Yield what the output layer (lm_head) is given for each batch, once `inputs.hidden` is what the last block returned.
+
+        Everything outside the blocks but the output layer is on the device meanwhile. Raises SourceError where it cannot be run alone.
+        """
+        head = self.model.get_output_embeddings()
+        before = [slot for slot in self._outside() if slot.owner is not head]
+        self._load(before, device)
+        try:
+            for batch in inputs.batches:
+                yield run_after_blocks(self.model, self.blocks, head, inputs.hidden[batch.rows])
+        finally:
+            self._release(before)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         config = self.model.config.get_text_config(decoder=True)

@@ -11,7 +11,8 @@ from pydantic import Field
 from optkit.errors import StageError
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.foreign import Backed
+from optkit.stages.layer_quantizer import HEAD, BlockOutput, Job, out_of_memory
 from optkit.stages.packed_format import PackedFormat, PackQuantized
 from optkit.stages.selection import Layer
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
@@ -19,17 +20,18 @@ from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optkit.algorithms.gptq import GptqResult
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.algorithms.hessian import Hessian
     from optkit.stages.layer_inputs import HessianCollector
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
+HEAD_ROWS = 1 << 14
+"""Rows of lm_head that are quantized at a time."""
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
-class Gptq(WeightQuantizer):
+class Gptq(Backed, WeightQuantizer):
     """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ, arXiv:2210.17323), block by block.
 
     At most one decoder block and the hidden states of the calibration text are in memory. Scales are static, so `activation_order`
@@ -53,6 +55,8 @@ class Gptq(WeightQuantizer):
     """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
     batch_size: int = Field(default=8, ge=1)
     """Sequences that run through a block at once."""
+    backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
+    """Who does the work: optkit, or another library in an environment of its own (`optkit env`), with the same tokens."""
 
     def _format(self, layer: Layer) -> PackedFormat:
         form = super()._format(layer)
@@ -75,16 +79,33 @@ class Gptq(WeightQuantizer):
                 quantized: dict[str, QuantizedWeight] = {}
                 for turn in collector.turns(modules) if self.true_sequential and modules else [list(modules)]:
                     quantized |= self._quantize_turn(job, {name: modules[name] for name in turn}, collector)
-                if index + 1 < len(skeleton.blocks):
+                if index + 1 < len(skeleton.blocks) or job.head:
                     collector.advance_()
                 skeleton.release_(block.name)
             yield BlockOutput(self._packed(job, quantized))
+        job.inputs = inputs
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
             job.context.progress.warn(
                 f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} calibration tokens that GPTQ needs"
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
             )
+
+    def _head(self, job: Job) -> Mapping[str, Tensor]:
+        """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for each token."""
+        from optkit.algorithms.grid import joined
+        from optkit.algorithms.hessian import Hessian
+
+        device, skeleton = job.context.device, job.skeleton
+        with out_of_memory(HEAD, device, LESS_MEMORY):
+            hessian = Hessian(job.selection.layers[HEAD].inputs, device, self.equal_tokens)
+            if not self._rounds_to_nearest(HEAD):
+                for given in skeleton.head_inputs(job.inputs, device):
+                    hessian.add(given)
+            job.inputs = None
+            weight = skeleton.checkpoint.read_finite(job.weight(HEAD))
+            parts = [self._rounded(job, HEAD, rows.to(device).float(), hessian)[0] for rows in weight.split(HEAD_ROWS)]
+            return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
     def _quantize_turn(self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector) -> dict[str, QuantizedWeight]:
         """Quantize layers whose inputs are observed together; their Hessians are gone when it returns."""
@@ -104,28 +125,13 @@ class Gptq(WeightQuantizer):
         transposed = {name: job.selection.layers[name].transposed for name in layers}
         stacked = torch.cat([_weight(module, transposed[name]) for name, module in layers.items()])
         sizes = [job.selection.layers[name].outputs for name in layers]
-        name = next(iter(layers))
-        if self._rounds_to_nearest(name):
-            parts = self._round(job, name, stacked).rows(sizes)
-        elif hessian is None or hessian.tokens < FEW_TOKENS:
-            job.details["rounded_to_nearest"] |= dict.fromkeys(layers, 0 if hessian is None else hessian.tokens)
-            parts = self._round(job, name, stacked).rows(sizes)
-        else:
-            matrix = hessian.matrix()
-            if not matrix.isfinite().all():
-                raise StageError(
-                    "the inputs of the layer are NaN or Inf on the calibration text",
-                    where=name,
-                    why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
-                    remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
-                )
-            result = self._solve(job, name, stacked, matrix)
-            if result.damping > self.damping:
-                job.details["raised_damping"] |= dict.fromkeys(layers, result.damping)
-                job.context.progress.warn(f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}")
-            parts = result.weight.rows(sizes)
+        whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian)
+        parts = whole.rows(sizes)
+        if matrix is not None:
             for layer, weight, part in zip(layers, stacked.split(sizes), parts, strict=True):
                 job.details["losses"][layer] = relative_error(weight, part.dequantize(), matrix)
+        elif not self._rounds_to_nearest(next(iter(layers))):
+            job.details["rounded_to_nearest"] |= dict.fromkeys(layers, 0 if hessian is None else hessian.tokens)
         quantized = dict(zip(layers, parts, strict=True))
         for layer, module in layers.items():
             rounded = quantized[layer].dequantize()
@@ -133,21 +139,32 @@ class Gptq(WeightQuantizer):
             parameter.copy_(rounded.T if transposed[layer] else rounded)
         return quantized
 
-    def _solve(self, job: Job, name: str, weight: Tensor, hessian: Tensor) -> GptqResult:
+    def _rounded(self, job: Job, name: str, weight: Tensor, hessian: Hessian | None) -> tuple[QuantizedWeight, Tensor | None]:
+        """Return float32 [out, in] on its grid, and the Hessian that decided it; None where it was rounded to nearest."""
         from optkit.algorithms.gptq import GptqOptions, gptq
-
-        options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
-        try:
-            return gptq(weight, hessian, packed_grid(job, name), options)
-        except ValueError as error:
-            raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
-
-    def _round(self, job: Job, name: str, weight: Tensor) -> QuantizedWeight:
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
 
         grid = packed_grid(job, name)
-        return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+        if hessian is None or hessian.tokens < FEW_TOKENS or self._rounds_to_nearest(name):
+            return round_to_nearest(weight, *minmax_scales(weight, grid), grid), None
+        matrix = hessian.matrix()
+        if not matrix.isfinite().all():
+            raise StageError(
+                "the inputs of the layer are NaN or Inf on the calibration text",
+                where=name,
+                why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
+                remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
+            )
+        options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
+        try:
+            result = gptq(weight, matrix, grid, options)
+        except ValueError as error:
+            raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
+        if result.damping > self.damping:
+            job.details["raised_damping"][name] = result.damping
+            job.context.progress.warn(f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}")
+        return result.weight, matrix
 
     def _alike(self, job: Job, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]) -> list[list[str]]:
         """Return the layers in groups with the same Hessian, form and way of rounding; one that saw no token is alone."""

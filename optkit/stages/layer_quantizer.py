@@ -26,7 +26,11 @@ from optkit.stages.selection import Layer, Selection, layers_of, select
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
+
+HEAD = "lm_head"
+"""Name of the output layer."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,18 @@ class Job:
     details: dict[str, Any] = field(default_factory=dict)
     """Goes into the report."""
     calibrated_on: tuple[Mapping[str, str], ...] = ()
+    inputs: BlockInputs | None = None
+    """What the last block returned on the calibration text, for the output layer."""
+
+    def weight(self, name: str) -> str:
+        """Return the tensor of the checkpoint that holds the weight of a layer; of lm_head it may be that of the embedding."""
+        own = f"{name}.weight"
+        return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
+
+    @property
+    def head(self) -> str | None:
+        """The name of the output layer where it is quantized too."""
+        return HEAD if HEAD in self.selection.layers else None
 
     def modules(self, index: int) -> dict[str, nn.Module]:
         """Return the layers to quantize of a block."""
@@ -88,13 +104,17 @@ class LayerQuantizer(Transform):
         """Yield what is left of each block, in order."""
         raise NotImplementedError
 
+    def _head(self, job: Job) -> Mapping[str, Tensor]:
+        """Return the tensors of the output layer by their last name; called after the last block, where `lm_head` was selected."""
+        raise NotImplementedError
+
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be written."""
         raise NotImplementedError
 
-    def _select(self, layers: Mapping[str, Layer], outside: list[str]) -> Selection:
+    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         """Return the chosen ones of a model's layers; `outside` are the linear layers outside the blocks."""
-        return select(layers, outside, self.include, self.exclude, self._kind)
+        return select(layers, tuple(outside), self.include, self.exclude, self._kind)
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block, straight from safetensors to safetensors.
@@ -113,7 +133,7 @@ class LayerQuantizer(Transform):
             self._write(job, target)
         copy_companions(source, target)
         self._write_config(job, target)
-        job.details |= recount(Checkpoint(target), skeleton.checkpoint, formats)
+        job.details |= recount(Checkpoint(target), skeleton.checkpoint, selection, formats)
         job.details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
             changed=len(selection.layers),
@@ -124,8 +144,7 @@ class LayerQuantizer(Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate, near what was measured."""
-        outside = ["lm_head"] if "lm_head.weight" in shape.tensors or shape.config.get("tie_word_embeddings") else []
-        selection = self._select(layers_of(shape), outside)
+        selection = self._select(layers_of(shape), head_of(shape))
         formats = self._formats(selection)
         tensors: dict[str, TensorInfo] = {}
         for name, info in shape.tensors.items():
@@ -136,7 +155,10 @@ class LayerQuantizer(Transform):
                 tensors |= {f"{module}.{leaf}": part for leaf, part in stored.items()}
             else:
                 tensors[name] = info
-        config = {**shape.config, "quantization_config": quantization_config(formats, selection.skipped)}
+        if HEAD in formats and f"{HEAD}.weight" not in shape.tensors:
+            head, dtype = selection.layers[HEAD], shape.tensors[tied_embedding(shape)].dtype
+            tensors |= {f"{HEAD}.{leaf}": part for leaf, part in formats[HEAD].tensors(dtype, head.outputs, head.inputs).items()}
+        config = self._config(shape.config, selection, formats)
         left = ModelShape(config=config, tensors=tensors)
         ram, gpu = self._memory(shape, selection.layers, device)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
@@ -147,14 +169,18 @@ class LayerQuantizer(Transform):
         return formats
 
     def _write_config(self, job: Job, target: Path) -> None:
-        config = quantization_config(job.formats, job.selection.skipped)
-        write_config(target, {**job.skeleton.checkpoint.config, "quantization_config": config})
+        write_config(target, self._config(job.skeleton.checkpoint.config, job.selection, job.formats))
+
+    def _config(self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+        untied = {"tie_word_embeddings": False} if HEAD in formats else {}
+        return {**config, **untied, "quantization_config": quantization_config(formats, selection.skipped)}
 
     def _write(self, job: Job, target: Path) -> None:
         checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
         with CheckpointWriter(target) as writer:
             for name in job.skeleton.outside_tensors:
-                writer.add(name, checkpoint.read_finite(name))
+                if not (job.head and name == f"{HEAD}.weight"):
+                    writer.add(name, checkpoint.read_finite(name))
             for block, output in zip(blocks, self._blocks(job), strict=True):
                 replaced = dict(output.replaced)
                 for name in job.skeleton.block_tensors(block):
@@ -167,6 +193,9 @@ class LayerQuantizer(Transform):
                 for name, tensor in replaced.items():
                     writer.add(name, tensor)
                 job.task.advance(note=block.name)
+            if job.head:
+                for leaf, tensor in self._head(job).items():
+                    writer.add(f"{HEAD}.{leaf}", tensor)
 
 
 @contextmanager
@@ -185,10 +214,10 @@ def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
         raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
 
 
-def recount(after: Checkpoint, before: Checkpoint, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
     """Return the bits per weight of the whole model and of the quantized layers, counted from the headers of the written files."""
     packed = {name: info for name, info in after.tensors.items() if name.rpartition(".")[0] in formats and not name.endswith(".bias")}
-    weights = sum(before.tensors[f"{name}.weight"].elements for name in formats)
+    weights = sum(layer.outputs * layer.inputs for layer in selection.layers.values())
     packed_bits = 8 * sum(info.size_bytes for info in packed.values())
     return {
         "bits_per_weight": round(8 * after.shape.size_bytes / before.shape.elements, 4),
@@ -197,8 +226,29 @@ def recount(after: Checkpoint, before: Checkpoint, formats: Mapping[str, LayerFo
     }
 
 
-def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], list[str]]:
-    """Return the linear layers of the decoder blocks, and the names of those outside."""
+def tied_embedding(shape: ModelShape) -> str:
+    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for each token."""
+    rows = shape.config.get("vocab_size")
+    outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
+    return next((name for name, info in outside.items() if info.shape[0] == rows), "")
+
+
+def head_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the output layer by its name as far as names and shapes tell, nothing where there is none."""
+    name = f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
+    if not name:
+        return {}
+    outputs, inputs = shape.tensors[name].shape
+    return {HEAD: Layer(HEAD, outputs, inputs, transposed=False)}
+
+
+def tied(config: Mapping[str, Any]) -> bool:
+    """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
+    return bool(config.get("tie_word_embeddings", True))
+
+
+def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """Return the linear layers of the decoder blocks, and those outside."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -210,7 +260,9 @@ def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], list[str]]:
             outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
             layers[name] = Layer(name, outputs, inputs, transposed)
     layers |= {name: layer for name, layer in layers_of(skeleton.checkpoint.shape).items() if is_router(name)}
-    outside = [
-        name for name, module in skeleton.model.named_modules() if isinstance(module, nn.Linear) and not name.startswith(tuple(blocks))
-    ]
+    outside = {
+        name: Layer(name, module.out_features, module.in_features, transposed=False)
+        for name, module in skeleton.model.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith(tuple(blocks))
+    }
     return layers, outside

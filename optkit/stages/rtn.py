@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from optkit.model.shape import DTYPE_BITS, ModelShape
-from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.layer_quantizer import HEAD, BlockOutput, Job, out_of_memory
 from optkit.stages.selection import Layer
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from optkit.algorithms.grid import QuantizedWeight
 
 FLOAT_COPIES = 6
@@ -32,12 +34,16 @@ class Rtn(WeightQuantizer):
                     quantized[name] = self._round(job, name)
             yield BlockOutput(self._packed(job, quantized))
 
+    def _head(self, job: Job) -> Mapping[str, Tensor]:
+        with out_of_memory(HEAD, job.context.device, "Use a machine with more memory"):
+            return self._packed(job, {HEAD: self._round(job, HEAD)})[HEAD]
+
     def _round(self, job: Job, name: str) -> QuantizedWeight:
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
         from optkit.algorithms.scale_search import search_scales
 
-        stored = job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device).float()
+        stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
         weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
         grid = packed_grid(job, name)
         scales, zeros = minmax_scales(weight, grid) if self.scale_search == "minmax" else search_scales(weight, grid)

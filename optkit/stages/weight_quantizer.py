@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from optkit.errors import StageError
 from optkit.stages.fitting import refuse_unfit
 from optkit.stages.layer_format import LayerFormat
-from optkit.stages.layer_quantizer import Job, LayerQuantizer
+from optkit.stages.layer_quantizer import HEAD, Job, LayerQuantizer
 from optkit.stages.overrides import KEEP, Override, Overrides, override_of
 from optkit.stages.packed_format import GPTQ, GPTQ_GROUP_SIZES, GptqPacked, PackedFormat, PackQuantized
 from optkit.stages.selection import Layer, Selection, refuse_unmatched
@@ -33,6 +34,8 @@ class WeightQuantizer(LayerQuantizer):
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
     format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
     """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the one for GPT-2's Conv1D layers)."""
+    lm_head: bool = False
+    """Quantize lm_head too; one that is tied to the embedding becomes a matrix of its own, and the embedding stays as it is."""
     overrides: Overrides = {}
     """Glob pattern on full names -> what is different for the layers that it matches (`bits`, `group_size`, `symmetric`, `method: rtn`),
     or `keep` to leave them as they are. The longest pattern that matches a layer decides."""
@@ -58,8 +61,13 @@ class WeightQuantizer(LayerQuantizer):
             raise ValueError(f"gptqmodel opens group sizes {sizes} and null, not {wrong}: take one, or format: compressed-tensors")
         return self
 
-    def _select(self, layers: Mapping[str, Layer], outside: list[str]) -> Selection:
-        refuse_unmatched(f"{self._kind}.overrides", self.overrides, layers, outside)
+    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+        if self.lm_head:
+            if HEAD not in outside:
+                raise StageError("the model has no layer lm_head", where=f"{self._kind}.lm_head", remedy="Set lm_head: false")
+            layers = {**layers, HEAD: outside[HEAD]}
+            outside = {name: layer for name, layer in outside.items() if name != HEAD}
+        refuse_unmatched(f"{self._kind}.overrides", tuple(self.overrides), layers, tuple(outside))
         selection = super()._select(layers, outside)
         kept = {name: "kept by overrides" for name in selection.layers if self._override(name) == KEEP}
         return selection.without(kept, self._kind)
@@ -111,5 +119,5 @@ def packed_grid(job: Job, name: str) -> Grid:
     from optkit.model.skeleton import TORCH_DTYPES
 
     form = packed_format(job, name)
-    stored = job.skeleton.checkpoint.tensors[f"{name}.weight"].dtype
+    stored = job.skeleton.checkpoint.tensors[job.weight(name)].dtype
     return Grid(form.bits, form.group_size, form.symmetric, TORCH_DTYPES[form.scale_dtype(stored)])

@@ -1,0 +1,94 @@
+"""`lm_head: true` of the quantizers: what is written, what opens it, and that GPTQ sees what lm_head is really given."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.packing import unpack_compressed_tensors
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.skeleton import Skeleton
+from optkit.session import open_session
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.gptq import Gptq
+from optkit.stages.rtn import Rtn
+
+TinyModel = Callable[[str], Path]
+TOKENS = torch.arange(60).view(2, 30)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gemma3", "gptj", "opt", "mixtral"])
+def test_the_skeleton_gives_what_lm_head_is_given(tiny_model: TinyModel, kind: str) -> None:
+    source = tiny_model(kind)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    seen: list[torch.Tensor] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        model(TOKENS)
+    skeleton = Skeleton(Checkpoint(source))
+    inputs = skeleton.capture_inputs(TOKENS, "cpu", batch_size=1)
+    for index, block in enumerate(skeleton.blocks):
+        skeleton.load_(block.name, "cpu")
+        for batch in inputs.batches:
+            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.release_(block.name)
+    assert torch.allclose(torch.cat(list(skeleton.head_inputs(inputs, "cpu"))), seen[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("llama", {}), ("qwen2", {"overrides": {"lm_head": {"bits": 8}}}), ("llama", {"symmetric": False})]
+)
+def test_rtn_of_lm_head_opens_everywhere(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    pytest.importorskip("compressed_tensors")
+    source, stage = tiny_model(kind), Rtn(lm_head=True, **fields)
+    cost, shape = stage.predict(Checkpoint(source).shape, "cpu")
+    report = stage.run(source, tmp_path, Context())
+    written = Checkpoint(tmp_path)
+    assert dict(shape.tensors) == written.tensors
+    assert dict(shape.config) == written.config
+    assert cost.disk_bytes == written.shape.size_bytes
+    assert report.skipped == {}
+    assert written.config["tie_word_embeddings"] is False
+    assert "lm_head.weight" not in written.tensors
+    assert "model.embed_tokens.weight" in written.tensors
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
+    assert torch.allclose(open_session(tmp_path).logits(TOKENS), expected, atol=1e-4)
+
+
+def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.stages.gptq.HEAD_ROWS", 200)
+    source, text = tiny_model("llama"), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away. " * 400)
+    calibration = Calibration(dataset=str(text), samples=16, sequence_length=32)
+    only_head = {"include": ("lm_head",), "lm_head": True, "bits": 3, "group_size": 32}
+    for name, stage in (("gptq", Gptq(calibration=calibration, **only_head)), ("rtn", Rtn(**only_head))):
+        (tmp_path / name).mkdir()
+        assert stage.run(source, tmp_path / name, Context()).changed == 1
+    inputs = open_session(source).model.base_model(calibration.tokens(source, None)).last_hidden_state
+    hessian = Hessian(64, equal_tokens=True)
+    hessian.add(inputs)
+    weight = Checkpoint(source).read("model.embed_tokens.weight")
+
+    def error(directory: Path) -> float:
+        packed = Checkpoint(directory)
+        leaves = ("weight_packed", "weight_scale", "weight_shape")
+        found = unpack_compressed_tensors({leaf: packed.read(f"lm_head.{leaf}") for leaf in leaves}, 3).dequantize()
+        return float(((found - weight) @ hessian.matrix() * (found - weight)).sum())
+
+    assert error(tmp_path / "gptq") < 0.7 * error(tmp_path / "rtn")
+
+
+def test_a_model_without_lm_head_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="rtn.lm_head: the model has no layer lm_head. Set lm_head: false"):
+        Rtn(lm_head=True)._select({}, {})
+    with pytest.raises(StageError, match="`lm_head` is outside the decoder blocks"):
+        Rtn(include=("lm_head",)).run(tiny_model("llama"), tmp_path, Context())
