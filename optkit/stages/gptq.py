@@ -99,10 +99,11 @@ class Gptq(Backed, WeightQuantizer):
         device, skeleton = job.context.device, job.skeleton
         with out_of_memory(HEAD, device, LESS_MEMORY):
             hessian = Hessian(job.selection.layers[HEAD].inputs, device, self.equal_tokens)
-            if not self._rounds_to_nearest(HEAD):
-                for given in skeleton.head_inputs(job.inputs, device):
+            inputs, job.inputs = job.inputs, None
+            if inputs is not None and not self._rounds_to_nearest(HEAD):
+                for given in skeleton.head_inputs(inputs, device):
                     hessian.add(given)
-            job.inputs = None
+            del inputs
             weight = skeleton.checkpoint.read_finite(job.weight(HEAD))
             parts = [self._rounded(job, HEAD, rows.to(device).float(), hessian)[0] for rows in weight.split(HEAD_ROWS)]
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
@@ -182,7 +183,7 @@ class Gptq(Backed, WeightQuantizer):
         hidden = tokens * width * element
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
         hessians = max(_hessian_bytes(block) for block in _by_block(shape, layers).values())
-        work = max(4 * layer.inputs**2 * 4 + 10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
+        work = max(4 * layer.inputs**2 * 4 + 10 * min(layer.outputs, HEAD_ROWS) * layer.inputs * 4 for layer in layers.values())
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
 
