@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import (
     pack,
+    pack_awq,
     pack_compressed_tensors,
     pack_gptq,
     packed_length,
     unpack,
+    unpack_awq,
     unpack_compressed_tensors,
     unpack_gptq,
 )
@@ -98,3 +100,34 @@ def test_symmetric_layers_carry_no_zero_points() -> None:
     weight = random_weight(8, 64, 4, 32, symmetric=True)
     assert set(pack_compressed_tensors(weight, True, torch.float32)) == {"weight_packed", "weight_scale", "weight_shape"}
     assert pack_compressed_tensors(weight, True, torch.bfloat16)["weight_scale"].dtype == torch.bfloat16
+
+
+def autoawq_pack(codes: torch.Tensor) -> torch.Tensor:
+    """Pack int [rows, out] as WQLinear_GEMM.from_linear of AutoAWQ 0.2.9 does."""
+    words = torch.zeros(codes.shape[0], codes.shape[1] // 8, dtype=torch.int32)
+    for column in range(words.shape[1]):
+        for place, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+            words[:, column] |= codes[:, column * 8 + output].to(torch.int32) << (place * 4)
+    return words
+
+
+@settings(max_examples=30, deadline=None)
+@given(eights=st.integers(1, 6), groups=st.integers(1, 4), group_size=st.sampled_from((8, 16, 32)), seed=st.integers(0, 99))
+def test_awq_words_are_those_of_autoawq_and_come_back(eights: int, groups: int, group_size: int, seed: int) -> None:
+    weight = random_weight(8 * eights, groups * group_size, 4, group_size, symmetric=False, seed=seed)
+    tensors = pack_awq(weight)
+    assert torch.equal(tensors["qweight"], autoawq_pack(weight.codes.T))
+    assert torch.equal(tensors["qzeros"], autoawq_pack(weight.zeros.T))
+    assert tensors["scales"].dtype == torch.float16
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    read = unpack_awq(tensors)
+    assert torch.equal(read.codes, weight.codes)
+    assert torch.equal(read.zeros, weight.zeros)
+    assert torch.equal(read.scales.float(), weight.scales)
+
+
+@pytest.mark.parametrize(("rows", "bits"), [(12, 4), (16, 3)])
+def test_awq_holds_eight_codes_of_four_bits_in_a_word(rows: int, bits: int) -> None:
+    weight = random_weight(rows, 32, bits, 16, symmetric=False)
+    with pytest.raises(ValueError, match=f"a multiple of 8 outputs, not {bits} bits for {rows}$"):
+        pack_awq(weight)

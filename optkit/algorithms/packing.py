@@ -1,7 +1,8 @@
-"""Codes of 2, 3, 4 or 8 bits in 32-bit words, as compressed-tensors and GPTQ store them.
+"""Codes of 2, 3, 4 or 8 bits in 32-bit words, as compressed-tensors, GPTQ and AWQ store them.
 
-Both formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1, counted from the lowest bit of the
-first word, and may straddle two words (3 bits). They differ in the direction of the lines and in the names:
+All formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1, counted from the lowest bit of the
+first word, and may straddle two words (3 bits). They differ in the direction of the lines,
+in the names, and AWQ in the order of the codes in a word:
 
     compressed-tensors pack-quantized (compressed_tensors.compressors.pack_quantized, 0.19)
         weight_packed      int32 [out, ceil(in * bits / 32)]       lines along the inputs
@@ -13,6 +14,10 @@ first word, and may straddle two words (3 bits). They differ in the direction of
         qzeros             int32 [groups, ceil(out * bits / 32)]   lines along the outputs; zero point - 1
         scales             float16 [groups, out]
         g_idx              int32 [in]: the group of each input
+    AWQ, version "gemm" (AutoAWQ, vLLM), 4 bits
+        qweight            int32 [in, out / 8]                     lines along the outputs, each eight of them in the order 0 2 4 6 1 3 5 7
+        qzeros             int32 [groups, out / 8]                 the same
+        scales             float16 [groups, out]
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from torch import Tensor
 from optkit.algorithms.grid import QuantizedWeight
 
 WORD_BITS = 32
+AWQ_BITS = 4
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output, of each eight, that is at each place of a word, counted from its lowest bits."""
 
 
 def packed_length(count: int, bits: int) -> int:
@@ -113,3 +121,29 @@ def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
     zeros = unpack(tensors["qzeros"], bits, scales.shape[1], 1) + 1
     codes = unpack(tensors["qweight"], bits, columns, 0)
     return QuantizedWeight(codes.T.contiguous(), scales.T.contiguous(), zeros.T.contiguous(), bits)
+
+
+def pack_awq(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors of one linear layer in AutoAWQ's GEMM layout; codes of 4 bits, outputs a multiple of 8."""
+    if weight.bits != AWQ_BITS or weight.codes.shape[0] % len(AWQ_ORDER):
+        raise ValueError(
+            f"AWQ's format holds codes of 4 bits for a multiple of 8 outputs, not {weight.bits} bits for {weight.codes.shape[0]}"
+        )
+    return {
+        "qweight": pack(_in_eights(weight.codes.T, AWQ_ORDER), AWQ_BITS, 1),
+        "qzeros": pack(_in_eights(weight.zeros.T, AWQ_ORDER), AWQ_BITS, 1),
+        "scales": weight.scales.T.to(torch.float16).contiguous(),
+    }
+
+
+def unpack_awq(tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """Read the tensors of one linear layer in AutoAWQ's GEMM layout."""
+    outputs = tensors["scales"].shape[1]
+    back = tuple(AWQ_ORDER.index(place) for place in range(len(AWQ_ORDER)))
+    codes, zeros = (_in_eights(unpack(tensors[leaf], AWQ_BITS, outputs, 1), back).T.contiguous() for leaf in ("qweight", "qzeros"))
+    return QuantizedWeight(codes, tensors["scales"].T.contiguous(), zeros, AWQ_BITS)
+
+
+def _in_eights(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Reorder each eight columns of [rows, columns]."""
+    return codes.unflatten(1, (-1, len(order)))[:, :, list(order)].flatten(1)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from optkit.errors import SourceError
+from optkit.kernels.awq_layers import awq_layers
 from optkit.kernels.config_groups import compressed_tensors_layers
 from optkit.kernels.gptq_layers import gptq_layers
 from optkit.kernels.stored import QuantizedLayer
@@ -18,6 +19,7 @@ from optkit.model.checkpoint import Checkpoint
 METHODS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[QuantizedLayer] | None]] = {
     "compressed-tensors": compressed_tensors_layers,
     "gptq": gptq_layers,
+    "awq": awq_layers,
 }
 
 
