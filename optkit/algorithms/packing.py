@@ -126,9 +126,8 @@ def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
 def pack_awq(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one linear layer in AutoAWQ's GEMM layout; codes of 4 bits, outputs a multiple of 8."""
     if weight.bits != AWQ_BITS or weight.codes.shape[0] % len(AWQ_ORDER):
-        raise ValueError(
-            f"AWQ's format holds codes of 4 bits for a multiple of 8 outputs, not {weight.bits} bits for {weight.codes.shape[0]}"
-        )
+        asked = f"{weight.bits} bits for {weight.codes.shape[0]}"
+        raise ValueError(f"AWQ's format holds codes of 4 bits for a multiple of 8 outputs, not {asked}")
     return {
         "qweight": pack(_in_eights(weight.codes.T, AWQ_ORDER), AWQ_BITS, 1),
         "qzeros": pack(_in_eights(weight.zeros.T, AWQ_ORDER), AWQ_BITS, 1),
@@ -146,4 +145,5 @@ def unpack_awq(tensors: Mapping[str, Tensor]) -> QuantizedWeight:
 
 def _in_eights(codes: Tensor, order: tuple[int, ...]) -> Tensor:
     """Reorder each eight columns of [rows, columns]."""
-    return codes.unflatten(1, (-1, len(order)))[:, :, list(order)].flatten(1)
+    rows, columns = codes.shape
+    return codes.reshape(rows, columns // len(order), len(order))[:, :, list(order)].flatten(1)
