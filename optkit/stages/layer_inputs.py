@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from optkit.algorithms.hessian import Hessian
 
@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 
     from optkit.model.blocks import Batch, BlockInputs
     from optkit.model.skeleton import Skeleton
+
+
+class Sum(Protocol):
+    """What is kept of the inputs of a layer."""
+
+    def add(self, inputs: Tensor) -> None:
+        """Take in float [..., in]."""
+        ...
+
+
+S = TypeVar("S", bound=Sum)
 
 
 class _AllSeenError(Exception):
@@ -57,33 +68,46 @@ class HessianCollector:
             self.inputs.hidden[batch.rows] = self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index])
 
     def _observe(self, batch: Batch, layers: Mapping[str, nn.Module], hessians: dict[str, Hessian]) -> None:
-        seen: set[str] = set()
-        last: list[tuple[Tensor, Hessian]] = []
+        watch_inputs(
+            lambda: self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index]),
+            layers,
+            hessians,
+            lambda inputs: Hessian(inputs.shape[-1], inputs.device, self.equal_tokens),
+        )
 
-        def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-            def observe(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-                inputs: Tensor = arguments[0]
-                if last and last[0][0] is inputs and hessians.get(name, last[0][1]) is last[0][1]:
-                    hessians[name] = last[0][1]
-                else:
-                    if name not in hessians:
-                        hessians[name] = Hessian(inputs.shape[-1], inputs.device, self.equal_tokens)
-                    hessians[name].add(inputs)
-                    last[:] = [(inputs, hessians[name])]
-                seen.add(name)
-                if len(seen) == len(layers):
-                    raise _AllSeenError
 
-            return observe
+def watch_inputs(run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]) -> None:
+    """Run something and add the inputs of layers to their `sums`, begun by `start` for a layer's first input.
 
-        handles = [module.register_forward_pre_hook(hook(name)) for name, module in layers.items()]
-        try:
-            self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index])
-        except _AllSeenError:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
+    The very same sum is kept for layers that were given the same tensor. The run ends once every layer was called.
+    """
+    seen: set[str] = set()
+    last: list[tuple[Tensor, S]] = []
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def observe(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            inputs: Tensor = arguments[0]
+            if last and last[0][0] is inputs and sums.get(name, last[0][1]) is last[0][1]:
+                sums[name] = last[0][1]
+            else:
+                if name not in sums:
+                    sums[name] = start(inputs)
+                sums[name].add(inputs)
+                last[:] = [(inputs, sums[name])]
+            seen.add(name)
+            if len(seen) == len(layers):
+                raise _AllSeenError
+
+        return observe
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in layers.items()]
+    try:
+        run()
+    except _AllSeenError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _without_indices(name: str) -> str:
