@@ -38,10 +38,14 @@ class Call:
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """float [batch, sequence, hidden] -> float [batch, sequence, hidden], without gradients."""
         with torch.no_grad():
-            if self.hidden_keyword is None:
-                output = module(hidden, *self.arguments, **self.keywords)
-            else:
-                output = module(*self.arguments, **{self.hidden_keyword: hidden}, **self.keywords)
+            return self.graph(module, hidden)
+
+    def graph(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        """float [batch, sequence, hidden] -> float [batch, sequence, hidden], with gradients where torch records them."""
+        if self.hidden_keyword is None:
+            output = module(hidden, *self.arguments, **self.keywords)
+        else:
+            output = module(*self.arguments, **{self.hidden_keyword: hidden}, **self.keywords)
         result: Tensor = output[0] if isinstance(output, (tuple, list)) else output
         return result
 
