@@ -118,6 +118,8 @@ class Eval(Frozen):
     timed: ClassVar[bool] = False
     """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns: `run` makes
     `context.turn.share(repeats)` of its repeats, and the `value` of a metric with samples is their mean."""
+    attributed: ClassVar[bool] = False
+    """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that `run` returns, so that a recipe's gates can be checked before anything runs."""
 

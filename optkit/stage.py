@@ -97,6 +97,9 @@ class Transform(Stage):
 class Setting(Stage):
     """A stage that changes no weights: recorded in the artifact and applied when it is opened."""
 
+    exact: ClassVar[bool] = True
+    """Leaves what the model computes as it is, but for the order of rounding."""
+
     def load_kwargs(self, device: str) -> dict[str, Any]:
         """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`."""
         return {}

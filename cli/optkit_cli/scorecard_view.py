@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.scorecard import Measured, Row, Scorecard, StepLine, footnotes, format_ratio, format_value, protocols, table_rows
+from optkit_cli.attribution_view import attribution_view
 from optkit_cli.loading_view import loading_view
 from optkit_cli.progress import clock_text
 from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
@@ -31,6 +32,7 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
         _title(scorecard),
         indented(made),
         Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
+        attribution_view(scorecard),
         indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),
         indented([("note", note) for note in notes]),
         *loading_view(scorecard.loading),

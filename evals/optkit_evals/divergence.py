@@ -25,6 +25,7 @@ class Divergence(WindowedText, Eval):
     """
 
     compares: ClassVar[bool] = True
+    attributed: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("kl_divergence", "kl_divergence_p99", "top1_agreement")
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:

@@ -22,6 +22,7 @@ LARGEST_LOSS = 700.0
 class Perplexity(WindowedText, Eval):
     """exp of the mean loss of a token; its interval is from the standard error over windows (delta method)."""
 
+    attributed: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:

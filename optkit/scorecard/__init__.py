@@ -1,10 +1,11 @@
 """The scorecard: what an artifact cost and bought, each number beside the baseline's, with its protocol."""
 
+from optkit.scorecard.attribution import Waterfall, waterfall
 from optkit.scorecard.build import build_scorecard, ratio_to_baseline
 from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.record import GateResult, Measured, Scorecard, StepLine, read_json, to_json
+from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, read_json, to_json
 from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "Loading",
     "Measured",
     "Row",
+    "Rung",
     "Scorecard",
     "StepLine",
+    "Waterfall",
     "build_scorecard",
     "compare_table",
     "footnotes",
@@ -30,4 +33,5 @@ __all__ = [
     "table_rows",
     "to_json",
     "to_markdown",
+    "waterfall",
 ]

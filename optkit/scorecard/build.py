@@ -9,7 +9,7 @@ from typing import Any
 from optkit.errors import EvalError, did_you_mean
 from optkit.gates import Gate, metric_key, parse_gate
 from optkit.measure import Metric
-from optkit.scorecard.record import GateResult, Measured, Scorecard, StepLine
+from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine
 from optkit.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio
 
 
@@ -22,6 +22,7 @@ def build_scorecard(
     baseline: Sequence[Metric] = (),
     gates: Mapping[str, str] | None = None,
     steps: Iterable[Any] = (),
+    attribution: Sequence[Rung] = (),
     settings: Sequence[str] = (),
     notes: Sequence[str] = (),
     baseline_notes: Sequence[str] = (),
@@ -40,6 +41,7 @@ def build_scorecard(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         recipe=dict(recipe),
         steps=tuple(StepLine.model_validate(step, from_attributes=True) for step in steps),
+        attribution=tuple(attribution),
         settings=tuple(settings),
         notes=tuple(notes),
         baseline_notes=tuple(baseline_notes),
@@ -57,8 +59,13 @@ def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
     return exact_ratio(metric.value, baseline.value)
 
 
+def metric_identity(metric: Metric) -> tuple[str, tuple[tuple[str, int | str], ...], str]:
+    """Return what must be equal for two metrics to be the same number of two models."""
+    return metric.name, tuple(sorted(metric.labels.items())), metric.protocol
+
+
 def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> Measured:
-    other = next((each for each in baseline if _identity(each) == _identity(metric)), None)
+    other = next((each for each in baseline if metric_identity(each) == metric_identity(metric)), None)
     ratio = _ratio(metric, other) if other else None
     return Measured(
         metric=metric,
@@ -67,10 +74,6 @@ def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> M
         ratio_interval=ratio.interval if ratio else None,
         gates=tuple(_judge(gate, metric, ratio, baseline) for gate in gates if gate.matches(metric)),
     )
-
-
-def _identity(metric: Metric) -> tuple[str, dict[str, int | str], str]:
-    return metric.name, metric.labels, metric.protocol
 
 
 def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:

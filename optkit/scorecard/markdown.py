@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
+from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_notes
 from optkit.scorecard.record import Scorecard, StepLine
 from optkit.scorecard.table import NOTHING, footnotes, markdown_table, numbered, protocols, table_rows
@@ -22,6 +23,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## Protocols": numbered(footnotes(protocols(scorecard))),
         "## Loading": _loading(scorecard.loading),
         "## Steps": _steps(scorecard.steps),
+        "## What each stage added": steps.to_markdown() if (steps := waterfall(scorecard.attribution)) else "",
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),

@@ -55,6 +55,15 @@ class Measured(Frozen):
     gates: tuple[GateResult, ...] = ()
 
 
+class Rung(Frozen):
+    """The accuracy of the model after one stage."""
+
+    stage: str
+    """Kind of the stage; `unmodified` for the model, `settings` for what the settings add."""
+    metrics: tuple[Metric, ...]
+    """The first metric of each eval of accuracy; the divergence of the unmodified model from itself is left out."""
+
+
 class Scorecard(Frozen):
     """What an artifact cost and bought."""
 
@@ -68,6 +77,8 @@ class Scorecard(Frozen):
     recipe: dict[str, Any]
     """As resolved and pinned."""
     steps: tuple[StepLine, ...] = ()
+    attribution: tuple[Rung, ...] = ()
+    """The model, then after each stage, in order; empty where one stage alone changed the numbers."""
     settings: tuple[str, ...] = ()
     """One line for each setting: what is in force on this device."""
     notes: tuple[str, ...] = ()

@@ -1,0 +1,57 @@
+"""What each stage added to the damage: the numbers after each of them, and the change to those before it (a waterfall)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optkit.measure import Metric
+from optkit.scorecard.build import metric_identity, ratio_to_baseline
+from optkit.scorecard.numbers import format_ratio, format_value, significant
+from optkit.scorecard.record import Rung
+from optkit.scorecard.table import NOTHING, markdown_table, metric_label
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """The table: a line after each stage; for each metric its value and the change that the stage made."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown."""
+        return markdown_table(self.columns, self.rows)
+
+
+def waterfall(rungs: Sequence[Rung]) -> Waterfall | None:
+    """Return what each stage added, None where nothing was attributed.
+
+    The change is the ratio to the number before where the two can be paired, token by token, else the difference.
+    """
+    if not rungs:
+        return None
+    wanted = [*{metric_identity(metric): metric for metric in rungs[-1].metrics}.values()]
+    ladders = [[_find(rung, metric) for rung in rungs] for metric in wanted]
+    columns = ("after", *(text for metric in wanted for text in (metric_label(metric), "change [95%]")))
+    rows = [(rung.stage, *(text for ladder in ladders for text in _cells(ladder, index))) for index, rung in enumerate(rungs)]
+    return Waterfall(columns, tuple(rows))
+
+
+def _find(rung: Rung, wanted: Metric) -> Metric | None:
+    return next((metric for metric in rung.metrics if metric_identity(metric) == metric_identity(wanted)), None)
+
+
+def _cells(ladder: Sequence[Metric | None], index: int) -> tuple[str, str]:
+    metric = ladder[index]
+    if metric is None:
+        return NOTHING, NOTHING
+    value = format_value(metric.value, metric.unit)
+    before = ladder[index - 1] if index else None
+    if metric.pairing == "paired_log" and before is not None:
+        ratio = ratio_to_baseline(metric, before)
+        return value, format_ratio(ratio.value, ratio.interval)
+    if not index or metric.pairing == "paired_log":
+        return value, NOTHING
+    difference = metric.value - (before.value if before else 0.0)
+    return value, f"{'+' if difference >= 0 else '-'}{significant(abs(difference), 3)}"
