@@ -14,7 +14,7 @@ from optkit.source.calibration import Calibration
 from optkit.stages.foreign import Backed
 from optkit.stages.layer_quantizer import HEAD, BlockOutput, Job, out_of_memory
 from optkit.stages.packed_format import PackedFormat, PackQuantized
-from optkit.stages.selection import Layer
+from optkit.stages.selection import Layer, stacks
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
 if TYPE_CHECKING:
@@ -182,8 +182,9 @@ class Gptq(Backed, WeightQuantizer):
         largest = max(layer.inputs for layer in layers.values())
         hidden = tokens * width * element
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
-        hessians = max(_hessian_bytes(block) for block in _by_block(shape, layers).values())
-        work = max(4 * layer.inputs**2 * 4 + 10 * min(layer.outputs, HEAD_ROWS) * layer.inputs * 4 for layer in layers.values())
+        blocks = [stacks(block) for block in _by_block(shape, layers).values()]
+        hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
+        work = max(_work_bytes(stack) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
 
@@ -201,7 +202,9 @@ def _by_block(shape: ModelShape, layers: Mapping[str, Layer]) -> dict[tuple[str,
     return blocks
 
 
-def _hessian_bytes(layers: list[Layer]) -> int:
-    """Bytes of the Hessians of a block, were no input shared but by q, k and v and by gate and up."""
-    alone = [layer for layer in layers if not layer.name.endswith(("k_proj", "v_proj", "up_proj", "w3"))]
-    return sum(layer.inputs**2 * 4 for layer in alone)
+def _work_bytes(stack: list[Layer]) -> int:
+    """Bytes that GPTQ works with on layers that share their input: four matrices of the Hessian's size, ten of the weights'."""
+    outputs, inputs = sum(layer.outputs for layer in stack), stack[0].inputs
+    if stack[0].name == HEAD:
+        outputs = min(outputs, HEAD_ROWS)
+    return 4 * (4 * inputs**2 + 10 * outputs * inputs)

@@ -40,6 +40,19 @@ class Selection:
         return Selection(chosen, dict(sorted({**self.skipped, **reasons}.items())))
 
 
+JOINED = {leaf: joined for joined in ("q_proj k_proj v_proj", "gate_proj up_proj", "w1 w3") for leaf in joined.split()}
+"""Layers with one input, by their last names: quantized together, and one layer of vLLM."""
+
+
+def stacks(layers: Iterable[Layer]) -> list[list[Layer]]:
+    """Return layers with those that share their input together, as far as names tell."""
+    found: dict[tuple[str, str], list[Layer]] = {}
+    for layer in layers:
+        parent, _, leaf = layer.name.rpartition(".")
+        found.setdefault((parent, JOINED.get(leaf, leaf)), []).append(layer)
+    return list(found.values())
+
+
 def layers_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the linear layers of the decoder blocks as far as names and shapes tell: what `Skeleton.linears` finds, without torch."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
