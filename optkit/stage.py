@@ -61,6 +61,8 @@ class Report:
     skipped: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     """JSON values, e.g. `{"losses": {"model.layers.0.mlp.up_proj": 0.0021}}`."""
+    notes: tuple[str, ...] = ()
+    """What whoever deploys the model must know, one sentence each; shown with the scorecard's notes."""
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     """The texts that shaped the weights, as `TextSource.identity()` gives them; evals refuse them."""
 

@@ -92,6 +92,15 @@ def test_gptq_rounds_the_layers_that_ask_for_it_to_nearest(tiny_model: TinyModel
     assert report.details["formats"] == {"4 bits, groups of 64": 18, "8 bits, groups of 64": 3}
 
 
+def test_layers_that_vllm_joins_are_named_where_they_differ(tiny_model: TinyModel, tmp_path: Path) -> None:
+    stage = Rtn(overrides={"*.q_proj": {"bits": 8}, "model.layers.1.mlp.up_proj": "keep"})
+    notes = stage.run(tiny_model("qwen2"), tmp_path, Context()).notes
+    assert notes == (
+        "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj and opens them in one form only, and so in 2 other places;"
+        " transformers opens this model",
+    )
+
+
 def test_gptq_format_lists_what_is_different(tiny_model: TinyModel, tmp_path: Path) -> None:
     fields = {"format": "gptq", "group_size": 32, "overrides": {"*.down_proj": {"bits": 8, "group_size": -1}}}
     packed = quantize(tiny_model("llama"), tmp_path / "packed", **fields)

@@ -35,15 +35,16 @@ def build_scorecard(
     limits = [parse_gate(key, text) for key, text in (gates or {}).items()]
     for gate in limits:
         _check_measured(gate, metrics)
+    lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
     return Scorecard(
         name=name,
         artifact_key=artifact_key,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         recipe=dict(recipe),
-        steps=tuple(StepLine.model_validate(step, from_attributes=True) for step in steps),
+        steps=lines,
         attribution=tuple(attribution),
         settings=tuple(settings),
-        notes=tuple(notes),
+        notes=(*(f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())), *notes),
         baseline_notes=tuple(baseline_notes),
         environment=dict(environment or {}),
         rows=tuple(_row(metric, baseline, limits) for metric in metrics),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -182,7 +182,7 @@ class Gptq(Backed, WeightQuantizer):
         largest = max(layer.inputs for layer in layers.values())
         hidden = tokens * width * element
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
-        blocks = [stacks(block) for block in _by_block(shape, layers).values()]
+        blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in _by_block(shape, layers).values()]
         hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
         work = max(_work_bytes(stack) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
@@ -195,10 +195,10 @@ def _weight(module: nn.Module, transposed: bool) -> Tensor:
     return (stored.T if transposed else stored).float()
 
 
-def _by_block(shape: ModelShape, layers: Mapping[str, Layer]) -> dict[tuple[str, int] | None, list[Layer]]:
-    blocks: dict[tuple[str, int] | None, list[Layer]] = {}
-    for layer in layers.values():
-        blocks.setdefault(shape.block(f"{layer.name}.weight"), []).append(layer)
+def _by_block(shape: ModelShape, layers: Iterable[str]) -> dict[tuple[str, int] | None, list[str]]:
+    blocks: dict[tuple[str, int] | None, list[str]] = {}
+    for name in layers:
+        blocks.setdefault(shape.block(f"{name}.weight"), []).append(name)
     return blocks
 
 

@@ -57,6 +57,8 @@ class Job:
     """The bar, one step per block."""
     details: dict[str, Any] = field(default_factory=dict)
     """Goes into the report."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the scorecard."""
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     inputs: BlockInputs | None = None
     """What the last block returned on the calibration text, for the output layer."""
@@ -100,6 +102,10 @@ class LayerQuantizer(Transform):
         """Raise StageError where layers do not fit their form, or nothing opens them."""
         raise NotImplementedError
 
+    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        """Return what whoever deploys the model must know of its form, one sentence each."""
+        return []
+
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         """Yield what is left of each block, in order."""
         raise NotImplementedError
@@ -139,6 +145,7 @@ class LayerQuantizer(Transform):
             changed=len(selection.layers),
             skipped={**selection.skipped, **skeleton.fused},
             details=job.details,
+            notes=(*self._notes(selection, formats), *job.notes),
             calibrated_on=job.calibrated_on,
         )
 

@@ -44,12 +44,12 @@ JOINED = {leaf: joined for joined in ("q_proj k_proj v_proj", "gate_proj up_proj
 """Layers with one input, by their last names: quantized together, and one layer of vLLM."""
 
 
-def stacks(layers: Iterable[Layer]) -> list[list[Layer]]:
+def stacks(names: Iterable[str]) -> list[list[str]]:
     """Return layers with those that share their input together, as far as names tell."""
-    found: dict[tuple[str, str], list[Layer]] = {}
-    for layer in layers:
-        parent, _, leaf = layer.name.rpartition(".")
-        found.setdefault((parent, JOINED.get(leaf, leaf)), []).append(layer)
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        found.setdefault((parent, JOINED.get(leaf, leaf)), []).append(name)
     return list(found.values())
 
 
