@@ -234,10 +234,11 @@ def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats
 
 
 def tied_embedding(shape: ModelShape) -> str:
-    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for each token."""
+    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for each token (GPT-2's wpe has one for each
+    position)."""
     rows = shape.config.get("vocab_size")
     outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
-    return next((name for name, info in outside.items() if info.shape[0] == rows), "")
+    return next((name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), "")
 
 
 def head_of(shape: ModelShape) -> dict[str, Layer]:
