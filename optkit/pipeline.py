@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle, standing
+from optkit.attribution import attribute
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UsageError
 from optkit.execute import Execution, execute, materialize
@@ -21,6 +22,7 @@ from optkit.registry import stage_class
 from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, read_json, to_json, to_markdown
 from optkit.stage import Context, Setting
 from optkit.store import Store, default_store
+from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
 
 if TYPE_CHECKING:
     from optkit.session import TorchSession
@@ -51,13 +53,14 @@ def run(
     store: Path | None = None,
     data: Path | None = None,
     retime: bool = False,
+    verified: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Make a recipe's artifact in `out` (`artifacts/NAME`), measure it beside the unmodified model, and return its scorecard.
 
     `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`, `data` is a directory with local copies of
-    data sets. What the store holds is not done again, but for timings where `retime` is true. Raises an OptkitError for everything that a
-    user can cause.
+    data sets. What the store holds is not done again, but for timings where `retime` is true. `verified`: every engine that is installed
+    opens the artifact at the end. Raises an OptkitError for everything that a user can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
@@ -81,9 +84,46 @@ def run(
             retime=retime,
         )
         scorecard = _scorecard(todo, measured, [asdict(step) for step in execution.steps])
-        artifact.attach(SCORECARD_JSON, to_json(scorecard))
-        artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
+        added = attribute(todo, measured, shelf, context, execution.calibrated_on)
+        scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added})
+        _attach(artifact, scorecard)
+        if verified:
+            _refuse_damaged(verify(target, device=chosen, progress=progress))
+            return read_scorecard(target)
     return scorecard
+
+
+def verify(
+    artifact: Path | str,
+    *,
+    engines: Sequence[EngineName] = ENGINE_NAMES,
+    pythons: Mapping[str, str] | None = None,
+    device: str | None = None,
+    tokens: int = 128,
+    timeout_s: float = 1800,
+    progress: Progress | None = None,
+) -> Verified:
+    """Check an artifact's files and what each engine makes of it beside optkit's own session; the result is kept in its scorecard.
+
+    `pythons` says in which interpreter an engine is installed, where it is not our own. The logits after `tokens` tokens of a fixed text
+    are compared. Raises UsageError for an interpreter that is not there, ArtifactError where the directory is no artifact.
+    """
+    found = read_artifact(Path(artifact))
+    done = verify_artifact(
+        found,
+        settings_of(found),
+        engines=engines,
+        pythons=pythons or {},
+        device=_usable(device),
+        tokens=tokens,
+        timeout_s=timeout_s,
+        progress=progress or SilentProgress(),
+    )
+    if done.loading:
+        keep_loading(found, done.loading)
+        if (found.directory / SCORECARD_JSON).is_file():
+            _attach(found, read_scorecard(found.directory))
+    return done
 
 
 def evaluate(
@@ -125,11 +165,11 @@ def evaluate(
 
 
 def read_scorecard(artifact: Path) -> Scorecard:
-    """Return the scorecard of an artifact. Raises ArtifactError where there is none."""
-    read_artifact(artifact)
+    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError where there is none."""
+    found = read_artifact(artifact)
     if not (artifact / SCORECARD_JSON).is_file():
         raise ArtifactError("there is no scorecard", where=str(artifact), why="Its run did not finish", remedy="Run its recipe again")
-    return read_json(artifact / SCORECARD_JSON)
+    return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
 
 
 def compare(artifacts: Sequence[Path]) -> Comparison:
@@ -163,6 +203,17 @@ def settings_of(artifact: Artifact) -> list[Setting]:
                 raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
             found.append(setting)
     return found
+
+
+def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
+    artifact.attach(SCORECARD_JSON, to_json(scorecard))
+    artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
+
+
+def _refuse_damaged(done: Verified) -> None:
+    wrong = [f"{check.name}: {check.detail}" for check in done.checks if not check.ok]
+    if wrong:
+        raise ArtifactError(f"it was made, and it is not sound: {'; '.join(wrong)}", where=str(done.artifact))
 
 
 def _usable(device: str | None) -> str:

@@ -15,7 +15,7 @@ from optkit.errors import did_you_mean
 from optkit_cli.failures import Terminated, exit_status_of, sigterm_unwinds
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Invocation, debug_option
 
-COMMANDS = ("run", "plan", "validate", "eval", "show", "compare", "list", "doctor", "schema")
+COMMANDS = ("run", "plan", "validate", "eval", "verify", "show", "compare", "list", "doctor", "schema")
 """In the order in which a newcomer meets them; each is a module of this package with a `command`."""
 
 
@@ -56,7 +56,7 @@ def optkit() -> None:
     optkit run recipes/llama_int4.yaml       make the artifact, measure it, print the scorecard
     optkit list stages                       what a recipe can say
 
-    Exit status: 0 pass, 1 error, 2 usage or recipe error, 3 a gate failed, 4 a gate is inconclusive.
+    Exit status: 0 pass, 1 error, 2 usage or recipe error, 3 a gate or a proof failed, 4 a gate is inconclusive.
     """
 
 

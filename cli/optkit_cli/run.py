@@ -25,6 +25,7 @@ from optkit_cli.options import (
 @all_of(model_option, set_option)
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Where the artifact goes [artifacts/RECIPE].")
 @click.option("--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now.")
+@click.option("--verify", "verified", is_flag=True, help="Open the artifact in every installed engine at the end, as `optkit verify` does.")
 @all_of(device_option, data_option, store_option, json_option, quiet_option)
 def command(
     recipe: str,
@@ -32,6 +33,7 @@ def command(
     overrides: tuple[str, ...],
     out: Path | None,
     retime: bool,
+    verified: bool,
     device: str | None,
     data: Path | None,
     store: Path | None,
@@ -51,7 +53,16 @@ def command(
         wanted = load_recipe(recipe, overrides=overrides, model=model)
         target = out or Path("artifacts") / wanted.name
         scorecard = pipeline.run(
-            wanted, out=target, device=device, store=store, data=data, retime=retime, progress=open_progress(quiet=quiet)
+            wanted,
+            out=target,
+            device=device,
+            store=store,
+            data=data,
+            retime=retime,
+            verified=verified,
+            progress=open_progress(quiet=quiet),
         )
     print_scorecard(scorecard, target, as_json=as_json)
+    if verified and any(each.failed for each in scorecard.loading):
+        return 3
     return scorecard.exit_status

@@ -69,6 +69,9 @@ def loading_notes(loadings: Iterable[Loading]) -> list[str]:
     """Return what to say below the table: why an engine does not agree, what was compared, and what it generated."""
     notes = []
     for each in loadings:
-        about = [each.reason, each.compared, f"it continues {each.text!r}" if each.text else ""]
+        packages = ", ".join(f"{name} {version}" for name, version in each.packages.items() if name != each.engine)
+        device = f"on {each.device} " if each.device else ""
+        text = f"it continues {each.text!r}" if each.text else ""
+        about = [each.reason, each.compared, text, f"{device}with {packages}" if packages else ""]
         notes.append(f"{each.engine}: " + "; ".join(part for part in about if part))
     return notes

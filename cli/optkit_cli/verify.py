@@ -1,0 +1,88 @@
+"""`optkit verify`: whether an artifact is whole, and whether other programs open it and compute the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option
+
+ENGINE_NAMES = ("transformers", "vllm", "onnxruntime")
+
+
+class EnginePython(click.ParamType[tuple[str, str]]):
+    """`ENGINE=PYTHON`, e.g. `vllm=/opt/vllm/bin/python`."""
+
+    name = "interpreter"
+
+    def convert(self, value: str | tuple[str, str], param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Return the engine and the interpreter."""
+        if isinstance(value, tuple):
+            return value
+        engine, equals, python = value.partition("=")
+        if engine not in ENGINE_NAMES or not (equals and python):
+            self.fail(f"'{value}' names no engine and its Python. Write it as vllm=/opt/vllm/bin/python.", param, ctx)
+        return engine, python
+
+
+@click.command(cls=Command, short_help="Prove that other programs open an artifact.")
+@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
+@click.option("--engine", "engines", type=click.Choice(ENGINE_NAMES), multiple=True, help="Ask this engine only; repeatable.")
+@click.option(
+    "--engine-python",
+    "pythons",
+    metavar="ENGINE=PYTHON",
+    type=EnginePython(),
+    multiple=True,
+    help="Python that has the engine, where it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_TRANSFORMERS_PYTHON].",
+)
+@click.option("--tokens", metavar="N", type=click.IntRange(min=2), default=128, help="Tokens after which logits are compared [128].")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="S",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1800,
+    help="Seconds that one engine may take [1800].",
+)
+@all_of(device_option, json_option, quiet_option)
+def command(
+    artifact: Path,
+    engines: tuple[str, ...],
+    pythons: tuple[tuple[str, str], ...],
+    tokens: int,
+    timeout_s: float,
+    device: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Check the files of ARTIFACT, open it in every engine that is installed, and compare logits with optkit's own.
+
+    The result is kept in the artifact's scorecard. Exit status: 0 every check holds and every engine that could be asked agrees,
+    3 a check failed, or an engine does not open it or disagrees.
+    """
+    from optkit import pipeline
+    from optkit.verification import ENGINE_NAMES as KNOWN
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.progress import open_progress
+    from optkit_cli.verify_view import refuse_unasked, verified_view
+
+    asked = tuple(name for name in KNOWN if name in engines) or KNOWN
+    with only_the_result_on_stdout():
+        found = pipeline.verify(
+            artifact,
+            engines=asked,
+            pythons=dict(pythons),
+            device=device,
+            tokens=tokens,
+            timeout_s=timeout_s,
+            progress=open_progress(quiet=quiet),
+        )
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        show(*verified_view(found))
+    if engines and not found.exit_status:
+        refuse_unasked(found)
+    return found.exit_status

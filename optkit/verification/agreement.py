@@ -1,0 +1,121 @@
+"""How near an engine's logits are to those of optkit's own session, and what is near enough for the dtype that it computes in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optkit.errors import OptkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.measure import Session
+
+TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 2e-2}
+"""Largest mean KL in nats, by the least precise dtype that the engine or optkit computes in.
+
+Ten times what rounding alone makes of SmolLM2-135M in bfloat16 (vLLM against optkit: 0.0012 to 0.0019), and less in the square of the
+precision for the others; one of its 210 layers with its outputs in a wrong order makes 0.26 or more."""
+TEXT = """\
+A lighthouse keeper counts the ships that pass: on Monday 12, on Tuesday 9, on Wednesday 17, which makes 38 in three days.
+The first of them carried oranges from Valencia to Hamburg, and its captain, a patient woman of sixty, wrote letters to her
+brother in French: « La mer est calme ce soir ». In the harbour a program prints `for index in range(10): print(index ** 2)`
+and the numbers 0, 1, 4, 9, 16, 25, 36, 49, 64 and 81 appear one below the other. Water boils at 100 degrees Celsius at sea
+level; the capital of Japan is Tokyo; two and two are four. Nobody in the village could say why the old clock, which had been
+silent since the winter of 1947, began to strike again on the night before the election.
+"""
+"""Prose, numbers, code and a little French, so that the tokens of one kind alone do not decide."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What optkit's own session computes of the tokens."""
+
+    tokens: tuple[int, ...]
+    logits: Tensor
+    """float32 [tokens, vocabulary], on the CPU."""
+    generated: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near two models are on the same tokens."""
+
+    max_logit_difference: float
+    mean_kl: float
+    """KL(optkit || engine), nats."""
+    top1_agreement: float
+    """Share of tokens after which the engine's likeliest next one is also optkit's, or as likely as that."""
+
+
+def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int) -> Reference:
+    """Return what a session makes of the first `tokens` tokens of the fixed text, repeated where it is too short, and what it goes on with.
+
+    Raises OptkitError where the tokenizer makes fewer than two tokens of it, or the model has too few positions.
+    """
+    room = min(tokens, session.positions - new_tokens)
+    ids = session.encode(TEXT)
+    while 1 < len(ids) < room:
+        ids = session.encode(TEXT * math.ceil(room / len(ids) + 1))
+    ids = ids[: max(room, 0)]
+    if len(ids) < 2:
+        raise OptkitError(f"{len(ids)} tokens are too few to compare", where=str(session.directory), remedy="Ask for more with --tokens")
+    logits = session.logits(ids[None])[0].cpu()
+    generated = session.generate(ids[None], new_tokens)[0, len(ids) :].tolist()
+    return Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device)
+
+
+def read_logits(path: Path, shape: Sequence[int]) -> Tensor:
+    """Return the raw float32 numbers of a file as [tokens, vocabulary]."""
+    import torch
+
+    return torch.from_file(str(path), size=math.prod(shape), dtype=torch.float32).view(*shape)
+
+
+def compare_logits(ours: Tensor, theirs: Tensor) -> Agreement:
+    """Compare float32 [tokens, vocabulary] with the same of an engine."""
+    import torch
+
+    left, right = torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1)
+    divergence = (left.exp() * (left - right)).sum(-1)
+    return Agreement(
+        max_logit_difference=float((ours - theirs).abs().max()),
+        mean_kl=float(divergence.mean()),
+        top1_agreement=float((ours.gather(-1, theirs.argmax(-1, keepdim=True))[:, 0] == ours.amax(-1)).float().mean()),
+    )
+
+
+def compare_likeliest(ours: Tensor, likeliest: Sequence[Sequence[tuple[int, float]]]) -> Agreement:
+    """Compare float32 [tokens, vocabulary] with the log-probabilities that an engine gives for its likeliest tokens after each token.
+
+    The divergence is that of these tokens and one class of all others: exact for these, and never above that of all tokens.
+    """
+    import torch
+
+    left = torch.log_softmax(ours.double(), -1)
+    difference, divergence, same = 0.0, 0.0, 0
+    for row, found in zip(left, likeliest, strict=True):
+        ids = torch.tensor([token for token, _ in found])
+        theirs = torch.tensor([value for _, value in found], dtype=torch.float64)
+        mine = row[ids]
+        difference = max(difference, float((mine - theirs).abs().max()))
+        rest, their_rest = (1 - mine.exp().sum()).clamp_min(1e-9), (1 - theirs.exp().sum()).clamp_min(1e-9)
+        divergence += float((mine.exp() * (mine - theirs)).sum() + rest * (rest / their_rest).log())
+        same += int(mine[theirs.argmax()] == row.max())
+    return Agreement(difference, divergence / len(left), same / len(left))
+
+
+def tolerance(*dtypes: str) -> float:
+    """Return the largest mean KL that the least precise of the dtypes explains."""
+    return max(TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in dtypes)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return how many elements are the same from the first on."""
+    return next((index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), min(len(left), len(right)))

@@ -1,0 +1,169 @@
+"""What can be said of an artifact without torch: digests, whole files, config.json against the tensors, ties, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from optkit.artifact import OWN_FILES, Artifact
+from optkit.errors import OptkitError
+from optkit.frozen import Frozen
+from optkit.model.checkpoint import INDEX, Checkpoint
+from optkit.store import list_files, sha256_of
+from optkit.verification.layers import linear_layers, problems_of_layers
+from optkit.verification.stored import TensorBytes
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+EMBEDDINGS = tuple(f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings"))
+BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+SHOWN = 3
+
+
+class Check(Frozen):
+    """One thing that was checked."""
+
+    name: str
+    ok: bool
+    detail: str
+    """What was checked, or what is wrong."""
+
+
+def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
+    """Check the files of an artifact; all but the digests believe config.json and the headers of the weights, not optkit.json.
+
+    Where the weights cannot be read, what stands on them is not checked.
+    """
+    digests = _digests(artifact)
+    try:
+        checkpoint = Checkpoint(artifact.directory)
+        unlisted = _problems_of_index(checkpoint)
+        config = checkpoint.config
+    except OptkitError as error:
+        return digests, Check(name="weights", ok=False, detail=str(error))
+    quantization = checkpoint.quantization
+    files = len(set(checkpoint.files.values()))
+    weights = _check("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
+    try:
+        found = problems_of_layers(checkpoint)
+        layers = _check("layers", found, _describe(checkpoint))
+    except ValueError as error:
+        layers = Check(name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk")
+    count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
+    method = "no quantization" if quantization is None else str(quantization.get("quant_method"))
+    return (
+        digests,
+        weights,
+        layers,
+        _check("blocks", _problems_of_blocks(checkpoint, count), f"{count} decoder blocks, each with its tensors"),
+        _check("ties", _problems_of_ties(checkpoint), f"tie_word_embeddings and the tensors agree ({method})"),
+        _tokenizer(artifact),
+    )
+
+
+def _digests(artifact: Artifact) -> Check:
+    known = artifact.record.files
+    wrong = []
+    for name, facts in known.items():
+        path = artifact.directory / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif path.stat().st_size != facts["size_bytes"]:
+            wrong.append(f"{name} has {path.stat().st_size:,} bytes, not {facts['size_bytes']:,}")
+        elif sha256_of(path) != facts["sha256"]:
+            wrong.append(f"{name} was changed")
+    others = [name for name in list_files(artifact.directory) if name not in known and name not in OWN_FILES]
+    beside = f"; beside them {_some(others)}, which optkit did not write" if others else ""
+    return _check("digests", wrong, f"the SHA-256 of {len(known)} files are those of optkit.json{beside}")
+
+
+def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
+    path = checkpoint.directory / INDEX
+    if not path.is_file():
+        return []
+    listed: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    lying = {name: file.name for name, file in checkpoint.files.items()}
+    missing = [f"{name} is not in {file}" for name, file in listed.items() if lying.get(name) != file]
+    return missing + [f"{name} in {file} is not in {INDEX}" for name, file in lying.items() if name not in listed]
+
+
+def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
+    """A tensor that one block alone lacks was lost where that block has nothing that the others lack; hybrid blocks differ more."""
+    blocks: dict[str, dict[int, set[str]]] = {}
+    for name in (f"{layer}.weight" for layer in linear_layers(checkpoint)):
+        _add_to_block(blocks, checkpoint, name)
+    for name, info in checkpoint.tensors.items():
+        if len(info.shape) == 1 and name.endswith((".weight", ".bias")):
+            _add_to_block(blocks, checkpoint, name)
+    problems = []
+    main = max(blocks.values(), key=len, default={})
+    if count is not None and set(main) < set(range(count)):
+        absent = [str(index) for index in range(count) if index not in main]
+        problems.append(f"config.json says {count} decoder blocks, and there are no weights of {_some(absent)}")
+    for group, members in blocks.items():
+        for index, names in members.items():
+            others = [each for other, each in members.items() if other != index]
+            if len(others) < 2:
+                continue
+            shared, everywhere = set[str].intersection(*others), set[str].union(*others)
+            if names <= everywhere and (lost := sorted(shared - names)):
+                problems += [f"there is no {group}.{index}.{name}" for name in lost]
+    return problems
+
+
+def _add_to_block(blocks: dict[str, dict[int, set[str]]], checkpoint: Checkpoint, name: str) -> None:
+    if place := checkpoint.shape.block(name):
+        group, index = place
+        blocks.setdefault(group, {}).setdefault(index, set()).add(name.removeprefix(f"{group}.").partition(".")[2])
+
+
+def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
+    tied = checkpoint.config.get("tie_word_embeddings")
+    head = next((name for name in HEADS if name in checkpoint.tensors), None)
+    embedding = next((name for end in EMBEDDINGS for name in checkpoint.tensors if name.endswith(end)), None)
+    if embedding is None:
+        return ["there are no token embeddings"]
+    packed_head = any(name.startswith("lm_head.") for name in checkpoint.tensors)
+    if tied is False and head is None and not packed_head:
+        return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
+    if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:
+        stored = TensorBytes(checkpoint)
+        return [] if stored.read(head) == stored.read(embedding) else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
+    if tied and head:
+        return [f"tie_word_embeddings is true, and {head} has another shape or dtype than {embedding}"]
+    return []
+
+
+def _tokenizer(artifact: Artifact) -> Check:
+    found = sorted({path.name for pattern in VOCABULARIES for path in artifact.directory.glob(pattern)})
+    broken = []
+    for name in (*found, "tokenizer_config.json"):
+        path = artifact.directory / name
+        if name.endswith(".json") and path.is_file():
+            try:
+                json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                broken.append(f"{name} is not JSON: {error}")
+    missing = [] if found else ["there is no tokenizer"]
+    return _check("tokenizer", missing + broken, ", ".join(found))
+
+
+def _describe(checkpoint: Checkpoint) -> str:
+    layers = linear_layers(checkpoint)
+    packed = [layer for layer, stored in layers.items() if set(stored) - {"weight", "bias"} or _is_code(checkpoint, layer)]
+    return f"{len(packed)} packed layers and {len(layers) - len(packed)} plain ones, as config.json says"
+
+
+def _is_code(checkpoint: Checkpoint, layer: str) -> bool:
+    info = checkpoint.tensors.get(f"{layer}.weight")
+    return info is not None and info.dtype not in ("F32", "F16", "BF16")
+
+
+def _check(name: str, problems: list[str], detail: str) -> Check:
+    return Check(name=name, ok=not problems, detail=_some(problems) if problems else detail)
+
+
+def _some(words: Iterable[str]) -> str:
+    every = list(words)
+    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+    return "; ".join(every[:SHOWN]) + more

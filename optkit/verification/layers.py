@@ -1,0 +1,77 @@
+"""The linear layers of a checkpoint against config.json: packed ones packed, plain ones plain, nothing missing or left over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import TensorInfo
+from optkit.stages.selection import layers_of
+from optkit.verification.layouts import Leaf, StoredLayer
+from optkit.verification.schemes import PLAIN, scheme_of_layers
+from optkit.verification.stored import TensorBytes
+
+OUTSIDE = ("lm_head",)
+"""Linear layers outside the decoder blocks."""
+PACKED_LEAF = re.compile(
+    r"(?P<layer>.+?)\.(?P<leaf>weight_(?:packed|shape|scale|zero_point|g_idx|global_scale|format)"
+    r"|(?:input|output)_(?:scale|zero_point|global_scale)|qweight|qzeros|scales|g_idx|SCB|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+))"
+)
+"""The names that only packed layers have."""
+
+
+def linear_layers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
+    """Return layer -> leaf -> tensor: the linear layers of the decoder blocks and lm_head, packed or plain."""
+    found: dict[str, dict[str, TensorInfo]] = {name: {} for name in layers_of(checkpoint.shape)}
+    found |= {name: {} for name in OUTSIDE if f"{name}.weight" in checkpoint.tensors}
+    for name, info in checkpoint.tensors.items():
+        if match := PACKED_LEAF.fullmatch(name):
+            found.setdefault(match["layer"], {})[match["leaf"]] = info
+    for name, leaves in found.items():
+        leaves |= {leaf: checkpoint.tensors[f"{name}.{leaf}"] for leaf in ("weight", "bias") if f"{name}.{leaf}" in checkpoint.tensors}
+    return found
+
+
+def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
+    """Return a sentence for each thing that does not agree; raises ValueError for a format whose layout is not known."""
+    scheme_of = scheme_of_layers(checkpoint.quantization)
+    stored = TensorBytes(checkpoint)
+    problems: list[str] = []
+    packed = 0
+    for name, leaves in linear_layers(checkpoint).items():
+        label, layout, words = scheme_of(name, checkpoint.shape.block(f"{name}.weight") is not None)
+        packed += layout is not PLAIN[1]
+        try:
+            expected = layout(words, StoredLayer(leaves, partial(_read_leaf, stored, name)))
+        except (ValueError, KeyError, TypeError) as error:
+            said = f"config.json has no {error}" if isinstance(error, KeyError) else str(error)
+            problems.append(f"{name} cannot be {label}: {said}")
+            continue
+        problems += [f"{name}: {problem}" for problem in _compare(leaves, expected, label)]
+    if checkpoint.quantization and not packed:
+        problems.append("config.json has a quantization_config, and no layer is packed")
+    return problems
+
+
+def _read_leaf(stored: TensorBytes, layer: str, leaf: str) -> bytes:
+    return stored.read(f"{layer}.{leaf}")
+
+
+def _compare(leaves: Mapping[str, TensorInfo], expected: Mapping[str, Leaf], label: str) -> Iterator[str]:
+    left_over = sorted(set(leaves) - set(expected) - {"bias"})
+    missing = sorted(leaf for leaf, wanted in expected.items() if wanted.required and leaf not in leaves)
+    if missing:
+        yield f"config.json says {label}, and there is no {', '.join(missing)}"
+    if left_over:
+        yield f"config.json says {label}, which has no {', '.join(left_over)}"
+    for leaf, wanted in expected.items():
+        found = leaves.get(leaf)
+        if found is None:
+            continue
+        if found.dtype not in wanted.dtypes:
+            yield f"config.json says {label}, and {leaf} is {found.dtype}, not {' or '.join(wanted.dtypes)}"
+        if wanted.shapes and found.shape not in wanted.shapes:
+            shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
+            yield f"config.json says {label} with {leaf} {shapes}, and it is {list(found.shape)}"

