@@ -1,0 +1,126 @@
+"""Rotate the layers that touch the residual stream, and show that a part of the model computes what it did, in the new basis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.algorithms.hadamard import Rotation
+from optkit.errors import StageError
+from optkit.model.residual_stream import StreamParts
+
+TOLERANCE = 1e-3
+"""Largest difference of a token's vector, relative to what the part makes of it. Sound rotations of real models stay below 1e-4."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The layers around the attention of a block whose head dimension can be rotated."""
+
+    values: nn.Linear
+    """v_proj: its outputs are the heads of the values."""
+    outputs: nn.Linear
+    """o_proj: its inputs are the heads of the attention's results."""
+    size: int
+
+
+def fold_norms_(parts: StreamParts) -> list[str]:
+    """Multiply the weights of the norms into the layers that read them; return the names of the parameters that changed."""
+    changed = []
+    for norm in parts.norms:
+        weight: Tensor = norm.module.weight  # type: ignore[assignment]
+        for name, reader in norm.readers.items():
+            columns: Tensor = reader.weight  # type: ignore[assignment]
+            columns.mul_(weight + norm.offset)
+            changed.append(f"{name}.weight")
+        weight.fill_(1 - norm.offset)
+        changed.append(f"{norm.name}.weight")
+    return changed
+
+
+def rotate_stream_(parts: StreamParts, rotation: Rotation) -> list[str]:
+    """Rotate what the readers take and what the writers give; return the names of the parameters that changed."""
+    changed = []
+    for name, reader in parts.readers.items():
+        weight: Tensor = reader.weight  # type: ignore[assignment]
+        weight.copy_(rotation.apply(weight))
+        changed.append(f"{name}.weight")
+    for name, writer in parts.writers.items():
+        writer.weight.copy_(rotation.apply(writer.weight.T).T)
+        changed.append(f"{name}.weight")
+        if writer.bias is not None:
+            writer.bias.copy_(rotation.apply(writer.bias))
+            changed.append(f"{name}.bias")
+    return changed
+
+
+def rotate_heads_(heads: Heads, rotation: Rotation) -> None:
+    """Rotate each head of the values, weight [heads * size, in] and bias, and the inputs of the output projection back."""
+    values, outputs, size = heads.values, heads.outputs, heads.size
+    by_input = values.weight.T.reshape(values.in_features, -1, size)
+    values.weight.copy_(rotation.apply(by_input).flatten(1).T)
+    if values.bias is not None:
+        values.bias.copy_(rotation.apply(values.bias.view(-1, size)).flatten())
+    outputs.weight.copy_(rotation.apply(outputs.weight.view(len(outputs.weight), -1, size)).flatten(1))
+
+
+def find_heads(block: nn.Module, config: Any) -> Heads | str:
+    """Return the projections around the attention, or why the heads of a block cannot be rotated."""
+    named = {leaf: [module for name, module in block.named_modules() if name.rpartition(".")[2] == leaf] for leaf in ("v_proj", "o_proj")}
+    missing = [leaf for leaf, modules in named.items() if len(modules) != 1 or not isinstance(modules[0], nn.Linear)]
+    if missing:
+        return f"no {' and no '.join(missing)}"
+    values, outputs = named["v_proj"][0], named["o_proj"][0]
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not isinstance(values, nn.Linear) or not isinstance(outputs, nn.Linear) or values.out_features % size or outputs.in_features % size:
+        return f"v_proj and o_proj are not made of heads of {size}"
+    return Heads(values, outputs, size)
+
+
+def refuse_difference(where: str, before: Tensor, after: Tensor, scale: Tensor, remedy: str = "") -> float:
+    """Return the largest difference of a token, float [..., features], relative to the length of `scale`, float [..., features].
+
+    Raises StageError where it is above the tolerance: the rotated part computes something else.
+    """
+    lengths = scale.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    difference = float(((after - before).double().norm(dim=-1) / lengths).max())
+    if not difference <= TOLERANCE:
+        raise StageError(
+            f"rotated, it computes something else: tokens differ by up to {difference:.2g} of what it makes of them",
+            where=f"rotate: {where}",
+            why=f"The architecture has a part that does not commute with the rotation; {TOLERANCE:g} is the limit, in float32",
+            remedy=remedy or "Take rotate out of the recipe for this architecture",
+        )
+    return difference
+
+
+def run_tail(model: Any, blocks: Sequence[nn.Module], hidden: Tensor, returns_tuple: bool) -> Tensor:
+    """Return the logits, float [batch, sequence, vocabulary], that the part behind the blocks makes of float [batch, sequence, hidden]."""
+
+    def forward(*_: Any, **__: Any) -> Any:
+        return (hidden,) if returns_tuple else hidden
+
+    try:
+        for block in blocks:
+            block.forward = forward
+        with torch.no_grad():
+            logits: Tensor = model(inputs_embeds=torch.zeros_like(hidden), use_cache=False).logits
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)
+    return logits
+
+
+def returns_tuple(module: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, bool]:
+    """Return what `run`, which calls the module, gives, and whether the module itself gave a tuple."""
+    tuples = []
+    handle = module.register_forward_hook(lambda _module, _arguments, output: tuples.append(isinstance(output, tuple)))
+    try:
+        result: Tensor = run()
+    finally:
+        handle.remove()
+    return result, tuples[-1]

@@ -1,0 +1,262 @@
+"""Stage `rotate`: the same model in a rotated basis, whose weights have no outliers and quantize better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.stage import Context, Cost, Report, Transform
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from optkit.algorithms.hadamard import Rotation
+    from optkit.model.skeleton import Skeleton
+
+TOKENS = 32
+"""Tokens that run through the model to find its parts and to compare them before and after."""
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass
+class _Job:
+    """One run: the model, its rotation, and what is found on the way."""
+
+    skeleton: Skeleton
+    writer: CheckpointWriter
+    rotation: Rotation
+    context: Context
+    untied: bool
+    changed: set[str] = field(default_factory=set)
+    """Tensors of the checkpoint."""
+    unrotated_heads: dict[str, str] = field(default_factory=dict)
+    difference: float = 0.0
+
+
+class Rotate(Transform):
+    """Rotate the residual stream and the heads of the values by randomized Hadamard matrices (QuaRot, arXiv:2404.00456).
+
+    The model computes what it did. Rotations are folded into the weights, so nothing is left to do when it runs; those of SpinQuant
+    (arXiv:2405.16406) that are called R1 and R2, without learning. The weights of the norms are folded into the layers that read them,
+    which unties `lm_head` from the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
+    """
+
+    heads: bool = True
+    """Also rotate the heads of the values against the output projection of the attention."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Rotate block by block, in float32, from safetensors to safetensors.
+
+        Raises StageError where the architecture does not commute with a rotation or a block computes something else afterwards, SourceError
+        for weights that are NaN or Inf.
+        """
+        import torch
+
+        from optkit.algorithms.hadamard import random_rotation
+        from optkit.model.skeleton import Skeleton
+
+        started = time.monotonic()
+        checkpoint = Checkpoint(source)
+        skeleton = Skeleton(checkpoint, torch.float32)
+        _refuse_fused(skeleton)
+        config = skeleton.model.config.get_text_config(decoder=True)
+        rotation = random_rotation(config.hidden_size, context.seed).to(context.device)
+        untied = skeleton.tensor_names.get(LM_HEAD) == skeleton.tensor_name(_embedding(skeleton))
+        with (
+            context.progress.task("rotate", len(skeleton.blocks) + 2, "parts") as task,
+            CheckpointWriter(target) as writer,
+            torch.no_grad(),
+        ):
+            job = _Job(skeleton, writer, rotation, context, untied)
+            rotated = _rotate_embedding(job)
+            task.advance(note="embedding")
+            hidden, calls = rotated
+            for index, block in enumerate(skeleton.blocks):
+                hidden, gives_tuple = self._rotate_block(job, index, hidden, calls[index])
+                task.advance(note=block.name)
+            _rotate_tail(job, hidden, gives_tuple)
+            task.advance(note="lm_head")
+        copy_companions(source, target)
+        write_config(target, _untied(checkpoint.config) if untied else checkpoint.config)
+        details = {
+            "residual_rotation": "Hadamard" if rotation.is_hadamard else f"Hadamard x random ({len(rotation.small)})",
+            "residual_size": rotation.size,
+            "largest_difference": job.difference,
+            "untied_lm_head_bytes": checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0,
+            "seconds": round(time.monotonic() - started, 2),
+        }
+        return Report(changed=len(job.changed), skipped=job.unrotated_heads, details=details)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the exact tensors that it leaves: a tied model gets an `lm_head` of its own."""
+        tensors = dict(shape.tensors)
+        config = shape.config
+        vocabulary = {name: info for name, info in tensors.items() if name.endswith(".weight") and _is_vocabulary(shape, name, info)}
+        if len(vocabulary) == 1:
+            tensors[LM_HEAD] = next(iter(vocabulary.values()))
+            config = _untied(config)
+        left = ModelShape(config=config, tensors=tensors)
+        largest = max(info.elements for info in tensors.values())
+        block = 4 * max(shape.block_bytes, 1)
+        needed = max(2 * block, 8 * largest) + min(left.size_bytes, SHARD_BYTES)
+        gpu = max(2 * block, 8 * largest) if device.startswith("cuda") else 0
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=needed, gpu_bytes=gpu), left
+
+    def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> tuple[Tensor, bool]:
+        """Write a block rotated; return what it makes of hidden states that are not, float [1, tokens, hidden]."""
+        from optkit.algorithms.hadamard import random_rotation
+        from optkit.model.residual_stream import stream_parts
+        from optkit.stages.residual_rotation import find_heads, fold_norms_, refuse_difference, returns_tuple, rotate_heads_, rotate_stream_
+
+        skeleton, block = job.skeleton, job.skeleton.blocks[index]
+        skeleton.load_(block.name, job.context.device)
+        run = partial(skeleton.run_block, index, call=call)
+        output, gives_tuple = returns_tuple(block.module, lambda: run(hidden=hidden))
+        modules = dict(block.module.named_modules(prefix=block.name))
+        parts = stream_parts(modules, job.rotation.size, lambda: run(hidden=hidden), block.name)
+        changed = set(fold_norms_(parts)) | set(rotate_stream_(parts, job.rotation))
+        expected = job.rotation.apply(output)
+        added = expected - job.rotation.apply(hidden)
+
+        def compare(remedy: str = "") -> None:
+            given = run(hidden=job.rotation.apply(hidden))
+            job.difference = max(job.difference, refuse_difference(block.name, expected, given, added, remedy))
+
+        compare()
+        if self.heads:
+            heads = find_heads(block.module, skeleton.model.config.get_text_config(decoder=True))
+            if isinstance(heads, str):
+                job.unrotated_heads[block.name] = f"the heads stay as they are: {heads}"
+            else:
+                rotate_heads_(heads, random_rotation(heads.size, job.context.seed + 1 + index).to(job.context.device))
+                touched = {heads.values, heads.outputs}
+                changed |= {f"{name}.{leaf}" for name, module in modules.items() if module in touched for leaf in ("weight", "bias")}
+                compare("Set rotate.heads to false")
+        names = {skeleton.tensor_names[name]: name for name in changed if name in skeleton.tensor_names}
+        parameters = dict(block.module.named_parameters(prefix=block.name))
+        for tensor in skeleton.block_tensors(block):
+            _write(job, tensor, parameters[names[tensor]] if tensor in names else None)
+        skeleton.release_(block.name)
+        return output, gives_tuple
+
+
+def _rotate_embedding(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
+    """Write the embedding rotated; return what enters the first block, float [1, tokens, hidden], unrotated, and the calls of all."""
+    import torch
+
+    skeleton = job.skeleton
+    generator = torch.Generator().manual_seed(job.context.seed)
+    vocabulary = skeleton.model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(vocabulary, (1, TOKENS), generator=generator)
+    inputs = skeleton.capture_inputs(tokens, job.context.device)
+    tensor = skeleton.tensor_name(_embedding(skeleton))
+    stored = skeleton.checkpoint.read_finite(tensor)
+    looked_up = stored[tokens].float().to(job.context.device)
+    if looked_up.shape == inputs.hidden.shape:
+        scale = float((inputs.hidden * looked_up).sum() / looked_up.pow(2).sum())
+        plain = torch.allclose(inputs.hidden, scale * looked_up, rtol=1e-3, atol=1e-5)
+    if looked_up.shape != inputs.hidden.shape or not plain:
+        raise StageError(
+            "what enters the first block is not the embedding of the tokens, up to a factor",
+            where=f"rotate: {tensor}",
+            why="Positions or norms in front of the blocks do not commute with a rotation",
+            remedy="Take rotate out of the recipe for this architecture",
+        )
+    _write(job, tensor, job.rotation.apply(stored.to(job.context.device)))
+    return inputs.hidden, inputs.batches[0].calls
+
+
+def _rotate_tail(job: _Job, hidden: Tensor, gives_tuple: bool) -> None:
+    """Write the last norm folded into lm_head, lm_head rotated, and everything else outside the blocks as it is."""
+    from optkit.model.residual_stream import stream_parts
+    from optkit.stages.residual_rotation import fold_norms_, refuse_difference, rotate_stream_, run_tail
+
+    skeleton, embedding = job.skeleton, _embedding(job.skeleton)
+    blocks = [block.module for block in skeleton.blocks]
+    inside = (skeleton.blocks[0].name.rpartition(".")[0] + ".", embedding.rpartition(".")[0] + ".")
+    named = {name: module for name, module in skeleton.model.named_modules() if not f"{name}.".startswith(inside)}
+    modules = {name: module for name, module in named.items() if module._parameters}
+    for name in modules:
+        skeleton.load_(name, job.context.device)
+    logits = run_tail(skeleton.model, blocks, hidden, gives_tuple)
+    parts = stream_parts(modules, job.rotation.size, lambda: run_tail(skeleton.model, blocks, hidden, gives_tuple), "lm_head")
+    changed = [*fold_norms_(parts), *rotate_stream_(parts, job.rotation)]
+    rotated = run_tail(skeleton.model, blocks, job.rotation.apply(hidden), gives_tuple)
+    job.difference = max(job.difference, refuse_difference("lm_head", logits, rotated, logits))
+    written = {skeleton.tensor_name(embedding)}
+    parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
+    for name in dict.fromkeys(changed):
+        tensor = LM_HEAD if name == LM_HEAD else skeleton.tensor_name(name)
+        _write(job, tensor, parameters[name], like=skeleton.tensor_name(name))
+        written.add(tensor)
+    for tensor in skeleton.outside_tensors:
+        if tensor not in written:
+            _write(job, tensor, None)
+    for name in modules:
+        skeleton.release_(name)
+
+
+def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = None) -> None:
+    """Write a tensor of the checkpoint: what it became, in the dtype that it (or `like`) is stored in, or as it is."""
+    checkpoint = job.skeleton.checkpoint
+    if rotated is None:
+        job.writer.add(tensor, checkpoint.read_finite(tensor))
+        return
+    stored = _dtype(checkpoint.tensors[like or tensor])
+    cast = rotated.detach().to("cpu", stored, copy=True)
+    if not all_finite(cast):
+        raise StageError(
+            f"rotated weights of up to {float(rotated.abs().max()):,.0f} do not fit {str(stored).removeprefix('torch.')}",
+            where=f"rotate: {tensor}",
+            remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
+        )
+    job.writer.add(tensor, cast)
+    job.changed.add(tensor)
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    from optkit.model.skeleton import TORCH_DTYPES
+
+    return TORCH_DTYPES[info.dtype]
+
+
+def _embedding(skeleton: Skeleton) -> str:
+    """Return the name of the parameter that tokens are looked up in."""
+    table = skeleton.model.get_input_embeddings()
+    return next(f"{name}.weight" for name, module in skeleton.model.named_modules() if module is table)
+
+
+def _refuse_fused(skeleton: Skeleton) -> None:
+    """Raise StageError for weights that would stay in the old basis: fused experts, and parts that the language model does not read."""
+    for name, reason in skeleton.fused.items():
+        raise StageError("the experts cannot be rotated", where=f"rotate: {name}", why=reason)
+    read = set(skeleton.tensor_names.values())
+    unread = [name for name, info in skeleton.checkpoint.tensors.items() if name not in read and len(info.shape) > 1]
+    if unread:
+        raise StageError(
+            f"{len(unread):,} matrices belong to no part of the language model ({', '.join(unread[:3])})",
+            where="rotate",
+            why="They may read the residual stream or write to it, and would be left in the old basis",
+            remedy="Take rotate out of the recipe, or use a checkpoint of the language model alone",
+        )
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with an lm_head of its own, in nested configs too."""
+    nested = {key: _untied(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value}
+    return {**config, **nested, "tie_word_embeddings": False}
+
+
+def _is_vocabulary(shape: ModelShape, name: str, info: TensorInfo) -> bool:
+    """Whether a tensor outside the blocks holds a row for each token."""
+    sizes = {part.get("vocab_size") for part in (shape.config, *shape.config.values()) if isinstance(part, dict)}
+    return shape.block(name) is None and len(info.shape) == 2 and info.shape[0] in sizes
