@@ -23,6 +23,7 @@ STAGES = {
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
     "gptq": "optkit.stages.gptq:Gptq",
+    "mx": "optkit.stages.mx:Mx",
     "rtn": "optkit.stages.rtn:Rtn",
 }
 EVALS = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from optkit.errors import SourceError
+from optkit.kernels.microscaled import MicroscaledLayer
 from optkit.kernels.pack_quantized import PackQuantizedLayer
 from optkit.kernels.stored import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
@@ -27,7 +28,11 @@ class LayerClass(Protocol):
     def __call__(self, checkpoint: Checkpoint, name: str, scheme: Mapping[str, Any]) -> QuantizedLayer: ...
 
 
-FORMATS: dict[str, LayerClass] = {"pack-quantized": PackQuantizedLayer}
+FORMATS: dict[str, LayerClass] = {
+    "mxfp4-pack-quantized": MicroscaledLayer,
+    "nvfp4-pack-quantized": MicroscaledLayer,
+    "pack-quantized": PackQuantizedLayer,
+}
 """Format of a group -> its class."""
 CLASS = "Linear"
 """The target that means every linear layer."""

@@ -1,0 +1,158 @@
+"""Weights as 4-bit floats (E2M1) in small blocks with a scale each: MXFP4 and NVFP4, as compressed-tensors 0.19 stores them.
+
+    mxfp4-pack-quantized (OCP Microscaling Formats 1.0, 2023): blocks of 32 inputs, scales are powers of two
+        weight_packed        uint8 [out, in / 2]: two codes a byte, the even input in the low half
+        weight_scale         uint8 [out, in / 32]: E8M0, the scale is 2^(stored - 127)
+    nvfp4-pack-quantized (NVIDIA 2025): blocks of 16 inputs, scales of 8 bits and one of 32 bits for the whole weight
+        weight_packed        as above
+        weight_scale         float8_e4m3fn [out, in / 16]
+        weight_global_scale  float32 [1]: what the scales are divided by
+
+A code is the sign in bit 3 and an index into `E2M1` below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.scale_search import CHUNK
+from optkit.algorithms.threads import one_thread
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of a code's lower three bits."""
+LARGEST = E2M1[-1]
+MXFP4_BLOCK = 32
+NVFP4_BLOCK = 16
+E8M0_BIAS = 127
+E4M3_LARGEST = 448.0
+E4M3_SMALLEST = 2.0**-9
+NVFP4_TRIED = 10
+"""E4M3 has eight values from one power of two to the next, so that many above amax / 8 reach beyond amax / 4."""
+
+
+@dataclass(frozen=True)
+class MicroscaledWeight:
+    """A weight in E2M1 with a scale for each block of inputs."""
+
+    codes: Tensor
+    """uint8 [out, in], below 16."""
+    scales: Tensor
+    """uint8 (E8M0) or float8_e4m3fn [out, blocks]."""
+    global_scale: Tensor | None = None
+    """float32 [1], of NVFP4 only."""
+
+    def dequantize(self) -> Tensor:
+        """Return float32 [out, in]."""
+        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=self.codes.device)[self.codes.int()]
+        scales = exponent_scales(self.scales) if self.global_scale is None else self.scales.float() / self.global_scale
+        return _blocks(values, self.codes.shape[1] // self.scales.shape[1]).mul_(scales.unsqueeze(-1)).flatten(1)
+
+
+def round_to_e2m1(values: Tensor) -> Tensor:
+    """Return the nearest values of E2M1, ties to the even code, cut at 6; float32 of any shape."""
+    size = values.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (values / step).round_().mul_(step).clamp_(-LARGEST, LARGEST)
+
+
+def exponent_scales(stored: Tensor) -> Tensor:
+    """Return the float32 scales of E8M0, uint8 of any shape."""
+    return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - E8M0_BIAS)
+
+
+def quantize_mxfp4(weight: Tensor, search: bool = False) -> MicroscaledWeight:
+    """Round float [out, in] to MXFP4.
+
+    The exponent is floor(log2(amax)) - 2, and one more from amax = 1.75 * 2^n on, as compressed-tensors has it (the specification
+    leaves that step out and cuts those blocks). `search`: the one of the exponents around it with the least squared error.
+    """
+    return _quantize(weight, MXFP4_BLOCK, lambda blocks: _exponents(blocks, search), exponent_scales)
+
+
+def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -> MicroscaledWeight:
+    """Round float [out, in] to NVFP4 with the given global scale, float32 [1] (`nvfp4_global_scale`).
+
+    The scale of a block maps its largest weight to 6. `search`: the E4M3 scale with the least squared error of those that map it to
+    something from 4 to 8, where 4 is "four over six" (Cook et al. 2025) and more than 6 cuts it.
+    """
+
+    def candidates(blocks: Tensor) -> list[Tensor]:
+        largest = blocks.abs().amax(-1) * global_scale
+        if not search:
+            return [(largest / LARGEST).clamp(E4M3_SMALLEST, E4M3_LARGEST).to(torch.float8_e4m3fn)]
+        first = (largest / 8).clamp(E4M3_SMALLEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+        top = torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8).item()
+        return [(first + up).clamp(max=int(top)).view(torch.float8_e4m3fn) for up in range(NVFP4_TRIED)]
+
+    weighed = _quantize(weight, NVFP4_BLOCK, candidates, lambda stored: stored.float() / global_scale)
+    return MicroscaledWeight(weighed.codes, weighed.scales, global_scale)
+
+
+def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:
+    """Return float32 [1]: the global scale that weights share (kernels that fuse layers ask for one), from their largest weight."""
+    largest = torch.stack([weight.abs().max().float() for weight in weights]).max()
+    reach = LARGEST * E4M3_LARGEST
+    tiny = largest < reach / torch.finfo(torch.float32).max
+    return torch.where(tiny, 1.0, reach / largest).reshape(1)
+
+
+def pack(weight: MicroscaledWeight) -> dict[str, Tensor]:
+    """Return the tensors of one linear layer as compressed-tensors stores them."""
+    tensors = {"weight_packed": weight.codes[:, ::2] | weight.codes[:, 1::2] << 4, "weight_scale": weight.scales}
+    return tensors if weight.global_scale is None else {**tensors, "weight_global_scale": weight.global_scale.clone()}
+
+
+def unpack(tensors: Mapping[str, Tensor]) -> MicroscaledWeight:
+    """Read the tensors of one linear layer."""
+    packed = tensors["weight_packed"]
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(1)
+    return MicroscaledWeight(codes, tensors["weight_scale"], tensors.get("weight_global_scale"))
+
+
+def _blocks(weight: Tensor, size: int) -> Tensor:
+    """View float [out, in] as [out, blocks, size]."""
+    return weight.view(len(weight), -1, size)
+
+
+def _exponents(blocks: Tensor, search: bool) -> list[Tensor]:
+    """Return E8M0 scales to try, uint8 [out, blocks] each."""
+    largest = blocks.abs().amax(-1)
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa from 0.5 to below 1
+    nearest = exponent - 3 + (mantissa >= 0.875).int()
+    nearest = torch.where(largest > 0, nearest, 0)
+    return [(nearest + shift + E8M0_BIAS).clamp(1, 2 * E8M0_BIAS).to(torch.uint8) for shift in ((0, 1, -1) if search else (0,))]
+
+
+def _quantize(
+    weight: Tensor, size: int, candidates: Callable[[Tensor], list[Tensor]], as_float: Callable[[Tensor], Tensor]
+) -> MicroscaledWeight:
+    """Round each block with the candidate scale of the least squared error, the first of equals."""
+    rows = max(1, CHUNK[weight.device.type] // weight.shape[1])
+    with one_thread():
+        parts = [_round(_blocks(part.float(), size), candidates, as_float) for part in weight.split(rows)]
+    codes, scales = zip(*parts, strict=True)
+    return MicroscaledWeight(torch.cat(codes), torch.cat(scales))
+
+
+def _round(blocks: Tensor, candidates: Callable[[Tensor], list[Tensor]], as_float: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """float32 [out, blocks, size] -> codes, uint8 [out, in], and scales [out, blocks]."""
+    chosen, *others = candidates(blocks)
+    if others:
+        least = _error(blocks, as_float(chosen))
+        for tried in others:
+            error = _error(blocks, as_float(tried))
+            better = error < least
+            least = torch.where(better, error, least)
+            chosen = torch.where(better, tried.view(torch.uint8), chosen.view(torch.uint8)).view(tried.dtype)
+    scaled = blocks / as_float(chosen).unsqueeze(-1)
+    index = torch.bucketize(round_to_e2m1(scaled).abs_(), torch.tensor(E2M1, device=blocks.device), out_int32=True)
+    return (index | (scaled < 0).int() << 3).to(torch.uint8).flatten(1), chosen
+
+
+def _error(blocks: Tensor, scales: Tensor) -> Tensor:
+    scales = scales.unsqueeze(-1)
+    return round_to_e2m1(blocks / scales).mul_(scales).sub_(blocks).square_().sum(-1)

@@ -1,0 +1,112 @@
+"""Layers of 4-bit floats in blocks: compressed-tensors' formats "mxfp4-pack-quantized" and "nvfp4-pack-quantized", weights only.
+
+No kernel of torch multiplies with E2M1 weights and wider activations, so they are dequantized at each call (see
+`optkit.algorithms.microscaling`); what is kept has the size that it has on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.algorithms.microscaling import E2M1, exponent_scales
+from optkit.errors import SourceError
+from optkit.kernels.stored import StoredLayer
+from optkit.model.shape import TensorInfo
+
+LEAVES = ("weight_packed", "weight_scale", "weight_global_scale")
+NAMES = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+
+
+class MicroscaledLinear(nn.Module):
+    """`x W^T + b`, W dequantized from 4-bit floats at each call and dropped afterwards."""
+
+    packed: Tensor
+    """uint8 [out, in / 2]."""
+    scales: Tensor
+    """uint8 (E8M0) or float8_e4m3fn [out, blocks]."""
+    global_scale: Tensor | None
+    """float32 [1], of NVFP4 only."""
+    bias: Tensor | None
+
+    def __init__(self, packed: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = packed.shape[0], packed.shape[1] * 2
+        self.dtype = dtype
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", scales)
+        self.register_buffer("global_scale", global_scale)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+
+    def dequantize(self) -> Tensor:
+        """Return float [out, in]: computed in float32 and rounded once, as compressed-tensors does."""
+        pairs = torch.index_select(_pairs(self.packed.device), 0, self.packed.int().view(-1)).view(torch.float32)
+        scales = torch.index_select(_scales(self.packed.device, self.scales.dtype), 0, self.scales.view(torch.uint8).int().view(-1))
+        if self.global_scale is not None:
+            scales /= self.global_scale
+        blocks = pairs.view(len(scales), -1).mul_(scales.unsqueeze(-1))
+        return blocks.view(self.out_features, self.in_features).to(self.dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        return F.linear(hidden, self.dequantize(), self.bias)
+
+
+class MicroscaledLayer(StoredLayer):
+    """A layer in one of the two formats."""
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows everything that a group of `config_groups` says."""
+        return not scheme.get("input_activations")
+
+    @classmethod
+    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of such a layer."""
+        return leaf == "weight_packed" and info.dtype == "U8"
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that its weight is made of."""
+        return self.present(LEAVES)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, half = self.checkpoint.tensors[f"{self.name}.weight_packed"].shape
+        return outputs, half * 2
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return the layer on the device. Raises SourceError where its tensors do not fit each other."""
+        name = NAMES[str(self.scheme["format"])]
+        block, stored = (32, torch.uint8) if name == "mxfp4" else (16, torch.float8_e4m3fn)
+        parts = self.read(LEAVES, device, required=LEAVES[1:2] if name == "mxfp4" else LEAVES[1:])
+        packed, scales, (outputs, inputs) = parts["weight_packed"], parts["weight_scale"], self.shape
+        if scales.dtype != stored or scales.shape != (outputs, inputs // block) or inputs % block:
+            raise SourceError(
+                f"scales {str(scales.dtype).removeprefix('torch.')} {list(scales.shape)} are not those of a weight "
+                f"[{outputs}, {inputs}] in {name}",
+                where=self.where,
+                remedy="Make the artifact again",
+            )
+        layer = MicroscaledLinear(packed, scales, parts.get("weight_global_scale"), bias, dtype)
+        return layer, f"{name}: {{layers}} are dequantized at each call, because torch has no kernel for them"
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """int64 [256]: the float32 values of the two codes of each byte, the low half first; one lookup for both is four times faster."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
+
+
+@cache
+def _scales(device: torch.device, stored: torch.dtype) -> Tensor:
+    """float32 [256]: the scale of each byte, E8M0 or E4M3; looked up 15 times faster than torch's CPU converts E4M3."""
+    each = torch.arange(256, device=device).to(torch.uint8)
+    return exponent_scales(each) if stored == torch.uint8 else each.view(stored).float()

@@ -1,0 +1,156 @@
+"""Stage `mx`: 4-bit floats in small blocks with a scale each, MXFP4 or NVFP4; no calibration, seconds of work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.routers import is_router
+from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.stage import Context, Cost, Report
+from optkit.stages.fitting import EXPERTS, refuse_some_experts
+from optkit.stages.layer_format import COMPRESSED_TENSORS, LayerFormat
+from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer, out_of_memory
+from optkit.stages.selection import Layer, Selection, layers_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCKS = {"nvfp4": 16, "mxfp4": 32}
+"""Inputs that share a scale."""
+WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
+"""What rounding holds beside the weights and their codes; it works on a few rows at a time."""
+
+
+@dataclass(frozen=True)
+class Microscaled:
+    """mxfp4-pack-quantized or nvfp4-pack-quantized of compressed-tensors (0.19); see `optkit.algorithms.microscaling`."""
+
+    type: Literal["nvfp4", "mxfp4"]
+    method: ClassVar[str] = COMPRESSED_TENSORS
+
+    @property
+    def label(self) -> str:
+        """Return e.g. `nvfp4, blocks of 16`."""
+        return f"{self.type}, blocks of {BLOCKS[self.type]}"
+
+    def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
+        """Return the tensors of one layer by their last name."""
+        scales = (outputs, inputs // BLOCKS[self.type])
+        packed = {"weight_packed": TensorInfo("U8", (outputs, inputs // 2))}
+        if self.type == "mxfp4":
+            return {**packed, "weight_scale": TensorInfo("U8", scales)}
+        return {**packed, "weight_scale": TensorInfo("F8_E4M3", scales), "weight_global_scale": TensorInfo("F32", (1,))}
+
+    def scheme(self) -> dict[str, Any]:
+        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16 of compressed-tensors."""
+        weights = {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group" if self.type == "mxfp4" else "tensor_group",
+            "group_size": BLOCKS[self.type],
+            "scale_dtype": "torch.uint8" if self.type == "mxfp4" else "torch.float8_e4m3fn",
+            "dynamic": False,
+        }
+        return {"weights": weights, "input_activations": None, "output_activations": None, "format": f"{self.type}-pack-quantized"}
+
+
+class Mx(LayerQuantizer):
+    """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4); activations stay as they are."""
+
+    type: Literal["nvfp4", "mxfp4"] = "nvfp4"
+    """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with powers of two, 4.25 bits a weight."""
+    scale_search: Literal["minmax", "mse"] = "mse"
+    """`mse`: the scale of each block with the least squared rounding error. `minmax`: the one that reaches every weight of it."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Quantize block by block; raises what every quantizer raises, and StageError where the model is not in bfloat16."""
+        _refuse_other_dtypes(Checkpoint(source).shape, self._kind)
+        return super().run(source, target, context)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the exact tensors that it leaves; the memory is an estimate."""
+        _refuse_other_dtypes(shape, self._kind)
+        return super().predict(shape, device)
+
+    def _format(self, layer: Layer) -> Microscaled:
+        return Microscaled(self.type)
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        layers = tuple(selection.layers.values())
+        _refuse_any(
+            [layer.name for layer in layers if layer.transposed],
+            "are Conv1D",
+            where=self._kind,
+            why="transformers opens compressed-tensors for Linear layers only",
+            remedy="Use the stage nf4, or gptq with format: gptq",
+        )
+        refuse_some_experts(selection, formats, self._kind)
+        _refuse_any(
+            [layer.name for layer in layers if EXPERTS in layer.name and self.type == "nvfp4"],
+            "belong to experts",
+            where=f"{self._kind}.type",
+            why="transformers opens experts in nvfp4 without their global scales, which is wrong",
+            remedy="Set type: mxfp4, or exclude *.experts.*",
+        )
+        block = BLOCKS[self.type]
+        wrong = [layer for layer in layers if layer.inputs % block]
+        _refuse_any(
+            [layer.name for layer in wrong],
+            f"have columns ({wrong[0].inputs if wrong else 0}) that are not a multiple of {block}",
+            where=f"{self._kind}.type",
+            why=f"Blocks of {self.type} are {block} inputs wide",
+            remedy=f"Exclude them{', or set type: nvfp4' if not any(layer.inputs % BLOCKS['nvfp4'] for layer in layers) else ''}",
+        )
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        for index in range(len(job.skeleton.blocks)):
+            layers: dict[str, Mapping[str, Tensor]] = {}
+            # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them: those of one module share it.
+            for _, names in groupby(sorted(job.modules(index)), key=lambda name: name.rpartition(".")[0]):
+                layers |= self._quantize(job, list(names))
+            yield BlockOutput(layers)
+
+    def _quantize(self, job: Job, names: list[str]) -> dict[str, Mapping[str, Tensor]]:
+        from optkit.algorithms.microscaling import nvfp4_global_scale, pack, quantize_mxfp4, quantize_nvfp4
+
+        job.task.advance(0, note=names[0])
+        search = self.scale_search == "mse"
+        with out_of_memory(names[0], job.context.device, "Use a machine with more memory"):
+            weights = {name: job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device) for name in names}
+            if self.type == "mxfp4":
+                return {name: pack(quantize_mxfp4(weight, search)) for name, weight in weights.items()}
+            shared = nvfp4_global_scale(weights.values())
+            return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        modules: dict[str, int] = {}
+        for name, layer in layers.items():
+            bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]
+            modules[name.rpartition(".")[0]] = modules.get(name.rpartition(".")[0], 0) + layer.outputs * layer.inputs * (bits + 8) // 8
+        held = max(modules.values())
+        return (held, held + WORK_BYTES["cuda"]) if device.startswith("cuda") else (held + WORK_BYTES["cpu"], 0)
+
+
+def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
+    dtypes = sorted({shape.tensors[f"{name}.weight"].dtype for name in layers_of(shape) if not is_router(name)} - {"BF16"})
+    if dtypes:
+        raise StageError(
+            f"the model has weights in {', '.join(dtypes)}",
+            where=stage,
+            why="compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot mix it with another dtype",
+            remedy="Put `- bf16` before it",
+        )
+
+
+def _refuse_any(names: list[str], what: str, *, where: str, why: str, remedy: str) -> None:
+    """Raise StageError where there are layers of the kind that `what` says."""
+    if names:
+        shown = names[0] + (", ..." if len(names) > 1 else "")
+        raise StageError(f"{len(names):,} layers {what} ({shown})", where=where, why=why, remedy=remedy)
