@@ -223,7 +223,7 @@ def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
 
 def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
     """Return the bits per weight of the whole model and of the quantized layers, counted from the headers of the written files."""
-    packed = {name: info for name, info in after.tensors.items() if name.rpartition(".")[0] in formats and not name.endswith(".bias")}
+    packed = {name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")}
     weights = sum(layer.outputs * layer.inputs for layer in selection.layers.values())
     packed_bits = 8 * sum(info.size_bytes for info in packed.values())
     return {
@@ -231,6 +231,12 @@ def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats
         "quantized_bits_per_weight": round(packed_bits / weights, 4),
         "formats": dict(Counter(form.label for form in formats.values())),
     }
+
+
+def _layer_of(tensor: str) -> str:
+    """Return the layer of a tensor: `model.layers.0.mlp.up_proj` of `...up_proj.weight_scale` and of `...up_proj.weight.absmax`."""
+    layer, part_of_weight, _ = tensor.partition(".weight.")
+    return layer if part_of_weight else tensor.rpartition(".")[0]
 
 
 def tied_embedding(shape: ModelShape) -> str:
