@@ -23,7 +23,9 @@ STAGES = {
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
     "gptq": "optkit.stages.gptq:Gptq",
+    "int8": "optkit.stages.int8:Int8",
     "mx": "optkit.stages.mx:Mx",
+    "nf4": "optkit.stages.nf4:Nf4",
     "rtn": "optkit.stages.rtn:Rtn",
 }
 EVALS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_rounding_finds_the_nearest_value(values: list[float]) -> None:
 
 
 def test_ties_go_to_the_even_code() -> None:
-    middles = [(low + high) / 2 for low, high in zip(E2M1, E2M1[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in pairwise(E2M1)]
     assert round_to_e2m1(torch.tensor(middles)).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 

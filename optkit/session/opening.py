@@ -19,7 +19,7 @@ from optkit.model.skeleton import stored_dtype
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
 from optkit.session.torch_session import TorchSession
-from optkit.source.quiet import quiet_transformers
+from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Setting
 
 PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
@@ -62,6 +62,8 @@ def _load_whole(
     """Open a directory with transformers, its weights straight onto the device."""
     where = str(checkpoint.directory)
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
+    if method == "bitsandbytes":
+        quiet_bitsandbytes()
     if method or device != "cpu":
         options = {**options, "device_map": {"": device}}
     try:

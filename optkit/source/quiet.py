@@ -1,4 +1,4 @@
-"""Keep transformers from writing on the terminal while optkit calls it."""
+"""Keep transformers and bitsandbytes from writing on the terminal while optkit calls them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def quiet_bitsandbytes() -> None:
+    """Show only the errors of bitsandbytes from now on: it warns at each call of each int8 layer that inputs become float16."""
+    import logging
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,0 +1,40 @@
+"""Stage `int8`: LLM.int8() weights as bitsandbytes stores them, large inputs kept out of the 8 bits; no calibration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from optkit.errors import StageError
+from optkit.stages.bitsandbytes_format import EightBitRows
+from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
+from optkit.stages.selection import Layer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Int8(BitsAndBytesQuantizer):
+    """Store weights in 8 bits with bitsandbytes and multiply by LLM.int8() (arXiv:2208.07339): large inputs stay in 16 bits."""
+
+    threshold: float = Field(default=6.0, ge=0)
+    """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in 8. 0: all of them in 8."""
+
+    def _format(self, layer: Layer) -> EightBitRows:
+        return EightBitRows(self.threshold)
+
+    def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        import torch
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        half = weight.half()
+        if not bool(half.isfinite().all()):
+            raise StageError(
+                f"weights of up to {float(weight.abs().max()):,.0f} do not fit float16",
+                where=name,
+                why="bitsandbytes casts to it before it rounds to 8 bits",
+                remedy="Exclude the layer, or use the stage rtn with bits: 8",
+            )
+        codes, scales, _ = int8_vectorwise_quant(half)
+        return {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
