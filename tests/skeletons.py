@@ -1,0 +1,73 @@
+"""What tests of the skeleton share: tokens, transformers' own model to compare with, changed copies of a model directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.skeleton import Skeleton
+
+LENGTH = 24
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def some_tokens(rows: int = 5, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def reference(directory: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> PreTrainedModel:
+    options = {"attn_implementation": attention, "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
+
+
+def real(module: nn.Module) -> bool:
+    devices = {parameter.device.type for parameter in module.parameters()}
+    assert len(devices) == 1
+    return devices == {"cpu"}
+
+
+def run_all_blocks(skeleton: Skeleton, tokens: Tensor, batch_size: int) -> list[Tensor]:
+    """Return the output of each block, float [sequences, length, hidden], with one block real at a time."""
+    inputs = skeleton.capture_inputs(tokens, "cpu", batch_size)
+    outputs = []
+    for index, block in enumerate(skeleton.blocks):
+        skeleton.load_(block.name, "cpu")
+        assert [real(other.module) for other in skeleton.blocks] == [other is block for other in skeleton.blocks]
+        for batch in inputs.batches:
+            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.release_(block.name)
+        outputs.append(inputs.hidden.clone())
+    return outputs
+
+
+def changed_copy(source: Path, parent: Path, change: Change = dict, **config: object) -> Path:
+    """Return a copy of a model with changed tensors and changed keys in config.json."""
+    target = Path(shutil.copytree(source, parent / "changed"))
+    tensors = change(load_file(source / "model.safetensors"))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return target
+
+
+def replacing(name: str, value: float) -> Change:
+    return lambda tensors: tensors | {name: torch.full_like(tensors[name], value)}
+
+
+def without(name: str) -> Change:
+    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def logits_of(directory: Path) -> Tensor:
+    skeleton = Skeleton(Checkpoint(directory))
+    skeleton.load_("", "cpu")
+    with torch.no_grad():
+        return skeleton.model(some_tokens()).logits
