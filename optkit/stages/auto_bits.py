@@ -1,0 +1,263 @@
+"""Stage `auto_bits`: give each layer the form that harms the predictions least, under a budget of bits or bytes, and quantize so."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.bit_budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
+from optkit.stages.gptq import Gptq
+from optkit.stages.layer_quantizer import head_of
+from optkit.stages.overrides import Override
+from optkit.stages.rtn import Rtn
+from optkit.stages.selection import Selection, layers_of, select
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KIND = "auto_bits"
+PROBES = 2
+"""As `optkit.stages.layer_sensitivity` has it."""
+DEFAULT_CHOICES = (
+    Choice(bits=2, group_size=32, symmetric=False),
+    Choice(bits=3, group_size=64, symmetric=False),
+    Choice(bits=3, group_size=32, symmetric=False),
+    Choice(bits=4, group_size=128, symmetric=True),
+    Choice(bits=4, group_size=64, symmetric=True),
+    Choice(bits=4, group_size=64, symmetric=False),
+    Choice(bits=4, group_size=32, symmetric=True),
+    Choice(bits=4, group_size=32, symmetric=False),
+    Choice(bits=8, group_size=64, symmetric=True),
+)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A model's layers, what they may become and how much there is for it."""
+
+    selection: Selection
+    items: Sequence[Item]
+    budget: Budget
+
+    def uniform(self) -> list[Choice]:
+        """Return the choices that every layer can have and that fit the budget."""
+        sizes = {choice: sum(item.sizes[item.choices.index(choice)] for item in self.items) for choice in uniform_choices(self.items)}
+        return [choice for choice, size in sizes.items() if size <= self.budget.size_bytes]
+
+
+class AutoBits(Transform):
+    """Choose bits and groups of each layer by what they cost in predictions, under a budget, and quantize so (GPTQ or RTN).
+
+    The divergence that each layer alone causes in each form is predicted to second order from one pass over a few windows of the
+    calibration text (`optkit sensitivity` shows it); the choice with the least sum that fits is found exactly. The result is compared on
+    held-out windows with the best single form that fits the budget, and the better of the two is kept.
+    """
+
+    produces: ClassVar[Format] = Format.QUANTIZED
+
+    average_bits: float | None = Field(default=None, gt=0)
+    """Most bits stored for each weight of the quantized layers, counted with scales and zero points. Give this or `size_bytes`."""
+    size_bytes: int | None = Field(default=None, gt=0)
+    """Most bytes of all tensors of the model, those that are not quantized too."""
+    choices: tuple[Choice, ...] = Field(default=DEFAULT_CHOICES, min_length=1)
+    """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to it."""
+    method: Literal["gptq", "rtn"] = "gptq"
+    """What rounds the weights in the end, and so what the predictions are of."""
+    fused: bool = True
+    """Give layers that vLLM joins (q, k and v; gate and up) the same form; without it vLLM does not open the model. The experts of a block
+    always have one form."""
+    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    """Layers to quantize, as glob patterns on full names."""
+    exclude: tuple[str, ...] = ()
+    """Layers to leave out of those, as glob patterns."""
+    calibration: Calibration = Calibration(dataset="c4")
+    """The text that GPTQ calibrates on; the sensitivities are measured on some of its windows."""
+    sensitivity_samples: int = Field(default=16, ge=1)
+    """Windows, evenly spread over those of `calibration`, that the sensitivities are measured on."""
+    held_out_samples: int = Field(default=8, ge=0)
+    """Further windows of the same text, on which the result must diverge less than the best single form; 0 does not compare, and saves a
+    quantization."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if (self.average_bits is None) == (self.size_bytes is None):
+            raise ValueError("give either average_bits or size_bytes")
+        if len(set(self.choices)) < len(self.choices):
+            raise ValueError("choices holds one form twice")
+        return self
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Measure, choose, quantize and compare.
+
+        Raises StageError for a budget that nothing fits and for a layer that no choice fits, SourceError where the text is too short, and
+        what the stages `gptq` and `rtn` raise.
+        """
+        from optkit.algorithms.allocation import choose
+
+        started = time.monotonic()
+        problem = self._problem(Checkpoint(source).shape)
+        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+        costs = self._costs(source, problem.items, _spread(tokens, self.sensitivity_samples), context)
+        picked = choose(costs, [item.sizes for item in problem.items], problem.budget.size_bytes)
+        mixed = {layer.name: item.choices[index] for item, index in zip(problem.items, picked, strict=True) for layer in item.layers}
+        uniform = {
+            choice: sum(row[item.choices.index(choice)] for item, row in zip(problem.items, costs, strict=True))
+            for choice in problem.uniform()
+        }
+        report = self._stage(mixed).run(source, target, context)
+        details: dict[str, Any] = {
+            "choices": {name: choice.form.label for name, choice in mixed.items()},
+            "counts": dict(Counter(choice.form.label for choice in mixed.values()).most_common()),
+            "predicted_divergence": {
+                "chosen": sum(row[index] for row, index in zip(costs, picked, strict=True)),
+                "uniform": {choice.form.label: cost for choice, cost in uniform.items()},
+            },
+            "kept": "chosen",
+        }
+        if self.held_out_samples and uniform and len(set(mixed.values())) > 1:
+            best = min(uniform, key=lambda choice: uniform[choice])
+            report = self._keep_the_better(source, target, context, report, dict.fromkeys(mixed, best), tokens, details)
+        details = {**report.details, **details, "seconds": round(time.monotonic() - started, 2)}
+        return replace(report, details=details, calibrated_on=(self.calibration.identity(),))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what the largest choices of one kind that fit would take: which ones it will be is known after the measuring.
+
+        Raises StageError as `run` does.
+        """
+        problem = self._problem(shape)
+        fitting = problem.uniform()
+        sizes = {choice: sum(choice.size_bytes(layer, "F32") for layer in problem.selection.layers.values()) for choice in fitting}
+        form = max(sizes, key=lambda choice: sizes[choice]) if sizes else None
+        guess = {
+            layer.name: form or item.choices[min(range(len(item.sizes)), key=item.sizes.__getitem__)]
+            for item in problem.items
+            for layer in item.layers
+        }
+        cost, left = self._stage(guess).predict(shape, device)
+        ram, gpu = self._memory(shape, problem.selection, device)
+        copies = 2 if self.held_out_samples else 1
+        more = {"ram_bytes": max(cost.ram_bytes, ram), "gpu_bytes": max(cost.gpu_bytes, gpu), "disk_bytes": copies * cost.disk_bytes}
+        return cost.model_copy(update=more), left
+
+    def _memory(self, shape: ModelShape, selection: Selection, device: str) -> tuple[int, int]:
+        """Return the bytes of RAM and of GPU memory that measuring the sensitivities needs; everything is float32."""
+        tokens = self.sensitivity_samples * self.calibration.sequence_length
+        layers = selection.layers.values()
+        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers)
+        blocks = Counter(shape.block(f"{layer.name}.weight") for layer in layers)
+        weights = max(sum(info.elements for name, info in shape.tensors.items() if shape.block(name) == block) for block in blocks)
+        entering = (len(blocks) + 1) * tokens * width * 4
+        behind = (PROBES + 1) * tokens * width * 4
+        wide = max(
+            sum(layer.inputs + PROBES * layer.outputs for layer in layers if shape.block(f"{layer.name}.weight") == block)
+            for block in blocks
+        )
+        largest = max(layer.inputs * layer.outputs for layer in layers)
+        work = weights * 4 + tokens * wide * 4 + (2 * len(self.choices) + 8) * largest * 4
+        outside = sum(info.elements for name, info in shape.tensors.items() if shape.block(name) is None) * 4
+        on_device = behind + max(work, outside)
+        return (entering, on_device) if device.startswith("cuda") else (entering + on_device, 0)
+
+    def _problem(self, shape: ModelShape) -> _Problem:
+        selection = select(layers_of(shape), tuple(head_of(shape)), self.include, self.exclude, KIND)
+        items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
+        budget = make_budget(items, shape, self.average_bits, self.size_bytes)
+        budget.refuse_too_small(items, KIND)
+        return _Problem(selection, items, budget)
+
+    def _costs(self, source: Path, items: Sequence[Item], tokens: Tensor, context: Context) -> list[list[float]]:
+        """Return the predicted divergence of each item under each of its choices, nats per token."""
+        import torch
+
+        from optkit.model.skeleton import Skeleton
+        from optkit.stages.layer_sensitivity import grids_of, measure_sensitivity
+
+        skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
+        forms = {layer.name: [choice.form for choice in item.choices] for item in items for layer in item.layers}
+        grids = grids_of(skeleton.checkpoint, forms)
+        measured = measure_sensitivity(skeleton, tokens, grids, self.method, context.device, context.progress, context.seed)
+        return [[sum(costs) for costs in zip(*(measured[layer.name] for layer in item.layers), strict=True)] for item in items]
+
+    def _stage(self, choices: Mapping[str, Choice]) -> Gptq | Rtn:
+        """Return the stage that gives each layer its form."""
+        usual = Counter(choices.values()).most_common(1)[0][0]
+        others = {name: _override(choice) for name, choice in choices.items() if choice != usual}
+        fields: dict[str, Any] = {**usual.model_dump(), "overrides": others, "include": self.include, "exclude": self.exclude}
+        if self.method == "rtn":
+            return Rtn(scale_search="mse", **fields)
+        return Gptq(calibration=self.calibration, **fields)
+
+    def _keep_the_better(
+        self,
+        source: Path,
+        target: Path,
+        context: Context,
+        report: Report,
+        uniform: Mapping[str, Choice],
+        tokens: Tensor,
+        details: dict[str, Any],
+    ) -> Report:
+        """Quantize with a single form too, and leave in `target` the model that diverges less on held-out windows; returns its report."""
+        import torch
+
+        from optkit.model.skeleton import Skeleton
+        from optkit.stages.held_out import mean_divergences
+
+        label = next(iter(uniform.values())).form.label
+        context.progress.say(f"{KIND}: quantizing with {label} throughout, to compare")
+        windows = self._held_out(source, tokens, context)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.uniform-") as directory:
+            other = Path(directory)
+            simpler = self._stage(uniform).run(source, other, context)
+            skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
+            copies = [Checkpoint(target), Checkpoint(other)]
+            chosen, single = mean_divergences(skeleton, copies, windows, context.device, context.progress)
+            details["held_out_divergence"] = {"chosen": chosen, label: single, "tokens": windows.numel()}
+            if chosen <= single:
+                return report
+            context.progress.warn(
+                f"{KIND}: {label} throughout is kept: on held-out text it diverges by {single:.4g} nats, the choice by {chosen:.4g}"
+            )
+            details["kept"] = label
+            shutil.rmtree(target)
+            shutil.copytree(other, target)
+        return simpler
+
+    def _held_out(self, source: Path, tokens: Tensor, context: Context) -> Tensor:
+        """Return windows of the calibration text that nothing was calibrated on, int64 [held_out_samples, sequence_length]."""
+        more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
+        used = {tuple(row) for row in tokens.tolist()}
+        windows = more.tokens(source, context.data, context.trust_remote_code)
+        unseen = [index for index, row in enumerate(windows.tolist()) if tuple(row) not in used]
+        if len(unseen) < self.held_out_samples:
+            raise StageError(
+                f"{len(unseen)} of {len(windows)} windows are not among those that were calibrated on",
+                where=f"{KIND}.held_out_samples",
+                why="The text repeats itself",
+                remedy="Take a longer text, or set held_out_samples: 0",
+            )
+        return windows[unseen[-self.held_out_samples :]]
+
+
+def _override(choice: Choice) -> Override:
+    return Override(bits=choice.bits, group_size=choice.group_size or -1, symmetric=choice.symmetric)
+
+
+def _spread(tokens: Tensor, count: int) -> Tensor:
+    """Return so many of the windows, evenly spread; all of them where there are fewer."""
+    step = max(1, len(tokens) // count)
+    return tokens[::step][:count]

@@ -1,0 +1,74 @@
+"""How far quantized copies of a model diverge from it on some windows of text, all of them block by block beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import kl_div
+
+from optkit.kernels.formats import quantized_layers
+from optkit.model.head import logits_behind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.kernels.stored import QuantizedLayer
+    from optkit.model.checkpoint import Checkpoint
+    from optkit.model.skeleton import Projection, Skeleton
+    from optkit.progress import Progress
+
+POSITIONS_AT_ONCE = 256
+"""Positions whose logits are held together."""
+
+
+def mean_divergences(skeleton: Skeleton, copies: Sequence[Checkpoint], tokens: Tensor, device: str, progress: Progress) -> list[float]:
+    """Return the mean KL(model || copy) of the next token for each copy, in nats per token; tokens: int64 [sequences, sequence_length].
+
+    A copy differs from the model in its quantized layers alone. At most one block and the hidden states of all are in memory.
+    """
+    quantized = [quantized_layers(copy) or {} for copy in copies]
+    inputs = skeleton.capture_inputs(tokens, device, batch_size=1)
+    streams = [inputs.hidden, *(inputs.hidden.clone() for _ in copies)]
+    with progress.task("compare", len(skeleton.blocks), "blocks") as task:
+        for index, block in enumerate(skeleton.blocks):
+            skeleton.load_(block.name, device)
+            linears = skeleton.linears(block)
+            for hidden, layers in zip(streams, ({}, *quantized), strict=True):
+                with _computing_with(linears, layers, skeleton.dtype, device):
+                    for batch in inputs.batches:
+                        hidden[batch.rows] = skeleton.run_block(index, hidden[batch.rows], batch.calls[index])
+            skeleton.release_(block.name)
+            task.advance(note=block.name)
+    skeleton.load_outside_(device)
+    totals = [sum(_divergence(skeleton, *pair) for pair in zip(streams[0], stream, strict=True)) for stream in streams[1:]]
+    skeleton.release_outside_()
+    return [total / tokens.numel() for total in totals]
+
+
+@contextmanager
+def _computing_with(
+    linears: Mapping[str, Projection], layers: Mapping[str, QuantizedLayer], dtype: torch.dtype, device: str
+) -> Iterator[None]:
+    """Let the quantized layers of a block compute in place of its own."""
+    chosen = {name: module for name, module in linears.items() if name in layers}
+    try:
+        for name, module in chosen.items():
+            built, _ = layers[name].build(module.bias, dtype, device)
+            module.__dict__["forward"] = built.forward
+        yield
+    finally:
+        for module in chosen.values():
+            module.__dict__.pop("forward", None)
+
+
+@torch.no_grad()
+def _divergence(skeleton: Skeleton, ours: Tensor, theirs: Tensor) -> float:
+    """Return the sum of KL(ours || theirs) over the positions of a sequence, for what leaves the last block, float [positions, hidden]."""
+    total = 0.0
+    for pair in zip(ours.split(POSITIONS_AT_ONCE), theirs.split(POSITIONS_AT_ONCE), strict=True):
+        expected, found = (logits_behind(skeleton.model, skeleton.blocks, hidden[None]).float().log_softmax(-1) for hidden in pair)
+        total += float(kl_div(found, expected, log_target=True, reduction="none").sum(-1).double().sum())
+    return total
