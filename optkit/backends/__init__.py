@@ -1,0 +1,1 @@
+"""Other people's quantizers: each library in an environment of its own, as a subprocess that speaks JSON lines."""

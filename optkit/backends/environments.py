@@ -1,0 +1,182 @@
+"""Isolated environments, one per library, built once and found again by what they were made of.
+
+    ROOT/NAME-KEY/            a virtual environment; optkit.json in it says what it holds
+    ROOT/draft-NAME-RANDOM/   one that is being built; renamed when it is finished, deleted when it fails
+    ROOT/NAME.lock            held (flock) by the process that builds or removes
+    ROOT/logs/NAME.log        what the library printed in its last run that failed
+
+A key is made of the requirements, the Python and the installed torch: where one of them changes, another environment is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from optkit.backends.installing import install, python_of
+from optkit.backends.libraries import LIBRARIES, Library, find_library
+from optkit.backends.shared_torch import SharedTorch
+from optkit.errors import OptkitError
+from optkit.frozen import Frozen, digest
+from optkit.progress import Progress
+
+RECORD = "optkit.json"
+NOTEWORTHY = ("transformers", "compressed-tensors", "accelerate", "numpy", "datasets")
+"""Packages whose versions are told beside the library's own."""
+
+
+class Environment(Frozen):
+    """A finished environment."""
+
+    name: str
+    """Of the library."""
+    directory: Path
+    state: Literal["ready", "outdated"]
+    """`outdated`: made for another Python, torch or set of requirements; nothing uses it any more."""
+    python: str
+    torch: str
+    versions: Mapping[str, str]
+    """Distribution -> version, of everything in it."""
+    size_bytes: int
+    """On disk, without the torch that it shares."""
+    created: str
+
+    @property
+    def interpreter(self) -> Path:
+        """The Python to run a worker with."""
+        return python_of(self.directory)
+
+    @property
+    def told_versions(self) -> dict[str, str]:
+        """The versions that a record of work done here holds."""
+        named = (LIBRARIES[self.name].distribution if self.name in LIBRARIES else self.name, *NOTEWORTHY)
+        lowered = {name.lower().replace("_", "-"): version for name, version in self.versions.items()}
+        return {"python": self.python, "torch": self.torch, **{name: lowered[name] for name in named if name in lowered}}
+
+
+class Environments:
+    """A directory of environments that several processes may use at the same time."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        """Take a directory: `root`, else `$OPTKIT_ENVS`, else `$XDG_CACHE_HOME/optkit/envs`, else `~/.cache/optkit/envs`."""
+        chosen = root or os.environ.get("OPTKIT_ENVS")
+        self.root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit" / "envs"
+
+    def find(self, name: str) -> Environment | None:
+        """Return the environment of a library for this Python and this torch, None where it is not built."""
+        return self._read(self._directory(find_library(name), SharedTorch()))
+
+    def require(self, name: str, progress: Progress) -> Environment:
+        """Return the environment of a library, built now where it is not there."""
+        return self.find(name) or self.build(name, progress)
+
+    def build(self, name: str, progress: Progress) -> Environment:
+        """Build the environment of a library, or return it where another process has done so meanwhile.
+
+        Raises OptkitError where it cannot be built; nothing is left of it then.
+        """
+        library, torch = find_library(name), SharedTorch()
+        directory = self._directory(library, torch)
+        with self._lock(name, progress):
+            if found := self._read(directory):
+                return found
+            for abandoned in self.root.glob(f"draft-{name}-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            progress.say(f"{name}: building its environment in {directory} (once; minutes)")
+            started, draft = time.monotonic(), self.root / f"draft-{name}-{secrets.token_hex(4)}"
+            try:
+                versions = install(library, draft, torch, progress)
+                record = {
+                    "name": name,
+                    "python": platform.python_version(),
+                    "torch": torch.version,
+                    "versions": versions,
+                    "size_bytes": _size_bytes(draft),
+                    "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "seconds": round(time.monotonic() - started, 1),
+                }
+                (draft / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+                draft.rename(directory)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+        built = self._read(directory)
+        if built is None:
+            raise OptkitError("it is gone again", where=str(directory), remedy=f"Run: optkit env build {name}")
+        return built
+
+    def list(self) -> list[Environment]:
+        """Return all finished environments, by name, those that are in use first."""
+        found = [self._read(path.parent) for path in self.root.glob(f"*/{RECORD}")]
+        return sorted((each for each in found if each), key=lambda each: (each.name, each.state != "ready", each.directory.name))
+
+    def remove(self, name: str, progress: Progress) -> tuple[Environment, ...]:
+        """Delete every environment of a library, the outdated ones too. Raises OptkitError where there is none."""
+        find_library(name)
+        with self._lock(name, progress):
+            found = tuple(each for each in self.list() if each.name == name)
+            for each in found:
+                (each.directory / RECORD).unlink()
+                shutil.rmtree(each.directory)
+        if not found:
+            raise OptkitError(f"no environment of '{name}' is built", where=str(self.root))
+        return found
+
+    def log(self, name: str) -> Path:
+        """Return where the output of a library's failed run is kept."""
+        return self.root / "logs" / f"{name}.log"
+
+    def _directory(self, library: Library, torch: SharedTorch) -> Path:
+        return self.root / f"{library.name}-{_key(library, torch)}"
+
+    def _read(self, directory: Path) -> Environment | None:
+        try:
+            record: dict[str, Any] = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        library = LIBRARIES.get(record["name"])
+        current = library is not None and self._directory(library, SharedTorch()) == directory
+        known = {field: record[field] for field in Environment.model_fields if field in record}
+        return Environment(**known, directory=directory, state="ready" if current else "outdated")
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, progress: Progress) -> Iterator[None]:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = (self.root / f"{name}.lock").open("a")
+        except OSError as error:
+            raise OptkitError(
+                "environments cannot be kept here",
+                where=str(self.root),
+                why=f"{error.strerror}",
+                remedy="Name another place with $OPTKIT_ENVS",
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                progress.say(f"{name}: another process is building its environment; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _key(library: Library, torch: SharedTorch) -> str:
+    python = f"{sys.implementation.name} {platform.python_version()} {sys.base_prefix}"
+    made_of = asdict(library) | {"variables": {}, "summary": ""}
+    return digest({"library": made_of, "python": python, "torch": [torch.version, str(torch.place)]})[:12]
+
+
+def _size_bytes(directory: Path) -> int:
+    """Return the bytes of all files below a directory; links are not followed."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_symlink() and path.is_file())

@@ -1,0 +1,41 @@
+"""Worker of autoawq 0.2.9: AWQ in its GEMM layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from awq import AutoAWQForCausalLM
+from awq.quantize import quantizer
+
+if TYPE_CHECKING:
+    from optkit.backends.workers.launch import Job
+
+
+def quantize(job: Job) -> dict[str, Any]:
+    """Quantize and save; returns nothing of note."""
+    scheme = next(iter(job.layers.values()))
+
+    def counted(blocks: Iterable[Any], desc: str = "", **_: Any) -> Iterator[Any]:
+        for block in blocks:
+            yield block
+            job.advance(f"block {block}")
+
+    quantizer.tqdm = counted
+    job.start("autoawq", job.blocks, "blocks")
+    model = AutoAWQForCausalLM.from_pretrained(
+        str(job.source), torch_dtype=torch.float16 if job.device != "cpu" else job.torch_dtype(), device_map=None, safetensors=True
+    )
+    settings = {"w_bit": scheme["bits"], "q_group_size": scheme["group_size"], "zero_point": not scheme["symmetric"], "version": "GEMM"}
+    model.quantize(
+        None,
+        quant_config=settings,
+        calib_data=job.windows,
+        max_calib_samples=len(job.windows),
+        max_calib_seq_len=len(job.windows[0]),
+        apply_clip=job.fields.get("clip", True),
+        n_parallel_calib_samples=job.fields.get("batch_size"),
+    )
+    model.save_quantized(str(job.target))
+    return {}

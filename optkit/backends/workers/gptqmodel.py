@@ -1,0 +1,57 @@
+"""Worker of gptqmodel 7.6: GPTQ, and AWQ with its torch kernel."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from gptqmodel import BACKEND, GPTQModel
+from gptqmodel.quantization.config import AWQConfig, GPTQConfig
+
+if TYPE_CHECKING:
+    from optkit.backends.workers.launch import Job
+
+DAMPING = "damping"
+
+
+def quantize(job: Job) -> dict[str, Any]:
+    """Quantize and save; returns nothing of note."""
+    usual = Counter(tuple(sorted(scheme.items())) for scheme in job.layers.values()).most_common(1)[0][0]
+    scheme = dict(usual)
+    dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in job.kept if name != "lm_head"}
+    for name, its in job.layers.items():
+        if its != scheme:
+            dynamic[f"+:^{re.escape(name)}$"] = {"bits": its["bits"], "group_size": its["group_size"], "sym": its["symmetric"]}
+    shared = {"bits": scheme["bits"], "group_size": scheme["group_size"], "sym": scheme["symmetric"], "dynamic": dynamic or None}
+    shared |= {"offload_to_disk": False, "device": job.device}
+    if job.method == "gptq":
+        config: Any = GPTQConfig(
+            **shared,
+            desc_act=False,
+            act_group_aware=job.fields["activation_order"],
+            true_sequential=job.fields["true_sequential"],
+            damp_percent=job.fields["damping"],
+        )
+        model = GPTQModel.load(str(job.source), config, dtype=job.torch_dtype())
+    else:
+        # Its AWQ has no kernel for the CPU but the torch one, which computes in bfloat16.
+        on_cpu = job.device == "cpu"
+        backend = BACKEND.AWQ_TORCH if on_cpu else BACKEND.AUTO
+        dtype = torch.bfloat16 if on_cpu else job.torch_dtype()
+        model = GPTQModel.load(str(job.source), AWQConfig(**shared), dtype=dtype, backend=backend)
+    done: set[int] = set()
+
+    def block_done(layer_idx: int, submodule_finalized: bool) -> None:
+        if layer_idx not in done:
+            done.add(layer_idx)
+            job.advance(f"block {layer_idx}")
+
+    model.layer_callback = block_done
+    windows = [{"input_ids": window, "attention_mask": [1] * len(window)} for window in job.windows]
+    job.start(f"gptqmodel {job.method}", job.blocks, "blocks")
+    backend = {} if job.method == "gptq" else {"backend": BACKEND.AWQ_TORCH if job.device == "cpu" else BACKEND.AUTO}
+    model.quantize(windows, batch_size=job.fields.get("batch_size", 1), **backend)
+    model.save(str(job.target))
+    return {}

@@ -1,0 +1,50 @@
+"""What other libraries make of a stage's fields: which they honour, with which values, and what they take where a recipe does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+WEIGHTS = frozenset({"backend", "bits", "group_size", "symmetric", "format", "include", "exclude", "overrides"})
+"""Which layers, and their form: told to the worker layer by layer."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One library in the place of one stage."""
+
+    library: str
+    fields: frozenset[str]
+    """Fields that it honours; every other one is refused."""
+    passed: frozenset[str] = frozenset()
+    """Those of them that the worker is told by name."""
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values that it has, where these are fewer than the stage's."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Taken where the recipe says nothing, in place of the stage's own default."""
+    needs_gpu: str = ""
+    """Why it does not run on a CPU; empty where it does."""
+
+
+def _offer(library: str, without: tuple[str, ...] = (), passed: tuple[str, ...] = (), calibrated: bool = True, **more: Any) -> Offer:
+    fields = WEIGHTS - set(without) | set(passed) | ({"calibration"} if calibrated else set())
+    return Offer(library, fields, frozenset(passed), **more)
+
+
+OFFERS: Mapping[tuple[str, str], Offer] = {
+    ("gptq", "gptqmodel"): _offer(
+        "gptqmodel",
+        passed=("damping", "activation_order", "true_sequential", "batch_size"),
+        values={"format": ("gptq",)},
+        defaults={"format": "gptq", "true_sequential": True, "batch_size": 1},
+    ),
+    ("gptq", "llmcompressor"): _offer(
+        "llmcompressor",
+        passed=("damping", "activation_order", "batch_size"),
+        values={"format": ("compressed-tensors",), "bits": (4, 8)},
+        defaults={"batch_size": 1},
+    ),
+    ("rtn", "llmcompressor"): _offer("llmcompressor", calibrated=False, values={"format": ("compressed-tensors",), "bits": (4, 8)}),
+}
+"""(stage, backend) -> what it has."""
