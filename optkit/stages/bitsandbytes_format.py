@@ -111,7 +111,9 @@ class EightBitRows:
 
 
 def _patterns(kept: Iterable[str], formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return what transformers leaves as it is: names that it takes for the beginning or end of others where they are nobody else's."""
-    return [
-        f"(.*\\.)?{re.escape(name)}$" if any(each.startswith(name) or each.endswith(name) for each in formats) else name for name in kept
-    ]
+    """Return what transformers leaves as it is. It takes a name for the beginning or end of others too; a pattern does not let it."""
+    return [rf"(.*\.)?{re.escape(name)}$" if _begins_or_ends(name, formats) else name for name in kept]
+
+
+def _begins_or_ends(name: str, others: Iterable[str]) -> bool:
+    return any(each.startswith(name) or each.endswith(name) for each in others)
