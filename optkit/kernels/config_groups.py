@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from optkit.errors import SourceError
+from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
 from optkit.kernels.microscaled import MicroscaledLayer
 from optkit.kernels.pack_quantized import PackQuantizedLayer
 from optkit.kernels.stored import QuantizedLayer
@@ -29,6 +30,8 @@ class LayerClass(Protocol):
 
 
 FORMATS: dict[str, LayerClass] = {
+    "float-quantized": FloatQuantizedLayer,
+    "int-quantized": IntQuantizedLayer,
     "mxfp4-pack-quantized": MicroscaledLayer,
     "nvfp4-pack-quantized": MicroscaledLayer,
     "pack-quantized": PackQuantizedLayer,

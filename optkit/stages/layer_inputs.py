@@ -55,10 +55,10 @@ class HessianCollector:
         shared: dict[int, str] = {}
         turn_of = {}
         for name, hessian in first.items():
-            turn_of[_without_indices(name)] = shared.setdefault(id(hessian), _without_indices(name))
+            turn_of[without_indices(name)] = shared.setdefault(id(hessian), without_indices(name))
         turns: dict[str, list[str]] = {}
         for name in (*first, *(name for name in layers if name not in first)):
-            key = turn_of.get(_without_indices(name), "")
+            key = turn_of.get(without_indices(name), "")
             turns.setdefault(turn_of.get(key, key), []).append(name)
         return list(turns.values())
 
@@ -110,5 +110,6 @@ def watch_inputs(run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: 
             handle.remove()
 
 
-def _without_indices(name: str) -> str:
+def without_indices(name: str) -> str:
+    """Return a name that layers have in common which differ by an index alone: experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,158 @@
+"""Layers of 8-bit weights: compressed-tensors' formats "float-quantized" and "int-quantized" (see `optkit.algorithms.eight_bit`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from optkit.errors import SourceError
+from optkit.kernels.float8_linear import Float8Linear, WidenedLinear, why_not_scaled
+from optkit.kernels.int8_linear import Int8Linear, why_not_integers
+from optkit.kernels.stored import StoredLayer
+from optkit.model.shape import TensorInfo
+
+LEAVES = ("weight", "weight_scale", "input_scale")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a layer is made of, checked."""
+
+    codes: Tensor
+    scales: Tensor
+    """float [tiles of outputs, tiles of inputs]."""
+    tile: tuple[int, int]
+    input_scale: Tensor | None
+
+
+class _EightBitLayer(StoredLayer):
+    """What both formats share."""
+
+    number: ClassVar[str]
+    """`type` of the scheme."""
+    dtype: ClassVar[str]
+    """Of the stored weight."""
+    strategies: ClassVar[frozenset[str]]
+    """How scales of weights may be spread."""
+    inputs_rounded: ClassVar[frozenset[str]]
+    """How inputs may be rounded: `token`, `tensor` (static), `group`, or `none`."""
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows everything that a group of `config_groups` says."""
+        weights = scheme.get("weights") or {}
+        fits = weights.get("num_bits") == 8 and weights.get("type") == cls.number and weights.get("symmetric", True)
+        return bool(fits) and weights.get("strategy") in cls.strategies and _rounding(scheme, cls.number) in cls.inputs_rounded
+
+    @classmethod
+    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of such a layer."""
+        return leaf == "weight" and info.dtype == cls.dtype
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that its weight is made of."""
+        return self.present(LEAVES)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, inputs = self.checkpoint.tensors[f"{self.name}.weight"].shape
+        return outputs, inputs
+
+    @property
+    def rounding(self) -> str:
+        """How its inputs are rounded."""
+        return _rounding(self.scheme, self.number)
+
+    def _parts(self, device: str) -> _Parts:
+        static = ("input_scale",) if self.rounding == "tensor" else ()
+        parts = self.read(LEAVES, device, required=("weight_scale", *static))
+        outputs, inputs = self.shape
+        weights = self.scheme["weights"]
+        rows, columns = {"tensor": (outputs, inputs), "channel": (1, inputs)}.get(weights["strategy"]) or weights["block_structure"]
+        tiles = (-(-outputs // rows), -(-inputs // columns))
+        scales = parts["weight_scale"]
+        if scales.numel() != tiles[0] * tiles[1]:
+            raise SourceError(
+                f"scales {list(scales.shape)} are not those of {tiles[0]:,} x {tiles[1]:,} tiles of a weight [{outputs}, {inputs}]",
+                where=self.where,
+                remedy="Make the artifact again",
+            )
+        return _Parts(parts["weight"], scales.view(tiles), (rows, columns), parts["input_scale"] if static else None)
+
+
+class FloatQuantizedLayer(_EightBitLayer):
+    """A layer of E4M3 weights, in the format "float-quantized"."""
+
+    number = "float"
+    dtype = "F8_E4M3"
+    strategies = frozenset({"tensor", "channel", "block"})
+    inputs_rounded = frozenset({"none", "token", "tensor", "group"})
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows everything that a group of `config_groups` says."""
+        blocks_and_one_input_scale = (scheme.get("weights") or {}).get("strategy") == "block" and _rounding(scheme, "float") == "tensor"
+        return super().reads(scheme) and not blocks_and_one_input_scale
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where its tensors do not fit each other."""
+        parts = self._parts(device)
+        if self.rounding in ("none", "group") or self.scheme["weights"]["strategy"] == "block":
+            group = self._input_group()
+            sentence = f"fp8: {{layers}} are dequantized at each call, {_INPUTS[self.rounding]}"
+            return WidenedLinear(parts.codes, parts.scales, parts.tile, group, bias, dtype), sentence
+        layer = Float8Linear(parts.codes, parts.scales, parts.input_scale, bias, dtype)
+        reason = why_not_scaled(*self.shape, device)
+        how = f"are widened at each call, because {reason}" if reason else "use torch._scaled_mm"
+        return layer, f"fp8: {{layers}} {how}; {_INPUTS[self.rounding]}"
+
+    def _input_group(self) -> int | None:
+        """Return how many inputs are rounded with one scale, None where they are not rounded."""
+        inputs = self.shape[1]
+        group = {"none": None, "token": inputs}.get(self.rounding, (self.scheme["input_activations"] or {}).get("group_size"))
+        if group and inputs % group:
+            raise SourceError(f"{inputs} inputs are not a multiple of the {group} that share a scale", where=self.where)
+        return group
+
+
+class IntQuantizedLayer(_EightBitLayer):
+    """A layer of 8-bit integers whose inputs are rounded to integers as well, in the format "int-quantized"."""
+
+    number = "int"
+    dtype = "I8"
+    strategies = frozenset({"tensor", "channel"})
+    inputs_rounded = frozenset({"token", "tensor"})
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where its tensors do not fit each other."""
+        parts = self._parts(device)
+        layer = Int8Linear(parts.codes, parts.scales, parts.input_scale, bias, dtype)
+        reason = why_not_integers(*self.shape, device)
+        how = f"are multiplied in float32, because {reason}" if reason else "use torch._int_mm"
+        return layer, f"w8a8: {{layers}} {how}; {_INPUTS[self.rounding]}"
+
+
+_INPUTS = {
+    "none": "inputs are not rounded",
+    "token": "inputs are rounded with a scale for each token",
+    "tensor": "inputs are rounded with a calibrated scale",
+    "group": "inputs are rounded in groups",
+}
+
+
+def _rounding(scheme: Mapping[str, Any], number: str) -> str:
+    """Return `token`, `group`, `tensor` (static) or `none`, and something else for what is not known here."""
+    inputs = scheme.get("input_activations")
+    if not inputs:
+        return "none"
+    if inputs.get("num_bits") != 8 or inputs.get("type") != number or not inputs.get("symmetric", True):
+        return "unknown"
+    strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic", False)
+    known = {("token", True): "token", ("group", True): "group", ("tensor", False): "tensor"}
+    return known.get((strategy, dynamic), "unknown") if isinstance(dynamic, bool) else "unknown"

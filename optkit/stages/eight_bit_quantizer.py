@@ -1,0 +1,199 @@
+"""What the quantizers of 8-bit weights and activations share (`fp8`, `smoothquant`): rounding a layer, calibrating its inputs, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from optkit.errors import StageError
+from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.source.calibration import Calibration
+from optkit.stages.eight_bit_format import Activations, EightBitFormat, Number, Scales
+from optkit.stages.fitting import refuse_some_experts
+from optkit.stages.layer_format import LayerFormat
+from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer, out_of_memory
+from optkit.stages.selection import Layer, Selection
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.algorithms.eight_bit import NumberFormat
+    from optkit.model.blocks import BlockInputs
+    from optkit.stages.input_ranges import InputRange
+
+FLOAT_COPIES = 5
+"""Float32 copies of a layer's weights that rounding holds at once."""
+
+
+class EightBitQuantizer(LayerQuantizer):
+    """Store weights in 8 bits, and say how activations are rounded."""
+
+    number: ClassVar[Number]
+
+    scale_search: Literal["amax", "mse"] = "mse"
+    """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach every weight."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences of the calibration text that run through a block at once."""
+
+    @property
+    def _scales(self) -> Scales:
+        """What shares a scale."""
+        raise NotImplementedError
+
+    @property
+    def _activations(self) -> Activations:
+        """How inputs are rounded."""
+        raise NotImplementedError
+
+    @property
+    def _text(self) -> Calibration | None:
+        """The calibration text, where one is needed."""
+        raise NotImplementedError
+
+    @property
+    def _sampled_rows(self) -> int:
+        """Inputs of each layer to keep, beside their range."""
+        return 0
+
+    def _format(self, layer: Layer) -> EightBitFormat:
+        return EightBitFormat(self.number, self._scales, self._activations)
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        transposed = [layer.name for layer in selection.layers.values() if layer.transposed]
+        if transposed:
+            raise StageError(
+                f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
+                where=self._kind,
+                why="transformers opens compressed-tensors for Linear layers only",
+                remedy="Use gptq with format: gptq",
+            )
+        refuse_some_experts(selection, formats, self._kind)
+
+    def _rounded(self, job: Job, name: str, weight: Tensor, input_amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the tensors of a layer by their last name, and its weight as they hold it, float32 [out, in].
+
+        weight: float32 [out, in]; input_amax: the largest input, for static activations.
+        """
+        from optkit.algorithms.eight_bit import amax_scales, dequantize, quantize, search_scales, tile_of
+        from optkit.model.skeleton import TORCH_DTYPES
+
+        outputs, inputs = weight.shape
+        tile, numbers = tile_of(self._scales, (outputs, inputs)), self._numbers()
+        dtype = TORCH_DTYPES[job.skeleton.checkpoint.tensors[job.weight(name)].dtype]
+        scales = (search_scales if self.scale_search == "mse" else amax_scales)(weight, tile, numbers, dtype)
+        codes = quantize(weight, scales, tile, numbers)
+        tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self._scales == "tensor" else scales).to(dtype)}
+        if input_amax is not None:
+            tensors["input_scale"] = amax_scales(input_amax.view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
+        return tensors, dequantize(codes, scales, tile)
+
+    def _calibrated_blocks(self, job: Job, text: Calibration) -> Iterator[BlockOutput]:
+        """Quantize block after block, each on what the quantized blocks before it make of the calibration text."""
+        device, skeleton = job.context.device, job.skeleton
+        less = f"Lower {self._kind}.batch_size, {self._kind}.calibration.samples or {self._kind}.calibration.sequence_length"
+        tokens = text.tokens(job.source, job.context.data, job.context.trust_remote_code)
+        job.calibrated_on = (text.identity(),)
+        with out_of_memory("in front of the first block", device, less):
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+        for index, block in enumerate(skeleton.blocks):
+            with out_of_memory(block.name, device, less):
+                skeleton.load_(block.name, device)
+                output = self._calibrated_block(job, index, inputs)
+                if index + 1 < len(skeleton.blocks):
+                    self._advance_(job, index, inputs, output.layers)
+                skeleton.release_(block.name)
+            yield output
+
+    def _calibrated_block(self, job: Job, index: int, inputs: BlockInputs) -> BlockOutput:
+        """Quantize a loaded block; its modules hold the rounded weights afterwards."""
+        modules = job.modules(index)
+        ranges = self._ranges(job, index, inputs, modules)
+        replaced = self._smooth_(job, index, ranges) if modules else {}
+        layers: dict[str, Mapping[str, Tensor]] = {}
+        for name, module in modules.items():
+            job.task.advance(0, note=name)
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            amax = ranges[name].amax.amax() if self._activations == "static" else None
+            layers[name], rounded = self._rounded(job, name, weight.float(), amax)
+            weight.copy_(rounded)
+        return BlockOutput(layers, replaced)
+
+    def _smooth_(self, job: Job, index: int, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
+        """Change a loaded block before it is rounded, and `ranges` with it; returns tensors of the checkpoint with another value."""
+        return {}
+
+    def _ranges(self, job: Job, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> dict[str, InputRange]:
+        """Return the inputs of each layer; of an expert that saw no token, those of the others. Raises StageError where they are NaN."""
+        from optkit.stages.input_ranges import InputRange
+        from optkit.stages.layer_inputs import watch_inputs, without_indices
+
+        seen: dict[str, InputRange] = {}
+        rows = -(-self._sampled_rows // len(inputs.batches))
+        for batch in inputs.batches if modules else ():
+            watch_inputs(
+                partial(job.skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index]),
+                modules,
+                seen,
+                lambda given: InputRange(given.shape[-1], given.device, rows),
+            )
+        for name, each in seen.items():
+            if not bool(each.amax.isfinite().all()):
+                raise StageError(
+                    "the inputs of the layer are NaN or Inf on the calibration text",
+                    where=name,
+                    why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
+                    remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
+                )
+        for name in [name for name in modules if name not in seen or not seen[name].tokens]:
+            alike = [each for other, each in seen.items() if without_indices(other) == without_indices(name) and each.tokens]
+            if not alike:
+                raise StageError(
+                    "no token of the calibration text reached the layer",
+                    where=name,
+                    remedy=f"Raise {self._kind}.calibration.samples, or exclude the layer",
+                )
+            job.details.setdefault("calibrated_as_others", []).append(name)
+            seen[name] = max(alike, key=lambda each: float(each.amax.amax()))
+        return seen
+
+    def _advance_(self, job: Job, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace the inputs of a block by its outputs, its layers rounding their inputs as they will when the model is opened."""
+        modules = job.modules(index)
+        handles = [module.register_forward_pre_hook(self._rounding(layers[name].get("input_scale"))) for name, module in modules.items()]
+        try:
+            for batch in inputs.batches:
+                inputs.hidden[batch.rows] = job.skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _rounding(self, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+        from optkit.algorithms.eight_bit import rounded_inputs
+
+        numbers = self._numbers()
+
+        def replace(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (rounded_inputs(arguments[0], numbers, scale=scale), *arguments[1:])
+
+        return replace
+
+    def _numbers(self) -> NumberFormat:
+        from optkit.algorithms.eight_bit import FLOAT8, INT8
+
+        return FLOAT8 if self.number == "float" else INT8
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        largest = max(layer.outputs * layer.inputs for layer in layers.values())
+        work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
+        if self._text is None:
+            return (largest * 4, work) if device.startswith("cuda") else (work, 0)
+        width = shape.config.get("hidden_size") or min(layer.inputs for layer in layers.values())
+        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        widest = max(layer.inputs for layer in layers.values())
+        hidden = self._text.samples * self._text.sequence_length * width * element
+        batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
+        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + work + batch
+        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)

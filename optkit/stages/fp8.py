@@ -1,0 +1,86 @@
+"""Stage `fp8`: weights as 8-bit floats (E4M3), activations rounded to them too, which GPUs since Ada multiply at twice the speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from optkit.errors import StageError
+from optkit.source.calibration import Calibration
+from optkit.stages.eight_bit_format import BLOCK, Activations, Number, Scales
+from optkit.stages.eight_bit_quantizer import EightBitQuantizer
+from optkit.stages.layer_format import LayerFormat
+from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.selection import Selection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Fp8(EightBitQuantizer):
+    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of bfloat16, hardly any loss."""
+
+    number: ClassVar[Number] = "float"
+
+    scales: Literal["channel", "tensor", "block"] = "channel"
+    """What shares a scale: the weights of an output `channel`, the whole `tensor`, or a `block` of 128 x 128 (DeepSeek-V3's way)."""
+    activations: Literal["dynamic", "static", "none"] = "dynamic"
+    """`dynamic`: rounded with a scale for each token (for 128 inputs of it where `scales: block`), no calibration. `static`: with one
+    scale for all tokens, calibrated; a little faster and a little worse. `none`: not rounded, weights alone are small."""
+    calibration: Calibration | None = None
+    """The text that `activations: static` is calibrated on, c4 where none is given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_text(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("activations") == "static" and fields.get("calibration") is None:
+            return {**fields, "calibration": {"dataset": "c4"}}
+        return fields
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Fp8:
+        if self.calibration and self.activations != "static":
+            raise ValueError(f"activations: {self.activations} needs no calibration: take it out, or set activations: static")
+        if self.scales == "block" and self.activations == "static":
+            raise ValueError("vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel")
+        return self
+
+    @property
+    def _scales(self) -> Scales:
+        return self.scales
+
+    @property
+    def _activations(self) -> Activations:
+        return self.activations
+
+    @property
+    def _text(self) -> Calibration | None:
+        return self.calibration
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        super()._refuse(selection, formats)
+        layers = selection.layers.values()
+        uneven = [layer for layer in layers if self.scales == "block" and (layer.inputs % BLOCK or layer.outputs % BLOCK)]
+        if uneven:
+            others = f", and so for {len(uneven) - 1:,} other layers" if len(uneven) > 1 else ""
+            raise StageError(
+                f"{uneven[0].outputs} x {uneven[0].inputs} weights: not both are multiples of {BLOCK}{others}",
+                where=uneven[0].name,
+                why="transformers and vLLM open whole blocks only",
+                remedy=f"Set {self._kind}.scales to channel, or exclude the layers",
+            )
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        if self.calibration is not None:
+            yield from self._calibrated_blocks(job, self.calibration)
+            return
+        for index in range(len(job.skeleton.blocks)):
+            layers: dict[str, Mapping[str, Tensor]] = {}
+            for name in job.modules(index):
+                job.task.advance(0, note=name)
+                with out_of_memory(name, job.context.device, "Use a machine with more memory"):
+                    weight = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
+                    layers[name] = self._rounded(job, name, weight, None)[0]
+            yield BlockOutput(layers)
