@@ -91,7 +91,11 @@ def parse_gate(key: str, text: str) -> Gate:
 
 
 def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
-    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is about; nothing is run."""
+    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is about; nothing is run.
+
+    An eval whose fields are not known is given as its class: its rows could have any labels.
+    """
+    evals = tuple(evals)
     measures = {name: each for each in evals for name in each.metrics}
     if not measures:
         raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
@@ -100,6 +104,28 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     if gate.relative and measures[gate.name].compares:
         absolute = f"{gate.operator} {gate.limit:g}"
         raise ValueError(f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\".")
+    measuring = [each for each in evals if gate.name in each.metrics]
+    instances = [each for each in measuring if isinstance(each, Eval)]
+    if len(instances) == len(measuring):
+        _check_labels(gate, [row for each in instances for row in each.row_labels()])
+
+
+def _check_labels(gate: Gate, rows: Sequence[dict[str, int | str]]) -> None:
+    if any(gate.labels.items() <= row.items() for row in rows):
+        return
+    known = {label for row in rows for label in row}
+    if not known:
+        raise ValueError(f"'{gate.name}' has one row, and no labels to pick it by. Write {gate.name} alone.")
+    for label, value in gate.labels.items():
+        if label not in known:
+            raise ValueError(f"the rows of '{gate.name}' have no label '{label}'.{did_you_mean(label, known)}")
+        values = list(dict.fromkeys(row[label] for row in rows if label in row))
+        if value not in values:
+            raise ValueError(
+                f"no row of '{gate.name}' has {label}={value}. There will be: {', '.join(f'{label}={each}' for each in values)}."
+            )
+    there = ", ".join(metric_key(gate.name, row) for row in rows)
+    raise ValueError(f"no row of '{gate.name}' has these labels together. There will be: {there}.")
 
 
 def overall(verdicts: Sequence[Verdict]) -> Verdict:

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import SerializeAsAny
 
 from optkit.environment import cpu_cores, device_name, package_version
-from optkit.errors import StageError
+from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape
@@ -116,9 +116,14 @@ class Plan(Frozen):
 def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     """Return the plan of a pinned recipe.
 
-    Raises StageError where a transform cannot read what the model or the stage before it is, SourceError where the model is gone.
+    Raises StageError where a transform cannot read what the model or the stage before it is, EvalError where an eval needs longer sequences
+    than the model was built for, SourceError where the model is gone.
     """
-    steps = _plan_steps(recipe, store, device)
+    key = model_key(recipe.model)
+    directory = locate_model(recipe.model) or store.get(key)
+    shape = model_shape(recipe.model, directory)
+    _check_lengths(recipe, shape)
+    steps = _plan_steps(recipe, store, device, key, directory, shape)
     settings = settings_identity(recipe.settings)
     return Plan(
         recipe=recipe,
@@ -167,10 +172,19 @@ def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
     return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json")}
 
 
-def _plan_steps(recipe: Recipe, store: Store, device: str) -> tuple[Step, ...]:
-    key = model_key(recipe.model)
-    directory = locate_model(recipe.model) or store.get(key)
-    shape = model_shape(recipe.model, directory)
+def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:
+    for entry in recipe.evals:
+        longest = entry.value.longest_sequence()
+        if shape.positions and longest > shape.positions:
+            raise EvalError(
+                f"its sequences have {longest:,} tokens, and {recipe.model.name} was built for {shape.positions:,}",
+                where=entry.kind,
+                why="Beyond its positions a model's numbers mean nothing",
+                remedy=f"Set its fields so that they have at most {shape.positions:,}",
+            )
+
+
+def _plan_steps(recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape) -> tuple[Step, ...]:
     cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=min(shape.size_bytes, SHARD_BYTES))
     steps = [_step("model", None, key, None, directory, _format_of(shape), cost, shape)]
     for entry in recipe.transforms:

@@ -130,7 +130,7 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
         problems += heading
     stages, stage_problems = read_items(placed, "stage")
     evals, eval_problems = read_items(placed, "eval")
-    gates, gate_problems = check_gates(placed, evals, complete=not eval_problems)
+    gates, gate_problems = check_gates(placed, evals)
     if not placed.data.get("stages") and not placed.data.get("evals"):
         problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
     problems += [*stage_problems, *eval_problems, *gate_problems]

@@ -27,11 +27,17 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Item:
-    """One stage or eval that was read from a recipe."""
+    """One stage or eval of a recipe."""
 
     steps: Steps
     kind: str
     value: Any
+    """The stage or eval; its class where its fields are wrong."""
+
+    @property
+    def model(self) -> type[BaseModel]:
+        """The class of the stage or eval."""
+        return self.value if isinstance(self.value, type) else type(self.value)
 
 
 def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
@@ -62,7 +68,7 @@ def check_fields(recipe: PlacedData, steps: Steps, model: type[BaseModel], data:
 
 
 def read_items(recipe: PlacedData, role: str) -> tuple[list[Item], list[Problem]]:
-    """Return the stages or evals that could be read, and the problems of the others."""
+    """Return the stages or evals whose kind is known, and the problems of all."""
     group = f"{role}s"
     listed = recipe.data.get(group)
     if listed is None:
@@ -70,38 +76,32 @@ def read_items(recipe: PlacedData, role: str) -> tuple[list[Item], list[Problem]
     if not isinstance(listed, list):
         message = f"{group} are a list: begin each with `- `. This is {shown(listed)}."
         return [], [recipe.value_place((group,)).problem(message)]
-    items: list[Item] = []
-    problems: list[Problem] = []
-    for index, written in enumerate(listed):
-        read = _read_item(recipe, role, (group, index), written)
-        if isinstance(read, Item):
-            items.append(read)
-        else:
-            problems += read
-    return items, problems
+    read = [_read_item(recipe, role, (group, index), written) for index, written in enumerate(listed)]
+    return [item for item, _ in read if item], [problem for _, problems in read for problem in problems]
 
 
-def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> Item | list[Problem]:
+def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> tuple[Item | None, list[Problem]]:
     place = recipe.value_place(steps)
     try:
         spelled = spell_out(role, written)
         if not isinstance(spelled, dict):
-            return [place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")]
+            return None, [place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")]
         if len(spelled) != 1:
             message = f"{len(spelled)} keys stand side by side: {', '.join(spelled)}." if spelled else "this mapping is empty."
             remedy = f"Write `- name: {{field: value}}`, with the fields indented below the name and each {role} after its own `- `."
-            return [place.problem(f"{message} {remedy}")]
+            return None, [place.problem(f"{message} {remedy}")]
         ((kind, fields),) = spelled.items()
         if kind not in names_of(role):
-            return [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]
+            return None, [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]
         model = class_of(role, kind)
-        if not isinstance(fields, dict):
-            message = f"{kind} takes a mapping of its fields ({', '.join(model.model_fields)}), not {shown(fields)}."
-            return [recipe.value_place((*steps, kind)).problem(message)]
     except OptkitError as error:
-        return [place.problem(str(error))]
-    checked = check_fields(recipe, (*steps, kind), model, fields)
-    return checked if isinstance(checked, list) else Item((*steps, kind), kind, checked)
+        return None, [place.problem(str(error))]
+    steps = (*steps, kind)
+    if not isinstance(fields, dict):
+        message = f"{kind} takes a mapping of its fields ({', '.join(model.model_fields)}), not {shown(fields)}."
+        return Item(steps, kind, model), [recipe.value_place(steps).problem(message)]
+    checked = check_fields(recipe, steps, model, fields)
+    return (Item(steps, kind, model), checked) if isinstance(checked, list) else (Item(steps, kind, checked), [])
 
 
 def _unknown(role: str, kind: str) -> str:
@@ -115,28 +115,29 @@ def _unknown(role: str, kind: str) -> str:
 
 def check_order(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
     """Yield the transforms that cannot read what the one before leaves."""
-    before: Item | None = None
+    before: tuple[str, type[Transform]] | None = None
     for item in stages:
-        if not isinstance(item.value, Transform):
+        model = item.model
+        if not issubclass(model, Transform):
             continue
-        if before and before.value.produces not in item.value.accepts:
-            reads = " or ".join(FORMATS[each] for each in sorted(item.value.accepts))
-            message = f"{item.kind} reads {reads} and {before.kind} leaves {FORMATS[before.value.produces]}."
-            remedy = "Keep one of them." if before.value.produces is item.value.produces else f"Put {item.kind} before {before.kind}."
+        if before and before[1].produces not in model.accepts:
+            reads = " or ".join(FORMATS[each] for each in sorted(model.accepts))
+            message = f"{item.kind} reads {reads} and {before[0]} leaves {FORMATS[before[1].produces]}."
+            remedy = "Keep one of them." if before[1].produces is model.produces else f"Put {item.kind} before {before[0]}."
             yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
-        before = item
+        before = item.kind, model
 
 
 def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
     """Yield the settings that are given twice, and the evals that would measure the same again."""
     for index, item in enumerate(stages):
-        earlier = [other for other in stages[:index] if isinstance(item.value, Setting) and type(other.value) is type(item.value)]
+        earlier = [other for other in stages[:index] if issubclass(item.model, Setting) and other.model is item.model]
         if earlier:
             first = recipe.key_place(earlier[0].steps)
             message = f"the setting {item.kind} is given twice, first in {first.short}. Only one can be in force; remove the other."
             yield recipe.key_place(item.steps).problem(message)
     for index, item in enumerate(evals):
-        if any(item.value == other.value for other in evals[:index]):
+        if isinstance(item.value, Eval) and any(item.value == other.value for other in evals[:index]):
             yield recipe.key_place(item.steps).problem(f"the eval {item.kind} is here twice with the same fields. Remove one of them.")
 
 
@@ -154,10 +155,10 @@ def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> It
                 yield place.problem(f"{message} {remedy}")
 
 
-def check_gates(recipe: PlacedData, evals: list[Item], complete: bool) -> tuple[dict[str, str], list[Problem]]:
+def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:
     """Return the gates, and the problems of those that are no limit or that no eval of the recipe measures.
 
-    Where the evals are not `complete`, because some could not be read, a gate may be about any built-in one.
+    Where the recipe lists an eval of a kind that nobody knows, a gate may be about any built-in one.
     """
     written = recipe.data.get("gates")
     if written is None:
@@ -168,6 +169,10 @@ def check_gates(recipe: PlacedData, evals: list[Item], complete: bool) -> tuple[
     problems = []
     measuring: list[Eval | type[Eval]] = [item.value for item in evals]
     others = {kind: eval_class(kind) for kind in EVALS if kind not in {item.kind for item in evals}}
+    listed = recipe.data.get("evals")
+    if isinstance(listed, list) and len(listed) > len(evals):
+        measuring += others.values()
+        others = {}
     for key, limit in written.items():
         place = recipe.value_place(("gates", key))
         if not isinstance(limit, str):
@@ -179,11 +184,14 @@ def check_gates(recipe: PlacedData, evals: list[Item], complete: bool) -> tuple[
             problems.append(place.problem(f"{key}: {error}"))
             continue
         other = next((kind for kind, each in others.items() if gate.name in each.metrics), None)
+        if other and not any(gate.name in each.metrics for each in measuring):
+            message = f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
+            problems.append(recipe.key_place(("gates", key)).problem(message))
+            continue
         try:
-            check_gate(gate, measuring if complete else [*measuring, *others.values()])
+            check_gate(gate, measuring)
         except ValueError as error:
-            unlisted = f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
-            problems.append(recipe.key_place(("gates", key)).problem(unlisted if other else str(error)))
+            problems.append(recipe.key_place(("gates", key)).problem(str(error)))
     return written, problems
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from optkit import plan as plan_module
-from optkit.errors import StageError
+from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape, TensorInfo
@@ -46,6 +46,9 @@ class Score(Eval):
     """Scores."""
 
     window: int = 16
+
+    def longest_sequence(self) -> int:
+        return self.window
 
 
 class Distance(Eval):
@@ -246,3 +249,12 @@ def test_a_quantized_model_cannot_be_quantized_again(tmp_path: Path, store: Stor
         f"shrink: reads a checkpoint with float weights and gets one with packed weights. {packed.name} has no float weights any more."
         " Start from the model's float weights."
     )
+
+
+@pytest.mark.parametrize("config", [{"max_position_embeddings": 15}, {"n_positions": 15}, {"text_config": {"max_position_embeddings": 15}}])
+def test_a_sequence_longer_than_the_model_is_refused(config: dict[str, Any], tmp_path: Path, store: Store) -> None:
+    short = ModelSource(name=str(write_model(tmp_path / "model", **config)), revision="sha256:" + "a" * 64)
+    message = rf"^score: its sequences have 16 tokens, and {short.name} was built for 15\. .*Set its fields so that they have at most 15\.$"
+    with pytest.raises(EvalError, match=message):
+        make_plan(recipe(short, Halve(), evals=(Speed(), Score())), store, "cpu")
+    assert make_plan(recipe(short, Halve(), evals=(Speed(), Score(window=15))), store, "cpu").evals

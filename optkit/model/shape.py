@@ -47,6 +47,13 @@ class ModelShape:
     def elements(self) -> int:
         return sum(info.elements for info in self.tensors.values())
 
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence that the model was built for, in tokens; None where its config does not say."""
+        config = self.config.get("text_config") or self.config
+        found = config.get("max_position_embeddings", config.get("n_positions"))
+        return int(found) if found else None
+
     def block(self, name: str) -> tuple[str, int] | None:
         """Return the list and the index of the decoder block that a tensor belongs to: `model.layers.3.mlp...` -> `("model.layers", 3)`."""
         found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)
