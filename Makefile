@@ -26,6 +26,7 @@ test: .venv/installed-test
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@echo "The store of finished steps stays. To see or delete it: optkit store show, optkit store prune --all"
 
 .venv/torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "There is no Python 3.11 or newer here. Install one, or name it: make run PYTHON=/path/to/python3.11"; exit 1; }

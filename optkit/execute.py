@@ -84,6 +84,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 kind=step.kind,
                 fields=step.stage.model_dump(mode="json") if step.stage else plan.recipe.model.model_dump(mode="json"),
                 source_key=step.source_key,
+                model=plan.recipe.model.name,
                 seconds=round(time.perf_counter() - start, 3),
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 environment=describe_environment(context.device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,9 +67,10 @@ def run(
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = _usable(device)
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
-    with reserve(target):
+    with reserve(target), ExitStack() as held:
         shelf = Store(store or default_store())
         todo = make_plan(wanted.pinned(data), shelf, chosen)
+        held.enter_context(shelf.using(step.key for step in todo.steps))
         standing(target, todo.artifact_key)
         context = _context(todo, progress, data)
         execution = execute(todo, shelf, context)
@@ -111,7 +113,6 @@ def verify(
     found = read_artifact(Path(artifact))
     done = verify_artifact(
         found,
-        settings_of(found),
         engines=engines,
         pythons=pythons or {},
         device=_usable(device),
@@ -133,9 +134,13 @@ def evaluate(
     device: str | None = None,
     store: Path | None = None,
     data: Path | None = None,
+    retime: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
-    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing."""
+    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing.
+
+    What the store holds is not measured again, but for timings where `retime` is true.
+    """
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
     chosen = _usable(device)
@@ -145,22 +150,26 @@ def evaluate(
         if asked.stages:
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
         context = _context(todo, progress, data)
-        return _scorecard(todo, measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress), [])
+        with shelf.using([todo.steps[0].key]):
+            found = measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime)
+        return _scorecard(todo, found, [])
     artifact = read_artifact(Path(model))
     artifact.check()
     made = load_recipe(artifact.record.recipe)
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
     todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}), shelf, chosen)
     context = _context(todo, progress, data)
-    measured = measure(
-        todo,
-        Subject(lambda: artifact.directory, _settings(todo), made.model.trust_remote_code),
-        _baseline(todo, shelf, context) if artifact.record.key != artifact.record.baseline_key else None,
-        shelf,
-        data=data,
-        progress=progress,
-        calibrated_on=artifact.record.calibrated_on,
-    )
+    with shelf.using([todo.steps[0].key]):
+        measured = measure(
+            todo,
+            Subject(lambda: artifact.directory, _settings(todo), made.model.trust_remote_code),
+            _baseline(todo, shelf, context) if artifact.record.key != artifact.record.baseline_key else None,
+            shelf,
+            data=data,
+            progress=progress,
+            calibrated_on=artifact.record.calibrated_on,
+            retime=retime,
+        )
     return _scorecard(todo, measured, artifact.record.steps)
 
 
@@ -177,20 +186,22 @@ def compare(artifacts: Sequence[Path]) -> Comparison:
     return compare_table([read_scorecard(Path(artifact)) for artifact in artifacts])
 
 
-def open_artifact(directory: Path | str, *, device: str | None = None, dtype: str | None = None) -> TorchSession:
+def open_artifact(
+    directory: Path | str, *, device: str | None = None, dtype: str | None = None, progress: Progress | None = None
+) -> TorchSession:
     """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
 
-    Raises ArtifactError where files of the artifact were lost or changed.
+    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed.
     """
     from optkit.session import open_session
 
     directory = Path(directory)
     if not is_artifact(directory):
-        return open_session(directory, (), device=_usable(device), dtype=dtype)
+        return open_session(directory, (), device=_usable(device), dtype=dtype, progress=progress)
     artifact = read_artifact(directory)
     artifact.check()
     trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
-    return open_session(directory, settings_of(artifact), device=_usable(device), dtype=dtype, trust_remote_code=trusted)
+    return open_session(directory, settings_of(artifact), device=_usable(device), dtype=dtype, progress=progress, trust_remote_code=trusted)
 
 
 def settings_of(artifact: Artifact) -> list[Setting]:

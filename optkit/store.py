@@ -134,24 +134,28 @@ class Store:
                     fcntl.flock(file, fcntl.LOCK_SH)
             yield
 
-    def delete(self, key: str) -> bool:
-        """Delete an entry, unless a process works on it or its run needs it; returns whether it is gone.
-
-        Artifacts are whole afterwards: their files are links of their own.
-        """
-        with self._explaining("the lock"), contextlib.ExitStack() as held:
+    @contextlib.contextmanager
+    def idle(self, key: str) -> Iterator[bool]:
+        """Say whether no process works on a key and no run needs it, and keep it so meanwhile."""
+        with contextlib.ExitStack() as held:
             for name in (f"{key}.lock", f"{key}.use"):
-                file = held.enter_context((self._directory("locks") / name).open("a"))
+                with self._explaining("the lock"):
+                    file = held.enter_context((self._directory("locks") / name).open("a"))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
-                    return False
+                    yield False
+                    return
+            yield True
+
+    def delete(self, key: str) -> None:
+        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own."""
+        with self._explaining("a draft"):
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
-            alive = held.enter_context((self._entry(key) / "alive").open("w"))
-            fcntl.flock(alive, fcntl.LOCK_EX)
-            self._entry(key).rename(home)
-            shutil.rmtree(home)
-            return True
+            with (self._entry(key) / "alive").open("w") as alive:
+                fcntl.flock(alive, fcntl.LOCK_EX)
+                self._entry(key).rename(home)
+                shutil.rmtree(home)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Draft]:
@@ -160,7 +164,7 @@ class Store:
         Raises ResourceError on a full disk, StoreError where the store cannot be written.
         """
         with self._explaining("a draft"):
-            self._delete_abandoned_drafts()
+            self.delete_abandoned_drafts()
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
             (home / "model").mkdir(parents=True)
             alive = (home / "alive").open("w")
@@ -183,6 +187,13 @@ class Store:
             shutil.rmtree(home, ignore_errors=True)
             shutil.rmtree(home.with_name(home.name + "-damaged"), ignore_errors=True)
 
+    def delete_abandoned_drafts(self) -> None:
+        """Delete the drafts whose process is gone."""
+        for home in self._directory("drafts").iterdir():
+            with contextlib.suppress(OSError), (home / "alive").open("r") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(home, ignore_errors=True)
+
     def _entry(self, key: str) -> Path:
         return self.root / "steps" / key
 
@@ -200,12 +211,6 @@ class Store:
         path = self.root / name
         path.mkdir(parents=True, exist_ok=True)
         return path
-
-    def _delete_abandoned_drafts(self) -> None:
-        for home in self._directory("drafts").iterdir():
-            with contextlib.suppress(OSError), (home / "alive").open("r") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(home, ignore_errors=True)
 
     @contextlib.contextmanager
     def _explaining(self, what: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:

@@ -94,7 +94,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         (["rnu", "x"], "error: There is no command 'rnu'. Did you mean 'run'?"),
-        (["frobnicate"], "error: There is no command 'frobnicate'. Known: compare, doctor, eval,"),
+        (["--json", "run", "x"], "error: --json belongs behind the command: optkit run --json ..."),
+        (["--jsn", "run", "x"], "error: No such option '--jsn'"),
+        (["--json"], "error: No such option '--json'"),
+        (["frobnicate"], "error: There is no command 'frobnicate'. Known: compare, doctor, "),
         (["run", "--modle", "x"], "Did you mean '--model'?"),
         (["run"], "error: Missing argument 'RECIPE'."),
         (["run", "x", "--device", "gpu"], "'gpu' is not a device. Use cpu, cuda or cuda:N."),

@@ -14,7 +14,7 @@ from optkit_cli.tables import size_text
 from rich.console import Console
 
 from optkit.measure import Metric
-from optkit.scorecard import Scorecard, build_scorecard, compare_table
+from optkit.scorecard import Scorecard, StepLine, build_scorecard, compare_table
 
 WINDOWS = "python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34"
 TIMING = "batch {batch}, prompt of 128 random tokens, 64 new tokens, 2 warm-up runs, 5 repeats, perf_counter, device synchronised"
@@ -103,12 +103,35 @@ def test_what_made_it_stands_above_and_the_verdict_below() -> None:
     lines = lines_of(card(), 100)
     assert lines[1] == "llama_int4  smollm2-135m · cpu AMD EPYC"
     assert "  model    272 changed, from the store (it took 0:12)" in lines
-    assert "  gptq     210 changed, 1 skipped, in 4:12" in lines
+    assert "  gptq     210 changed, 1 skipped: lm_head (x), in 4:12" in lines
     assert "  setting  attention: sdpa" in lines
     assert "  note  int4: 210 of 210 layers use torch's CPU kernel" in lines
     assert "  note  baseline: attention: sdpa" in lines
     assert "  [3]  the baseline's tokens" in lines
-    assert lines[-1] == "FAIL  1 of 3 gates pass  artifacts/llama_int4"
+    assert lines[-2:] == [
+        "FAIL  1 of 3 gates pass  artifacts/llama_int4",
+        "too noisy to tell: decode_tokens_per_s[batch=1]; run again with --retime on a quiet machine",
+    ]
+
+
+def test_without_an_open_gate_on_a_timing_nothing_is_asked_for() -> None:
+    assert lines_of(card(decode_gate=">= 1.2x"), 100)[-1] == "FAIL  1 of 3 gates pass  artifacts/llama_int4".replace("1 of", "2 of")
+    assert lines_of(card(decode_gate=">= 9x"), 100)[-1].startswith("FAIL  1 of 3 gates pass")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "text"),
+    [
+        ({}, ""),
+        ({"lm_head": "outside the decoder blocks"}, "1 skipped: lm_head (outside the decoder blocks)"),
+        ({"a": "x", "b": "y", "c": "x"}, "3 skipped: a, c (x), b (y)"),
+        ({str(index): "a router" for index in range(30)}, "30 skipped (a router)"),
+        ({str(index): "a router" if index else "excluded" for index in range(30)}, "30 skipped: 1 (excluded), 29 (a router)"),
+        ({str(index): f"reason {index}" for index in range(30)}, "30 skipped"),
+    ],
+)
+def test_what_was_skipped_and_why(skipped: dict[str, str], text: str) -> None:
+    assert StepLine(kind="gptq", key="k", cached=False, seconds=1, report={"changed": 1, "skipped": skipped}).skipped == text
 
 
 def test_without_gates_there_is_no_verdict() -> None:

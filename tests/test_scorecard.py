@@ -199,7 +199,7 @@ def test_markdown_says_everything():
     assert lines[2].startswith("**INCONCLUSIVE** · 20")
     assert "| size_bytes [4] | 538.0 MB | 120.0 MB | 0.2230x | <= 0.5x PASS |" in lines
     assert "4. all files" in lines
-    assert "| gptq | 81.2 | yes | 210 changed, 1 skipped, calibrated on c4 train | `fedcba987654` |" in lines
+    assert "| gptq | 81.2 | yes | 210 changed, 1 skipped: lm_head (left alone), calibrated on c4 train | `fedcba987654` |" in lines
     for line in ("- compile: off on cpu", "- int4: 210 of 210 layers use torch's CPU kernel", "- baseline: float32", "- torch: 2.13.0"):
         assert line in lines
     assert YAML(typ="safe").load(text.split("```yaml\n")[1].split("```")[0]) == RECIPE

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, store_option
+from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, retime_option, store_option
 
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
+@retime_option
 @all_of(device_option, data_option, store_option, json_option, quiet_option)
-def command(model: str, evals: str, device: str | None, data: Path | None, store: Path | None, as_json: bool, quiet: bool) -> int:
+def command(
+    model: str, evals: str, retime: bool, device: str | None, data: Path | None, store: Path | None, as_json: bool, quiet: bool
+) -> int:
     """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE.
 
     An artifact is measured beside its unmodified model. Exit status: as for `optkit run`, by the gates of FILE.
@@ -23,6 +26,8 @@ def command(model: str, evals: str, device: str | None, data: Path | None, store
     from optkit_cli.progress import open_progress
 
     with only_the_result_on_stdout():
-        scorecard = pipeline.evaluate(model, evals, device=device, store=store, data=data, progress=open_progress(quiet=quiet))
+        scorecard = pipeline.evaluate(
+            model, evals, device=device, store=store, data=data, retime=retime, progress=open_progress(quiet=quiet)
+        )
     print_scorecard(scorecard, None, as_json=as_json)
     return scorecard.exit_status

@@ -11,15 +11,14 @@ from typing import Any
 import click
 
 from optkit import __version__
-from optkit.errors import did_you_mean
 from optkit_cli.failures import Terminated, exit_status_of, sigterm_unwinds
-from optkit_cli.options import CONTEXT_SETTINGS, Command, Invocation, debug_option
+from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 
-COMMANDS = ("run", "plan", "validate", "eval", "verify", "show", "compare", "list", "doctor", "schema")
+COMMANDS = ("run", "plan", "validate", "eval", "verify", "show", "compare", "sensitivity", "list", "store", "env", "doctor", "schema")
 """In the order in which a newcomer meets them; each is a module of this package with a `command`."""
 
 
-class Commands(click.Group):
+class Commands(Group):
     """A group whose commands are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -33,12 +32,6 @@ class Commands(click.Group):
         command: Command = import_module(f"optkit_cli.{cmd_name}").command
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the first word names, or say which one was probably meant."""
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"There is no command '{args[0]}'.{did_you_mean(args[0], COMMANDS)}", ctx)
-        return super().resolve_command(ctx, args)
-
 
 def _print_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
@@ -48,7 +41,6 @@ def _print_version(context: click.Context, _parameter: click.Parameter, wanted: 
 
 @click.group(cls=Commands, context_settings=CONTEXT_SETTINGS)
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version and exit.")
-@debug_option
 def optkit() -> None:
     """Optimize a language model by recipe, and prove what it cost and what it bought.
 

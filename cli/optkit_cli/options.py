@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from optkit.errors import did_you_mean
+
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,6 +39,34 @@ class Command(click.Command):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{"context_settings": CONTEXT_SETTINGS, **settings})
         debug_option(self)
+
+
+class Group(click.Group):
+    """Commands below one word; it takes `--debug` and `-h` like each of them."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        debug_option(self)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words before a command's name; an option of the command that stands there is told its place."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = next((word for word in words if word in self.list_commands(ctx)), None)
+            found = self.get_command(ctx, name) if name else None
+            if found and any(error.option_name in parameter.opts for parameter in found.params):
+                message = f"{error.option_name} belongs behind the command: {ctx.command_path} {name} {error.option_name} ..."
+                raise click.UsageError(message, ctx) from error
+            raise
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the first word names, or say which one was probably meant."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            raise click.UsageError(f"There is no command '{args[0]}'.{did_you_mean(args[0], known)}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 class Device(click.ParamType[str]):
@@ -91,6 +121,7 @@ store_option = click.option(
     envvar="OPTKIT_STORE",
     help="Where finished steps are kept [$OPTKIT_STORE, ~/.cache/optkit].",
 )
+retime_option = click.option("--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
 

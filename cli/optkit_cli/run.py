@@ -15,6 +15,7 @@ from optkit_cli.options import (
     model_option,
     quiet_option,
     recipe_argument,
+    retime_option,
     set_option,
     store_option,
 )
@@ -24,7 +25,7 @@ from optkit_cli.options import (
 @recipe_argument
 @all_of(model_option, set_option)
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Where the artifact goes [artifacts/RECIPE].")
-@click.option("--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now.")
+@retime_option
 @click.option("--verify", "verified", is_flag=True, help="Open the artifact in every installed engine at the end, as `optkit verify` does.")
 @all_of(device_option, data_option, store_option, json_option, quiet_option)
 def command(

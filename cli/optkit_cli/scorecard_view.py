@@ -93,8 +93,8 @@ def _title(scorecard: Scorecard) -> Text:
 
 
 def _step(step: StepLine) -> str:
-    changed, skipped = step.report.get("changed"), step.report.get("skipped")
-    said = [f"{changed} changed" if changed else "", f"{len(skipped)} skipped" if skipped else ""]
+    changed = step.report.get("changed")
+    said = [f"{changed} changed" if changed else "", step.skipped]
     said.append(f"from the store (it took {clock_text(step.seconds)})" if step.cached else f"in {clock_text(step.seconds)}")
     return ", ".join(part for part in said if part)
 
@@ -105,4 +105,13 @@ def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
     if not gates:
         return Text.assemble(("no gates", "dim"), place)
     kept = sum(gate.verdict == "PASS" for gate in gates)
-    return Text.assemble(verdict_text(scorecard.verdict), f"  {kept} of {len(gates)} gates pass", place)
+    closing = Text.assemble(verdict_text(scorecard.verdict), f"  {kept} of {len(gates)} gates pass", place)
+    if unclear := _unclear_timings(scorecard):
+        closing.append(f"\ntoo noisy to tell: {', '.join(unclear)}; run again with --retime on a quiet machine")
+    return closing
+
+
+def _unclear_timings(scorecard: Scorecard) -> list[str]:
+    """Name the timings whose gate is open; repeats on a machine that does nothing else may close it."""
+    timings = [row for row in scorecard.rows if row.metric.pairing == "independent"]
+    return list(dict.fromkeys(gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE"))

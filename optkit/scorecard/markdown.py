@@ -47,8 +47,7 @@ def _loading(loading: tuple[Loading, ...]) -> str:
 
 def _report(step: StepLine) -> str:
     said = [f"{step.report['changed']} changed"] if "changed" in step.report else []
-    if skipped := step.report.get("skipped"):
-        said.append(f"{len(skipped)} skipped")
+    said += [step.skipped] if step.skipped else []
     texts = [f"calibrated on {text.get('dataset')} {text.get('split')}" for text in step.report.get("calibrated_on", ())]
     return ", ".join([*said, *texts]) or NOTHING
 

@@ -17,6 +17,8 @@ from optkit.scorecard.loading import Loading
 
 SCHEMA = 1
 REMEDY = "Run its recipe again"
+FEW = 3
+"""Names, or reasons, that are told one by one."""
 EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
 
 
@@ -33,6 +35,20 @@ class StepLine(Frozen):
     """What it took when it was made."""
     report: dict[str, Any] = {}
     """Its `Report`: changed, skipped, details, calibrated_on."""
+
+    @property
+    def skipped(self) -> str:
+        """What the stage left alone and why: by name where it is little, else counted for each reason; empty for nothing."""
+        names: dict[str, list[str]] = {}
+        for name, reason in (self.report.get("skipped") or {}).items():
+            names.setdefault(reason, []).append(name)
+        count = sum(map(len, names.values()))
+        if not count or (count > FEW and len(names) > FEW):
+            return f"{count} skipped" if count else ""
+        if count > FEW and len(names) == 1:
+            return f"{count} skipped ({next(iter(names))})"
+        told = (f"{', '.join(its) if count <= FEW else len(its)} ({reason})" for reason, its in names.items())
+        return f"{count} skipped: {', '.join(told)}"
 
 
 class GateResult(Frozen):

@@ -1,0 +1,94 @@
+"""`optkit store`: what the store holds, and deleting what is no longer wanted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, json_option, store_option
+
+SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Age(click.ParamType[float]):
+    """`45m`, `12h`, `30d` or `2w`; in seconds."""
+
+    name = "age"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw])", str(value).strip())
+        if not found:
+            self.fail(f"'{value}' is no age. Write 45m, 12h, 30d or 2w.", param, ctx)
+        return float(found[1]) * SECONDS[found[2]]
+
+
+class Size(click.ParamType[int]):
+    """`500MB` or `20GB`; in bytes."""
+
+    name = "size"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?B)", str(value).strip())
+        if not found:
+            self.fail(f"'{value}' is no size. Write 500MB, 20GB or 0B.", param, ctx)
+        return int(float(found[1]) * BYTES[found[2].upper()])
+
+
+@click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="See and prune what was finished before.")
+def command() -> None:
+    """See and prune the store: the finished steps and numbers that are not made again.
+
+    Everything in it can be made again, so deleting is always safe; artifacts are not touched.
+    """
+
+
+@command.command("show", cls=Command, short_help="Print what the store holds.")
+@store_option
+@json_option
+def show_command(store: Path | None, as_json: bool) -> None:
+    """Print where the store is, how large, and each step with its model, size and last use."""
+    from optkit.store import Store, default_store
+    from optkit.store_contents import survey
+    from optkit_cli.output import print_json, show
+    from optkit_cli.store_view import contents_view
+
+    contents = survey(Store(store or default_store()))
+    if as_json:
+        print_json({**contents.model_dump(mode="json"), "size_bytes": contents.size_bytes})
+    else:
+        show(*contents_view(contents))
+
+
+@command.command("prune", cls=Command, short_help="Delete old steps, or until the rest fits.")
+@click.option("--older-than", "older_than_s", metavar="AGE", type=Age(), help="Delete what was not used for so long, e.g. 30d.")
+@click.option(
+    "--max-size", "max_bytes", metavar="SIZE", type=Size(), help="Delete steps, those used longest ago first, until the rest fits."
+)
+@click.option("--all", "everything", is_flag=True, help="Delete all steps and numbers.")
+@click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
+@store_option
+@json_option
+def prune_command(
+    older_than_s: float | None, max_bytes: int | None, everything: bool, dry_run: bool, store: Path | None, as_json: bool
+) -> None:
+    """Delete steps from the store. What a running optkit works on or needs stays, and artifacts keep their files."""
+    from optkit.errors import UsageError
+    from optkit.store import Store, default_store
+    from optkit.store_contents import prune
+    from optkit_cli.output import print_json, show
+    from optkit_cli.store_view import pruned_view
+
+    if everything and (older_than_s is not None or max_bytes is not None):
+        raise UsageError("--all deletes everything", remedy="Leave out --older-than and --max-size")
+    if not everything and older_than_s is None and max_bytes is None:
+        raise UsageError("nothing says what to delete", remedy="Give --older-than 30d, --max-size 20GB or --all")
+    done = prune(Store(store or default_store()), older_than_s=older_than_s, max_bytes=max_bytes, everything=everything, dry_run=dry_run)
+    if as_json:
+        print_json({**done.model_dump(mode="json"), "freed_bytes": done.freed_bytes, "dry_run": dry_run})
+    else:
+        show(*pruned_view(done, dry_run=dry_run))

@@ -1,0 +1,69 @@
+"""The store on the terminal: a line for each step, and what of it was deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from optkit.store_contents import Contents, Pruned, StoredStep
+from optkit_cli.tables import plain_table, size_text
+
+AGES = ((86_400, "day"), (3600, "hour"), (60, "minute"))
+
+
+def contents_view(contents: Contents) -> list[RenderableType]:
+    """Return what to print, top to bottom."""
+    size = f"{size_text(contents.size_bytes)} in " if contents.steps else ""
+    told = f"  {size}{_counted(len(contents.steps), 'step')}, {_counted(len(contents.metrics), 'measurement')}"
+    linked = sum(step.linked_bytes for step in contents.steps)
+    parts: list[RenderableType] = [Text(""), Text.assemble((str(contents.root), "bold"), told)]
+    if contents.steps:
+        parts += [Text(""), _steps(contents.steps)]
+    if linked:
+        parts += [Text(""), Text(f"{size_text(linked)} of it are in artifacts too and take no further space", style="dim")]
+    return parts
+
+
+def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
+    """Return what to print, top to bottom."""
+    verb = "would be deleted" if dry_run else "deleted"
+    said = [
+        f"{_counted(len(pruned.steps), 'step')} and {_counted(pruned.metrics, 'measurement')} {verb},"
+        f" {size_text(pruned.freed_bytes) if pruned.freed_bytes else 'nothing'} freed",
+        f"{size_text(pruned.linked_bytes)} of them stay on the disk, in artifacts" if pruned.linked_bytes else "",
+        f"{_counted(len(pruned.in_use), 'step')} in use by a running optkit, kept" if pruned.in_use else "",
+        f"{_counted(pruned.left, 'step')}, {size_text(pruned.left_bytes)}, left in {pruned.root}" if pruned.left else "",
+    ]
+    table: list[RenderableType] = [Text(""), _steps(pruned.steps)] if pruned.steps else []
+    return [*table, Text(""), *(Text(line) for line in said if line)]
+
+
+def _steps(steps: Sequence[StoredStep]) -> Table:
+    table = plain_table(("step", "left"), ("model", "left"), ("size", "right"), ("last use", "right"), ("key", "left"))
+    for step in steps:
+        name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))
+        table.add_row(name, Text(step.model or "-"), size_text(step.size_bytes), _age(step.last_use), Text(step.key[:12], style="dim"))
+    return table
+
+
+def _fields(fields: Mapping[str, Any]) -> str:
+    """Return the fields that tell two steps of a kind apart at a glance: numbers and words, not lists and mappings."""
+    shown = {name: value for name, value in fields.items() if isinstance(value, int | float | str) and value not in (True, False, "")}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _age(moment: float) -> str:
+    passed_s = time.time() - moment
+    for length_s, unit in AGES:
+        if passed_s >= length_s:
+            return f"{_counted(int(passed_s // length_s), unit)} ago"
+    return "just now"
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

@@ -1,0 +1,166 @@
+"""What lies in the store, and what of it can go: steps by their last use, numbers by theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optkit.frozen import Frozen
+from optkit.store import RECORD, Store
+
+METRIC = re.compile(r"[0-9a-f]{64}\.json")
+
+
+class StoredStep(Frozen):
+    """One finished step."""
+
+    key: str
+    kind: str
+    """Name of the stage; `model` for a model that was imported, `damaged` where its record cannot be read."""
+    fields: dict[str, Any]
+    model: str
+    """The model that it began with; empty where the store does not know."""
+    size_bytes: int
+    linked_bytes: int
+    """How many of these are in an artifact as well, and stay on the disk when the step is deleted."""
+    last_use: float
+    """Seconds since 1970."""
+
+
+class Contents(Frozen):
+    """Everything in a store."""
+
+    root: Path
+    steps: tuple[StoredStep, ...]
+    """The one used last first."""
+    metrics: tuple[Path, ...]
+    """One file for each eval of each model."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all steps."""
+        return sum(step.size_bytes for step in self.steps)
+
+
+class Pruned(Frozen):
+    """What was deleted, or would be."""
+
+    root: Path
+    steps: tuple[StoredStep, ...]
+    in_use: tuple[StoredStep, ...]
+    """Chosen, and kept because a running process works on them or needs them."""
+    metrics: int
+    left: int
+    """Steps that are in the store afterwards."""
+    left_bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the disk has more: links of artifacts keep the rest."""
+        return sum(step.size_bytes - step.linked_bytes for step in self.steps)
+
+    @property
+    def linked_bytes(self) -> int:
+        """What artifacts keep on the disk."""
+        return sum(step.linked_bytes for step in self.steps)
+
+
+def survey(store: Store) -> Contents:
+    """Return what lies in a store; nothing of it counts as used by that."""
+    found = {entry.name: (entry, _record(entry)) for entry in _below(store.root / "steps") if (entry / RECORD).is_file()}
+    records = {key: record for key, (_, record) in found.items()}
+    steps = [_step(entry, record, records) for entry, record in found.values()]
+    return Contents(
+        root=store.root,
+        steps=tuple(sorted(steps, key=lambda step: (-step.last_use, step.key))),
+        metrics=tuple(path for path in _below(store.root / "metrics") if METRIC.fullmatch(path.name)),
+    )
+
+
+def prune(
+    store: Store,
+    *,
+    older_than_s: float | None = None,
+    max_bytes: int | None = None,
+    everything: bool = False,
+    dry_run: bool = False,
+) -> Pruned:
+    """Delete what was last used too long ago, then the steps used longest ago until the rest fits; artifacts keep their files.
+
+    What a running process works on or needs stays. Numbers are small and cost hours: they go by age or with `everything`, never for space.
+    Raises StoreError where the store cannot be written.
+    """
+    contents = survey(store)
+    before = time.time() - older_than_s if older_than_s is not None else None
+    chosen = [step for step in contents.steps if everything or (before is not None and step.last_use < before)]
+    metrics = [path for path in contents.metrics if everything or (before is not None and path.stat().st_mtime < before)]
+    deleted, in_use = _delete(store, chosen, dry_run=dry_run)
+    if max_bytes is not None:
+        left_bytes = contents.size_bytes - sum(step.size_bytes for step in deleted)
+        for step in reversed([step for step in contents.steps if step not in chosen]):
+            if left_bytes > max_bytes:
+                more, busy = _delete(store, [step], dry_run=dry_run)
+                deleted, in_use = deleted + more, in_use + busy
+                left_bytes -= sum(each.size_bytes for each in more)
+    if not dry_run:
+        store.delete_abandoned_drafts()
+        for path in metrics:
+            path.unlink(missing_ok=True)
+    return Pruned(
+        root=store.root,
+        steps=tuple(deleted),
+        in_use=tuple(in_use),
+        metrics=len(metrics),
+        left=len(contents.steps) - len(deleted),
+        left_bytes=contents.size_bytes - sum(step.size_bytes for step in deleted),
+    )
+
+
+def _delete(store: Store, steps: list[StoredStep], *, dry_run: bool) -> tuple[list[StoredStep], list[StoredStep]]:
+    deleted: list[StoredStep] = []
+    in_use: list[StoredStep] = []
+    for step in steps:
+        with store.idle(step.key) as idle:
+            (deleted if idle else in_use).append(step)
+            if idle and not dry_run:
+                store.delete(step.key)
+    return deleted, in_use
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    return iter(sorted(directory.iterdir())) if directory.is_dir() else iter(())
+
+
+def _record(entry: Path) -> Mapping[str, Any]:
+    try:
+        record = json.loads((entry / RECORD).read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _step(entry: Path, record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> StoredStep:
+    files = [path.lstat() for path in (entry / "model").rglob("*") if path.is_file()]
+    return StoredStep(
+        key=entry.name,
+        kind=str(record.get("kind", "damaged")),
+        fields=record.get("fields") or {},
+        model=_model(record, records),
+        size_bytes=sum(status.st_size for status in files),
+        linked_bytes=sum(status.st_size for status in files if status.st_nlink > 1),
+        last_use=(entry / RECORD).stat().st_mtime,
+    )
+
+
+def _model(record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the model that a step began with: its record says it, or that of a step before it."""
+    seen = record
+    while "model" not in seen and seen.get("source_key") in records:
+        seen = records[seen["source_key"]]
+    if seen.get("kind") == "model":
+        return str(seen["fields"]["name"])
+    return str(seen.get("model", ""))
