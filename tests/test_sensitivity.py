@@ -18,10 +18,10 @@ from optkit.progress import SilentProgress
 from optkit.stages.layer_sensitivity import measure_sensitivity
 
 TinyModel = Callable[[str], Path]
-GRIDS = [Grid(3, 32, True), Grid(4, 32, True), Grid(4, 64, False), Grid(8, 64, True)]
+GRIDS = [Grid(3, 32, True), Grid(4, 64, False), Grid(8, 64, True)]
 
 
-def random_tokens(sequences: int = 16, length: int = 48) -> torch.Tensor:
+def random_tokens(sequences: int = 64, length: int = 24) -> torch.Tensor:
     return torch.randint(0, 500, (sequences, length), generator=torch.Generator().manual_seed(3))
 
 
@@ -31,7 +31,7 @@ def brute_force(source: Path, tokens: torch.Tensor, grids: list[Grid]) -> dict[s
     skeleton.load_("", "cpu")
     found: dict[str, list[float]] = {}
     with torch.no_grad():
-        before = skeleton.model(tokens).logits.log_softmax(-1)
+        before = skeleton.model(tokens).logits.double().log_softmax(-1)
         for block in skeleton.blocks:
             for name, module in skeleton.linears(block).items():
                 stored = module.weight.clone()
@@ -39,7 +39,7 @@ def brute_force(source: Path, tokens: torch.Tensor, grids: list[Grid]) -> dict[s
                 for grid in grids:
                     rounded = round_to_nearest(weight, *search_scales(weight, grid), grid).dequantize()
                     module.weight.copy_(rounded.T if isinstance(module, Conv1D) else rounded)
-                    after = skeleton.model(tokens).logits.log_softmax(-1)
+                    after = skeleton.model(tokens).logits.double().log_softmax(-1)
                     divergence = kl_div(after, before, log_target=True, reduction="none").sum(-1).mean()
                     found.setdefault(name, []).append(float(divergence))
                 module.weight.copy_(stored)
@@ -50,7 +50,7 @@ def ranks(values: torch.Tensor) -> torch.Tensor:
     return values.argsort().argsort().float()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
 def test_one_pass_predicts_what_each_layer_alone_costs(tiny_model: TinyModel, kind: str) -> None:
     source, tokens = tiny_model(kind), random_tokens()
     true = brute_force(source, tokens, GRIDS)
@@ -60,17 +60,17 @@ def test_one_pass_predicts_what_each_layer_alone_costs(tiny_model: TinyModel, ki
     ours, theirs = (torch.tensor([each[name] for name in true]) for each in (predicted, true))
     for place in range(len(GRIDS)):
         ratio = (ours[:, place] / theirs[:, place]).log()
-        assert abs(float(ratio.mean())) < 0.15
-        assert float(ratio.std()) < 0.3
+        assert abs(float(ratio.mean())) < 0.1
+        assert float(ratio.std()) < 0.25
     both = torch.stack([ranks(ours.flatten()), ranks(theirs.flatten())])
     assert float(torch.corrcoef(both)[0, 1]) > 0.98
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())
 
 
 def test_experts_are_predicted_too(tiny_model: TinyModel) -> None:
-    source, tokens = tiny_model("mixtral"), random_tokens(8)
-    true = {name: each for name, each in brute_force(source, tokens, GRIDS[3:]).items() if not name.endswith("gate")}
-    predicted = measure_sensitivity(Skeleton(Checkpoint(source)), tokens, dict.fromkeys(true, GRIDS[3:]), "rtn", "cpu", SilentProgress())
+    source, tokens = tiny_model("mixtral"), random_tokens()
+    true = {name: each for name, each in brute_force(source, tokens, GRIDS[:1]).items() if not name.endswith("gate")}
+    predicted = measure_sensitivity(Skeleton(Checkpoint(source)), tokens, dict.fromkeys(true, GRIDS[:1]), "rtn", "cpu", SilentProgress())
     assert any(".experts." in name for name in predicted)
     ours, theirs = (torch.tensor([each[name][0] for name in true]) for each in (predicted, true))
     assert float(torch.corrcoef(torch.stack([ranks(ours), ranks(theirs)]))[0, 1]) > 0.9

@@ -1,0 +1,73 @@
+"""`optkit sensitivity`: which layers of a model suffer most from quantization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, store_option
+
+
+@click.command(cls=Command, short_help="Say which layers suffer most from quantization.")
+@click.argument("model", metavar="MODEL")
+@click.option("--calibration", metavar="TEXT", default="python-reference", show_default=True, help="The text to measure on.")
+@click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Windows of the text.")
+@click.option("--sequence-length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window.")
+@click.option(
+    "--choices",
+    metavar="FORMS",
+    default="4g64,3g64,8g64",
+    show_default=True,
+    help="Forms to try: bits, g and the group size, a for zero points. The first orders the table.",
+)
+@click.option("--rounding", type=click.Choice(["gptq", "rtn"]), default="gptq", show_default=True, help="How the weights would be rounded.")
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Write sensitivity.json, .md and .svg there.")
+@all_of(device_option, data_option, store_option, json_option, quiet_option)
+def command(
+    model: str,
+    calibration: str,
+    samples: int,
+    sequence_length: int,
+    choices: str,
+    rounding: str,
+    out: Path | None,
+    device: str | None,
+    data: Path | None,
+    store: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Predict how far quantizing each layer of MODEL alone moves its predictions, for several forms, in one pass over a text.
+
+    MODEL is a built-in name, a directory, a .gguf file or a hub id. Numbers are KL divergences in nats per token; their sum over layers
+    is about what quantizing all of them does. The stage auto_bits chooses by them.
+    """
+    from optkit.sensitivity import measure_model, parse_choices, to_markdown, to_svg
+    from optkit.source.calibration import Calibration
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.progress import open_progress
+    from optkit_cli.sensitivity_view import sensitivity_view
+
+    wanted = parse_choices(choices)
+    text = Calibration(dataset=calibration, samples=samples, sequence_length=sequence_length)
+    with only_the_result_on_stdout():
+        report = measure_model(
+            model,
+            calibration=text,
+            choices=wanted,
+            rounding=rounding,
+            device=device,
+            store=store,
+            data=data,
+            progress=open_progress(quiet=quiet),
+        )
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "sensitivity.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (out / "sensitivity.md").write_text(to_markdown(report), encoding="utf-8")
+        (out / "sensitivity.svg").write_text(to_svg(report), encoding="utf-8")
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+    else:
+        show(*sensitivity_view(report, out))

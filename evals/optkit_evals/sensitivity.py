@@ -1,0 +1,111 @@
+"""Which layers of a quantized artifact cost the most: the divergence that the error of each layer's weights causes by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from optkit.errors import EvalError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.model.checkpoint import Checkpoint
+from optkit_evals.windows import WindowedText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.kernels.stored import QuantizedLayer
+
+LARGEST_CHANGE = 0.02
+"""Of a tensor's largest value: what rounding the other tensors to bfloat16 may change (it is 1/256), and no more."""
+
+
+class Sensitivity(WindowedText, Eval):
+    """The divergence that each quantized layer's error causes alone, predicted to second order: the sum, and the layers that cost most.
+
+    The errors are those of the artifact's own weights; what they do is predicted from gradients of the unmodified model's predictions
+    (see `optkit.algorithms.sensitivity`), so the artifact is not run. Where the sum is far from the measured divergence, the errors are
+    too large for the prediction, or something else than the rounding of weights is at work (rounded activations, the KV cache).
+    """
+
+    compares: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("predicted_kl_divergence", "layer_kl_divergence")
+
+    window: int = Field(default=512, ge=2)
+    """Tokens of a window."""
+    windows: int | None = Field(default=16, ge=2)
+    """Windows to measure on, from the start of the text; all of them when null."""
+    worst: int = Field(default=10, ge=1)
+    """Layers to list, those that cost most."""
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Predict; raises EvalError without a baseline and as `quantized_alone` and `WindowedText.cut` do."""
+        import torch
+
+        from optkit.algorithms.sensitivity import divergences
+        from optkit.model.skeleton import Skeleton
+        from optkit.stages.layer_sensitivity import layer_gradients
+
+        if context.baseline is None:
+            raise EvalError("there is no baseline", where="sensitivity", why="Errors are differences from its weights")
+        before, after = Checkpoint(context.baseline.directory), Checkpoint(session.directory)
+        layers = quantized_alone(before, after)
+        windows = self.cut(context.baseline, context)
+        device = context.baseline.device
+        skeleton = Skeleton(before, dtype=torch.float32)
+        found: dict[str, float] = {}
+        for name, weight, seen in layer_gradients(skeleton, windows.tokens, layers, device, context.progress, context.seed):
+            change = stored_weight(layers[name], device) - weight
+            found[name] = float(divergences(seen, [change])[0]) / windows.tokens.numel()
+        if missing := layers.keys() - found.keys():
+            context.warn(f"sensitivity: {len(missing)} layers outside the decoder blocks are not counted ({min(missing)})")
+        protocol = f"{windows.protocol}; second order in the errors of the weights, each layer alone"
+        total = _metric("predicted_kl_divergence", {}, sum(found.values()), f"{protocol}, summed over {len(found)} layers")
+        worst = sorted(found, key=lambda name: (-found[name], name))[: self.worst]
+        return [total, *(_metric("layer_kl_divergence", {"layer": name}, found[name], protocol) for name in worst)]
+
+
+def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, QuantizedLayer]:
+    """Return the quantized layers of a checkpoint that is otherwise as it was before. Raises EvalError where it is not."""
+    from optkit.kernels.formats import quantized_layers
+
+    layers = quantized_layers(after)
+    if not layers:
+        raise EvalError(
+            "no layer is quantized in a form that optkit reads",
+            where=str(after.directory),
+            why="The errors are those of quantized weights",
+            remedy="Take this eval out",
+        )
+    replaced = {f"{name}.weight" for name in layers}
+    for name in before.tensors:
+        if name not in replaced and (name not in after.tensors or not _alike(before.read(name), after.read(name))):
+            raise EvalError(
+                f"{name} differs from the unmodified model's",
+                where=str(after.directory),
+                why="A stage changed more than the layers that are quantized (folded scales, a rotation), so their errors are not known",
+                remedy="Take this eval out",
+            )
+    return layers
+
+
+def stored_weight(layer: QuantizedLayer, device: str) -> Tensor:
+    """Return the weight that a quantized layer computes with, float32 [out, in]."""
+    import torch
+
+    module, _ = layer.build(None, torch.float32, device)
+    with torch.no_grad():
+        columns: Tensor = module(torch.eye(layer.shape[1], device=device))
+    return columns.T
+
+
+def _alike(before: Tensor, after: Tensor) -> bool:
+    if before.shape != after.shape:
+        return False
+    if not before.is_floating_point():
+        return bool(before.equal(after))
+    return bool((before.float() - after.float()).abs().max() <= LARGEST_CHANGE * before.float().abs().max())
+
+
+def _metric(name: str, labels: dict[str, int | str], value: float, protocol: str) -> Metric:
+    return Metric(name=name, labels=labels, value=value, unit="nats/token", higher_is_better=False, protocol=protocol)

@@ -1,0 +1,86 @@
+"""Measure the sensitivity of a model's layers, from a model's name to the report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from optkit.errors import SourceError, UsageError
+from optkit.execute import materialize
+from optkit.model.checkpoint import Checkpoint
+from optkit.pipeline import plan
+from optkit.progress import Progress, SilentProgress
+from optkit.recipe import load_recipe
+from optkit.sensitivity.report import LayerRow, SensitivityReport, order_layers
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.bit_budget import Choice
+from optkit.stages.layer_quantizer import head_of
+from optkit.stages.selection import Layer, layers_of, select
+from optkit.store import Store, default_store
+
+
+def measure_model(
+    model: str,
+    *,
+    calibration: Calibration,
+    choices: Sequence[Choice],
+    rounding: str = "gptq",
+    device: str | None = None,
+    store: Path | None = None,
+    data: Path | None = None,
+    progress: Progress | None = None,
+) -> SensitivityReport:
+    """Return what quantizing each layer of a model alone would do to its predictions on a text, for each choice.
+
+    Raises UsageError where a choice fits no layer, SourceError for a quantized model and where the text is too short.
+    """
+    import torch
+
+    from optkit.model.skeleton import Skeleton
+    from optkit.stages.layer_sensitivity import grids_of, measure_sensitivity
+
+    progress = progress or SilentProgress()
+    todo = plan(load_recipe({"model": model}), device=device, store=store, data=data)
+    context = Context(device=todo.device, progress=progress, data=data, trust_remote_code=todo.recipe.model.trust_remote_code)
+    directory = materialize(todo, 0, Store(store or default_store()), context, set())
+    checkpoint = Checkpoint(directory)
+    selection = select(layers_of(checkpoint.shape), tuple(head_of(checkpoint.shape)), ("*",), (), "sensitivity")
+    skipped = dict(selection.skipped)
+    layers: dict[str, Layer] = {}
+    for name, layer in selection.layers.items():
+        unfit = [choice.form.label for choice in choices if not choice.fits(layer)]
+        if unfit:
+            skipped[name] = f"{unfit[0]} does not fit its {layer.inputs} columns"
+        else:
+            layers[name] = layer
+    if not layers:
+        name, reason = next((name, reason) for name, reason in skipped.items() if name in selection.layers)
+        raise UsageError(f"no layer can have all of the choices ({name}: {reason})", where="--choices", remedy="Take other group sizes")
+    text = calibration.pinned(data)
+    tokens = calibration.tokens(directory, data, context.trust_remote_code)
+    skeleton = Skeleton(checkpoint, dtype=torch.float32, trust_remote_code=context.trust_remote_code)
+    grids = grids_of(checkpoint, {name: [choice.form for choice in choices] for name in layers})
+    found = measure_sensitivity(skeleton, tokens, grids, "rtn" if rounding == "rtn" else "gptq", todo.device, progress)
+    dtypes = {name: checkpoint.tensors[f"{name}.weight"].dtype for name in layers}
+    weights = sum(layer.outputs * layer.inputs for layer in layers.values())
+    stored = [sum(choice.size_bytes(layer, dtypes[name]) for name, layer in layers.items()) for choice in choices]
+    rows = [_row(checkpoint, layer, found[name]) for name, layer in layers.items()]
+    return SensitivityReport(
+        model=model,
+        rounding=rounding,
+        protocol=f"{text.dataset} {text.split}, {len(tokens)} windows of {tokens.shape[1]} tokens, float32",
+        choices=tuple(choice.form.label for choice in choices),
+        bits_per_weight=tuple(round(8 * size / weights, 4) for size in stored),
+        layers=order_layers(rows),
+        skipped={**skipped, **skeleton.fused},
+    )
+
+
+def _row(checkpoint: Checkpoint, layer: Layer, divergence: Sequence[float]) -> LayerRow:
+    place = checkpoint.shape.block(f"{layer.name}.weight")
+    if place is None:
+        raise SourceError(f"{layer.name} belongs to no block", where=str(checkpoint.directory))
+    kind = re.sub(r"\.\d+\.", ".*.", layer.name.removeprefix(f"{place[0]}.{place[1]}."))
+    return LayerRow(name=layer.name, kind=kind, block=place[1], weights=layer.outputs * layer.inputs, divergence=tuple(divergence))
