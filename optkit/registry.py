@@ -20,6 +20,7 @@ from optkit.stage import Setting, Stage, Transform
 
 STAGES = {
     "attention": "optkit.stages.attention:Attention",
+    "auto_bits": "optkit.stages.auto_bits:AutoBits",
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
     "gptq": "optkit.stages.gptq:Gptq",
@@ -32,6 +33,7 @@ EVALS = {
     "divergence": "optkit_evals.divergence:Divergence",
     "footprint": "optkit_evals.footprint:Footprint",
     "perplexity": "optkit_evals.perplexity:Perplexity",
+    "sensitivity": "optkit_evals.sensitivity:Sensitivity",
     "throughput": "optkit_evals.throughput:Throughput",
 }
 PRESETS: dict[str, dict[str, Any]] = {
