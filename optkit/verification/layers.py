@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
 from optkit.stages.selection import layers_of
-from optkit.verification.layouts import Leaf, StoredLayer
+from optkit.verification.layouts import FLOATS, Leaf, StoredLayer
 from optkit.verification.schemes import PLAIN, scheme_of_layers
 from optkit.verification.stored import TensorBytes
 
@@ -50,9 +51,24 @@ def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
             problems.append(f"{name} cannot be {label}: {said}")
             continue
         problems += [f"{name}: {problem}" for problem in _compare(leaves, expected, label)]
-    if checkpoint.quantization and not packed:
+    scales_of_cache = (checkpoint.quantization or {}).get("kv_cache_scheme")
+    if checkpoint.quantization and not packed and not scales_of_cache:
         problems.append("config.json has a quantization_config, and no layer is packed")
-    return problems
+    return problems + _problems_of_cache(checkpoint, scales_of_cache)
+
+
+def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None) -> list[str]:
+    """A `kv_cache_scheme` has one scale for the keys and one for the values of each attention; without it there are none."""
+    found = [name for name in checkpoint.tensors if name.endswith((".k_scale", ".v_scale"))]
+    if not scheme:
+        return [f"there is {name}, and config.json has no kv_cache_scheme" for name in found]
+    attentions = {name.rpartition(".")[0] for name in linear_layers(checkpoint) if name.endswith(("k_proj", "v_proj"))}
+    wanted = [f"{attention}.{leaf}" for attention in sorted(attentions) for leaf in ("k_scale", "v_scale")]
+    if not found and scheme.get("dynamic"):
+        return []
+    missing = [f"config.json has a kv_cache_scheme, and there is no {name}" for name in wanted if name not in checkpoint.tensors]
+    wrong = [name for name in found if checkpoint.tensors[name].elements != 1 or checkpoint.tensors[name].dtype not in FLOATS]
+    return missing + [f"{name} is no single number" for name in wrong]
 
 
 def _read_leaf(stored: TensorBytes, layer: str, leaf: str) -> bytes:

@@ -16,7 +16,6 @@ from optkit.frozen import Frozen
 from optkit.model.checkpoint import Checkpoint
 from optkit.progress import Progress
 from optkit.scorecard import Loading
-from optkit.stage import Setting
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
 from optkit.verification.checks import Check, check_artifact
@@ -50,7 +49,6 @@ class Verified(Frozen):
 
 def verify_artifact(
     artifact: Artifact,
-    settings: Sequence[Setting],
     *,
     engines: Sequence[EngineName],
     pythons: Mapping[str, str],
@@ -61,8 +59,9 @@ def verify_artifact(
 ) -> Verified:
     """Check the files; where they are whole, open the artifact in each engine and compare.
 
-    `pythons`: engine -> interpreter. Raises UsageError for an interpreter that is not there, MissingPackageError where optkit itself cannot
-    open the artifact for want of a package, ResourceError without memory.
+    optkit opens it without its settings: other programs know nothing of them, and a quantized KV cache changes the logits.
+    `pythons`: engine -> interpreter. Raises UsageError for an interpreter that is not there, MissingPackageError where optkit itself
+    cannot open the artifact for want of a package, ResourceError without memory.
     """
     interpreters = {engine: interpreter(engine, pythons) for engine in engines if engine in ENGINES}
     checks = check_artifact(artifact)
@@ -74,12 +73,12 @@ def verify_artifact(
     with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
         task.advance(0, note="optkit")
         try:
-            reference, tokenizer = _reference(artifact, settings, device, tokens, trusted)
+            reference, tokenizer = _reference(artifact, device, tokens, trusted)
         except MissingPackageError:
             raise
         except OptkitError as error:
             return found.model_copy(update={"checks": (*checks, Check(name="opens", ok=False, detail=str(error)))})
-        opened = Check(name="opens", ok=True, detail=f"optkit opens it on {reference.device}, in {reference.dtype}")
+        opened = Check(name="opens", ok=True, detail=f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings")
         task.advance()
         loading = []
         for name in engines:
@@ -95,10 +94,10 @@ def verify_artifact(
     return found.model_copy(update={"checks": (*checks, opened), "loading": tuple(loading)})
 
 
-def _reference(artifact: Artifact, settings: Sequence[Setting], device: str, tokens: int, trusted: bool) -> tuple[Reference, Any]:
+def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> tuple[Reference, Any]:
     from optkit.session import open_session
 
-    session = open_session(artifact.directory, settings, device=device, trust_remote_code=trusted)
+    session = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
         dtype = str(session.model.dtype).removeprefix("torch.")
         return agreement.measure_reference(session, dtype, tokens, NEW_TOKENS), session.tokenizer

