@@ -38,6 +38,7 @@ class MicroscaledLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = packed.shape[0], packed.shape[1] * 2
         self.dtype = dtype
+        self.values, self.steps = _pairs(packed.device), _scales(scales.device, scales.dtype)
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales)
         self.register_buffer("global_scale", global_scale)
@@ -45,8 +46,8 @@ class MicroscaledLinear(nn.Module):
 
     def dequantize(self) -> Tensor:
         """Return float [out, in]: computed in float32 and rounded once, as compressed-tensors does."""
-        pairs = torch.index_select(_pairs(self.packed.device), 0, self.packed.int().view(-1)).view(torch.float32)
-        scales = torch.index_select(_scales(self.packed.device, self.scales.dtype), 0, self.scales.view(torch.uint8).int().view(-1))
+        pairs = torch.index_select(self.values, 0, self.packed.int().view(-1)).view(torch.float32)
+        scales = torch.index_select(self.steps, 0, self.scales.view(torch.uint8).int().view(-1))
         if self.global_scale is not None:
             scales /= self.global_scale
         blocks = pairs.view(len(scales), -1).mul_(scales.unsqueeze(-1))
