@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from optkit import __version__
+from optkit.backends.environments import Environments
+from optkit.backends.libraries import LIBRARIES
 from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version, unmet
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen
@@ -49,9 +51,9 @@ ENGINES = {
 
 
 class Part(Frozen):
-    """One stage, eval or engine."""
+    """One stage, eval, engine or backend."""
 
-    role: Literal["stage", "eval", "engine"]
+    role: Literal["stage", "eval", "engine", "backend"]
     name: str
     works: bool
     """It can run here."""
@@ -132,6 +134,7 @@ def diagnose(store: Path | None = None) -> Diagnosis:
             *(_part("stage", name, stage_class) for name in stage_names()),
             *(_part("eval", name, eval_class) for name in eval_names()),
             *(_engine(name) for name in ENGINES),
+            *_backends(),
         ),
         problems=problems,
     )
@@ -188,6 +191,20 @@ def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[
     if name == "compile" and find_compiler() is None:
         return Part(role=role, name=name, works=False, note="no C++ compiler was found, which it needs on a CPU", remedy="apt install g++")
     return Part(role=role, name=name, works=True, note="")
+
+
+def _backends() -> list[Part]:
+    """Return the libraries that can take a stage's place, each with its environment."""
+    built = {each.name: each for each in Environments().list() if each.state == "ready"}
+    parts = []
+    for name, library in LIBRARIES.items():
+        if name in built:
+            versions = built[name].told_versions
+            note = f"{versions[library.distribution]} with transformers {versions['transformers']}: {library.summary}"
+            parts.append(Part(role="backend", name=name, works=True, note=note))
+        else:
+            parts.append(Part(role="backend", name=name, works=False, note=library.summary, remedy=f"optkit env build {name}"))
+    return parts
 
 
 def _engine(name: str) -> Part:

@@ -15,7 +15,7 @@ def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
     sections: list[tuple[str, Table | None]] = [
         ("machine", indented(_machine(diagnosis))),
         ("packages", indented(_packages(diagnosis))),
-        *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ("stage", "eval", "engine")),
+        *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ("stage", "eval", "engine", "backend")),
         ("problems", indented([(Text("!!", style="bold red"), problem) for problem in diagnosis.problems])),
     ]
     return [part for title, section in sections if section is not None for part in (heading(title), section)]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optkit.environment import package_version
 from optkit.errors import StageError
 from optkit.source.quiet import quiet_transformers
 
@@ -84,12 +85,10 @@ def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_co
 
 def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transformers: str) -> float:
     """Return ||difference|| / ||logits|| of two readings of a model. Raises StageError where they are two models."""
-    from optkit.environment import package_version
-
-    where = f"backend {name}"
+    where, ours = f"backend {name}", package_version("transformers")
     if here.shape != there.shape:
         raise StageError(
-            f"transformers {transformers} gives logits {list(there.shape)} and {package_version('transformers')} gives {list(here.shape)}",
+            f"transformers {transformers} gives logits {list(there.shape)} and {ours} gives {list(here.shape)}",
             where=where,
             why="They read the checkpoint as two models",
             remedy="Take `backend: optkit` for this model",
@@ -98,7 +97,7 @@ def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transfo
     limit = TOLERANCES.get(dtype, TOLERANCES["bfloat16"])
     if not apart <= limit:
         raise StageError(
-            f"the logits of transformers {transformers} and {package_version('transformers')} are {apart:.3g} apart, {limit:g} is the limit",
+            f"the logits of transformers {transformers} and {ours} are {apart:.3g} apart, {limit:g} is the limit",
             where=where,
             why="They read the checkpoint as two models, so another one than yours would be quantized",
             remedy="Take `backend: optkit` for this model",

@@ -1,4 +1,4 @@
-"""Fill an environment: a virtual environment with the installed torch linked in, and a library's pinned requirements; with uv where it is."""
+"""Fill an environment: the installed torch linked in, and a library's pinned requirements; with uv where it is there, else pip."""
 
 from __future__ import annotations
 

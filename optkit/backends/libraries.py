@@ -37,7 +37,7 @@ LIBRARIES: Mapping[str, Library] = {
             "autoawq",
             "autoawq",
             "AWQ as published, scales and clipping searched on the data itself; writes AutoAWQ's GEMM layout",
-            # The last transformers that it was released for: newer ones have neither PytorchGELUTanh nor blocks that its Catcher can stand for.
+            # The last transformers that it was released for; newer ones have no PytorchGELUTanh and ask blocks for attributes.
             ("transformers==4.51.3", "accelerate==1.6.0", "safetensors==0.8.0", "numpy==2.2.6", "datasets==5.0.1"),
             bare=("autoawq==0.2.9",),  # asks for triton, which it does without on a CPU
             build_packages=("setuptools==84.2.1", "wheel"),

@@ -26,7 +26,7 @@ def take_over(written: Path, source: Checkpoint, target: Path, chosen: Collectio
         raise StageError("it wrote no quantization_config", where=f"backend {name}", why="Nobody could open the packed weights")
     check_layers(source, left, chosen, name)
     copy_companions(source.directory, target)
-    for path in sorted({path for path in left.files.values()} | set(written.glob("*.safetensors.index.json"))):
+    for path in sorted({*left.files.values(), *written.glob("*.safetensors.index.json")}):
         path.rename(target / path.name)
     write_config(target, {**source.config, **_dtype(left, chosen), "quantization_config": dict(config)})
     if config.get("quant_method") == "gptq":

@@ -11,6 +11,7 @@ What each library makes of the stage's fields stands in `offers.py`; a field tha
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
-from optkit.stages.layer_format import LayerFormat
+from optkit.stages.layer_format import LayerFormat, quantization_config
 from optkit.stages.layer_quantizer import LayerQuantizer, head_of, recount
 from optkit.stages.offers import OFFERS, Offer
 from optkit.stages.selection import Selection, layers_of
@@ -41,26 +42,20 @@ MODELS_IN_MEMORY = 2
 class Backed(LayerQuantizer):
     """A stage that another library can do in its place."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_the_backend_has(cls, data: Any) -> Any:
-        offer = OFFERS.get((cls.__name__.lower(), data.get("backend", OWN))) if isinstance(data, Mapping) else None
+    @model_validator(mode="after")
+    def _only_what_the_backend_has(self) -> Self:
+        offer = self._offer
         if offer is None:
-            return data
-        without = sorted(name for name in data if name not in offer.fields and name in cls.model_fields)
-        if without:
+            return self
+        if without := sorted(self.model_fields_set - offer.fields):
             raise ValueError(
-                f"`{'`, `'.join(without)}`: {data['backend']} has nothing like it. Leave it out, or take backend: {OWN}; "
+                f"`{'`, `'.join(without)}`: {offer.library} has nothing like it. Leave it out, or take backend: {OWN}; "
                 f"it has {', '.join(sorted(offer.fields - {'backend'}))}"
             )
-        return {**offer.defaults, **data}
-
-    @model_validator(mode="after")
-    def _only_values_that_the_backend_has(self) -> Self:
-        if offer := self._offer:
-            for name, values in offer.values.items():
-                if getattr(self, name) not in values:
-                    raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {getattr(self, name)}")
+        self.__dict__.update({name: value for name, value in offer.defaults.items() if name not in self.model_fields_set})
+        for name, values in offer.values.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {_text(getattr(self, name))}")
         return self
 
     @model_serializer(mode="wrap")
@@ -164,7 +159,8 @@ def _request(
         "source": str(hand_over(checkpoint.directory, work / "source", environment.told_versions["transformers"])),
         "target": str(work / "written"),
         "layers": {name: _scheme(form) for name, form in formats.items()},
-        "kept": sorted(name for name in selection.skipped),
+        "kept": sorted(selection.skipped),
+        "quantization": quantization_config(formats, selection.skipped),
         "blocks": len({checkpoint.shape.block(f"{name}.weight") for name in layers_of(checkpoint.shape)}),
         "fields": {name: value for name, value in stage.model_dump(mode="json").items() if name in offer.passed},
         "device": context.device,
@@ -202,5 +198,10 @@ def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:
 
 
 def _either(values: tuple[Any, ...]) -> str:
-    words = [str(value) for value in values]
+    words = [_text(value) for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value)

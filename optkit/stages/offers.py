@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from optkit.stages.packed_format import GPTQ_GROUP_SIZES
+
 WEIGHTS = frozenset({"backend", "bits", "group_size", "symmetric", "format", "include", "exclude", "overrides"})
 """Which layers, and their form: told to the worker layer by layer."""
+
+
+GEMM = {"format": ("awq",), "bits": (4,), "symmetric": (False,)}
+"""What AutoAWQ's layout holds."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
     ("gptq", "gptqmodel"): _offer(
         "gptqmodel",
         passed=("damping", "activation_order", "true_sequential", "batch_size"),
-        values={"format": ("gptq",)},
+        values={"format": ("gptq",), "symmetric": (True,), "group_size": (None, *GPTQ_GROUP_SIZES)},
         defaults={"format": "gptq", "true_sequential": True, "batch_size": 1},
     ),
     ("gptq", "llmcompressor"): _offer(
@@ -46,5 +52,36 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
         defaults={"batch_size": 1},
     ),
     ("rtn", "llmcompressor"): _offer("llmcompressor", calibrated=False, values={"format": ("compressed-tensors",), "bits": (4, 8)}),
+    ("rtn", "torchao"): _offer(
+        "torchao", calibrated=False, without=("overrides",), values={"format": ("compressed-tensors",), "bits": (2, 4, 8)}
+    ),
+    ("awq", "autoawq"): _offer(
+        "autoawq",
+        without=("include", "exclude", "overrides"),
+        passed=("batch_size",),
+        values=GEMM,
+        defaults={"format": "awq"},
+    ),
+    ("awq", "auto_round"): _offer(
+        "auto_round",
+        without=("overrides",),
+        passed=("batch_size", "grid_points"),
+        values=GEMM,
+        defaults={"format": "awq", "grid_points": 20},
+    ),
+    ("awq", "gptqmodel"): _offer(
+        "gptqmodel",
+        without=("overrides",),
+        passed=("batch_size",),
+        values=GEMM,
+        defaults={"format": "awq", "batch_size": 1},
+    ),
+    ("awq", "llmcompressor"): _offer(
+        "llmcompressor",
+        passed=("batch_size", "grid_points"),
+        values={"format": ("compressed-tensors",), "bits": (4, 8)},
+        defaults={"batch_size": 1, "grid_points": 20},
+        needs_gpu="Its AWQ pins memory for a GPU at every batch (llm-compressor 0.14, pin_memory)",
+    ),
 }
 """(stage, backend) -> what it has."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.stages.foreign import Backed
 from optkit.stages.layer_quantizer import HEAD, BlockOutput, Job, out_of_memory
 from optkit.stages.selection import Layer
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
@@ -19,11 +20,13 @@ FLOAT_COPIES = 6
 """Float32 copies of a layer's weights that rounding holds at once."""
 
 
-class Rtn(WeightQuantizer):
+class Rtn(Backed, WeightQuantizer):
     """Round each weight to the nearest point of its group's grid (RTN): no calibration text, seconds instead of minutes."""
 
     scale_search: Literal["minmax", "mse"] = "minmax"
     """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding error, which cuts outliers."""
+    backend: Literal["optkit", "llmcompressor", "torchao"] = "optkit"
+    """Who does the work: optkit, or another library in an environment of its own (`optkit env`)."""
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         for index in range(len(job.skeleton.blocks)):

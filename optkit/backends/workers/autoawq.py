@@ -34,8 +34,7 @@ def quantize(job: Job) -> dict[str, Any]:
         calib_data=job.windows,
         max_calib_samples=len(job.windows),
         max_calib_seq_len=len(job.windows[0]),
-        apply_clip=job.fields.get("clip", True),
-        n_parallel_calib_samples=job.fields.get("batch_size"),
+        n_parallel_calib_samples=job.fields["batch_size"],
     )
     model.save_quantized(str(job.target))
     return {}

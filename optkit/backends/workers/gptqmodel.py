@@ -13,8 +13,6 @@ from gptqmodel.quantization.config import AWQConfig, GPTQConfig
 if TYPE_CHECKING:
     from optkit.backends.workers.launch import Job
 
-DAMPING = "damping"
-
 
 def quantize(job: Job) -> dict[str, Any]:
     """Quantize and save; returns nothing of note."""
@@ -52,6 +50,6 @@ def quantize(job: Job) -> dict[str, Any]:
     windows = [{"input_ids": window, "attention_mask": [1] * len(window)} for window in job.windows]
     job.start(f"gptqmodel {job.method}", job.blocks, "blocks")
     backend = {} if job.method == "gptq" else {"backend": BACKEND.AWQ_TORCH if job.device == "cpu" else BACKEND.AUTO}
-    model.quantize(windows, batch_size=job.fields.get("batch_size", 1), **backend)
+    model.quantize(windows, batch_size=job.fields["batch_size"], **backend)
     model.save(str(job.target))
     return {}

@@ -39,6 +39,8 @@ class Job:
         """Layer to quantize -> `bits`, `group_size` (-1: one per channel), `symmetric`."""
         self.kept: list[str] = request["kept"]
         """Linear layers that stay as they are."""
+        self.quantization: dict[str, Any] = request["quantization"]
+        """The `quantization_config` that optkit writes for these layers, for libraries that have none of their own."""
         self.blocks: int = request["blocks"]
         self.fields: dict[str, Any] = request["fields"]
         """The recipe's further fields."""

@@ -27,7 +27,7 @@ def quantize(job: Job) -> dict[str, Any]:
     elif job.method == "awq":
         from llmcompressor.modifiers.transform.awq import AWQModifier
 
-        modifiers = [AWQModifier(), QuantizationModifier(**chosen)]
+        modifiers = [AWQModifier(n_grid=job.fields["grid_points"]), QuantizationModifier(**chosen)]
     else:
         modifiers = [QuantizationModifier(**chosen)]
     options: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def quantize(job: Job) -> dict[str, Any]:
             "max_seq_length": len(job.windows[0]),
             "num_calibration_samples": len(rows),
             "shuffle_calibration_samples": False,
-            "batch_size": job.fields.get("batch_size", 1),
+            "batch_size": job.fields["batch_size"],
         }
     model = job.load_model().to(job.device)
     oneshot(model=model, recipe=modifiers, output_dir=str(job.target), **options)

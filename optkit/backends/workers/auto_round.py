@@ -1,0 +1,40 @@
+"""Worker of auto-round 0.15: its AWQ, with rounding to nearest after the scaling, in AutoAWQ's GEMM layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from auto_round import AutoRound
+from auto_round.algorithms.quantization.rtn.config import RTNConfig
+from auto_round.algorithms.transforms.awq.config import AWQConfig
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from optkit.backends.workers.launch import Job
+
+
+def quantize(job: Job) -> dict[str, Any]:
+    """Quantize and save; returns nothing of note."""
+    scheme = next(iter(job.layers.values()))
+    grid = {"bits": scheme["bits"], "group_size": scheme["group_size"], "sym": scheme["symmetric"], "data_type": "int", "act_bits": 16}
+    size, length = job.fields["batch_size"], len(job.windows[0])
+    awq = AWQConfig(n_grid=job.fields["grid_points"], seqlen=length, nsamples=len(job.windows))
+    rounder = AutoRound(
+        job.load_model(),
+        AutoTokenizer.from_pretrained(job.source, local_files_only=True),
+        scheme=grid,
+        alg_configs=[awq, RTNConfig(disable_opt_rtn=True)],
+        layer_config={name: {"bits": 16} for name in job.kept if name != "lm_head"},
+        dataset=DataLoader(torch.tensor(job.windows), batch_size=size),
+        nsamples=len(job.windows),
+        seqlen=length,
+        batch_size=size,
+        device_map=job.device,
+        seed=0,
+    )
+    job.start("auto_round awq", 1, "model")
+    rounder.quantize_and_save(str(job.target), format="auto_awq")
+    job.advance("saved")
+    return {}

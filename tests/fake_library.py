@@ -1,0 +1,71 @@
+"""A library that nobody has, and what stands in for installing it: a directory with this Python, without packages."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optkit.backends import environments, libraries
+from optkit.backends.environments import Environment, Environments
+from optkit.backends.libraries import Library
+from optkit.backends.shared_torch import SharedTorch
+from optkit.progress import Progress, SilentProgress, SilentTask, Task
+
+TOY = Library("toy", "toy-quantizer", "quantizes toys", ("toy-quantizer==1.0",), variables={"TOY": "yes"})
+
+
+class Heard(SilentProgress):
+    """Remembers what it is told; `at_step` is called at every step of a bar."""
+
+    def __init__(self, at_step: Callable[[], None] = lambda: None) -> None:
+        self.lines: list[str] = []
+        self.at_step = at_step
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        self.lines.append(f"{label} {total} {unit}")
+        return HeardTask(self)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def warn(self, line: str) -> None:
+        self.lines.append(f"warning: {line}")
+
+
+class HeardTask(SilentTask):
+    def __init__(self, heard: Heard) -> None:
+        self.heard = heard
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.heard.lines.append(f"+{steps} {note}")
+        self.heard.at_step()
+
+
+def fake_install(library: Library, directory: Path, torch: SharedTorch, progress: Progress) -> dict[str, str]:
+    """Link this Python into a directory that has no packages; the bytes are those of one file."""
+    (directory / "bin").mkdir(parents=True)
+    (directory / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+    (directory / "weight").write_bytes(b"x" * 1000)
+    return {"toy_quantizer": "1.0", "transformers": "4.51.3", "torch": torch.version}
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environments:
+    """Return an empty place for environments where the only library is `toy`."""
+    monkeypatch.setattr(libraries, "LIBRARIES", {"toy": TOY})
+    monkeypatch.setattr(environments, "LIBRARIES", {"toy": TOY})
+    monkeypatch.setattr(environments, "install", fake_install)
+    monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
+    return Environments()
+
+
+def environment_at(directory: Path, name: str = "toy", versions: Mapping[str, str] | None = None) -> Environment:
+    """Return an environment that runs this Python without packages."""
+    fake_install(TOY, directory, SharedTorch(), SilentProgress())
+    known: dict[str, Any] = {"state": "ready", "python": platform.python_version(), "torch": "2", "size_bytes": 0, "created": ""}
+    return Environment(name=name, directory=directory, versions=versions or {}, **known)
