@@ -79,7 +79,7 @@ def make_items(layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence
         fitting = tuple(choice for choice in choices if all(choice.fits(layer) for layer in members))
         if not fitting:
             raise StageError(
-                f"none of the {len(choices)} choices fits {members[0].inputs} columns",
+                f"no choice fits its {members[0].inputs} columns",
                 where=members[0].name,
                 why="The group size must divide the columns, and experts must be symmetric",
                 remedy=f"Add one to {stage}.choices, or exclude the layer",
