@@ -1,0 +1,210 @@
+"""`optkit verify` as a user calls it: what it prints, keeps and exits with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from optkit_cli.main import main
+
+from optkit import pipeline
+from optkit.artifact import read_artifact
+from optkit.errors import ArtifactError
+from optkit.scorecard import Loading
+from optkit.verification import Check, keep_loading, read_loading
+
+RECIPE = """\
+name: tiny
+model: {model}
+stages:
+  - rtn: {{group_size: 32}}
+  - kv_cache: int4
+evals:
+  - footprint
+"""
+SPOIL = """\
+import json, sys, numpy
+place = json.load(open(sys.argv[1]))["logits"]
+numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the artifact `out` and the recipe that it was made by."""
+    place = tmp_path_factory.mktemp("made")
+    (place / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama")), encoding="utf-8")
+    pipeline.run(place / "tiny.yaml", out=place / "out", store=place / "store", device="cpu")
+    return place
+
+
+@pytest.fixture
+def artifact(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the artifact, in the working directory; no engine but our own Python's."""
+    monkeypatch.chdir(tmp_path)
+    for engine in ("VLLM", "TRANSFORMERS"):
+        monkeypatch.delenv(f"OPTKIT_{engine}_PYTHON", raising=False)
+    return shutil.copytree(made / "out", tmp_path / "out")
+
+
+def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
+    capsys.readouterr()
+    found = main(list(words))
+    out, err = capsys.readouterr()
+    assert found == status, out + err
+    return out, err
+
+
+def program(directory: Path, text: str) -> Path:
+    """Return a program that stands for an engine's Python; `$3` is the request and `$4` the answer."""
+    path = directory / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def of(engine: str, **facts: object) -> Loading:
+    return Loading.model_validate({"engine": engine, "verdict": "agrees", "packages": {engine: "1.0"}, **facts})
+
+
+def test_transformers_agrees_and_the_artifact_remembers(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("compressed_tensors")
+    out, err = spoken(capsys, "verify", "out", "--engine", "transformers", "--tokens", "40", "--device", "cpu")
+    assert "verify  0/2 steps" in err
+    assert "ok layers     21 packed layers and 0 plain ones, as config.json says" in out
+    assert "ok opens      optkit opens it on cpu, in float32, without its settings" in out
+    assert out.splitlines()[-1] == "PASS  1 of 1 engines agree  out"
+
+    (kept,) = read_loading(read_artifact(artifact))
+    assert kept.mean_kl is not None
+    assert kept.mean_kl < 1e-6
+    assert (kept.verdict, kept.top1_agreement, kept.same_tokens, kept.dtype) == ("agrees", 1, 16, "float32")
+    assert set(kept.packages) == {"transformers", "torch", "compressed-tensors", "python"}
+    assert kept.compared == "logits after each of 40 tokens; agrees below a mean KL of 1e-05 (float32 and float32)"
+    shown, _ = spoken(capsys, "show", "out")
+    assert f"transformers {kept.version} float32  yes" in shown
+    assert "## Loading" in (artifact / "scorecard.md").read_text()
+    assert json.loads((artifact / "scorecard.json").read_text())["loading"] == [kept.model_dump(mode="json")]
+    read_artifact(artifact).check()
+
+
+def test_results_of_another_artifact_are_never_shown(artifact: Path) -> None:
+    keep_loading(read_artifact(artifact), [of("transformers")])
+    record = json.loads((artifact / "optkit.json").read_text())
+    (artifact / "optkit.json").write_text(json.dumps(record | {"key": "0" * 64}))
+    assert read_loading(read_artifact(artifact)) == ()
+    assert pipeline.read_scorecard(artifact).loading == ()
+    keep_loading(read_artifact(artifact), [of("vllm")])
+    assert [each.engine for each in pipeline.read_scorecard(artifact).loading] == ["vllm"]
+
+
+def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Path) -> None:
+    found = read_artifact(artifact)
+    keep_loading(found, [of("vllm", mean_kl=0.1), of("transformers"), of("onnxruntime", verdict="skipped", packages={})])
+    keep_loading(found, [of("vllm", mean_kl=0.2), of("vllm", packages={"vllm": "2.0"}), of("transformers", verdict="skipped")])
+    assert [(each.engine, each.verdict, each.packages.get("vllm"), each.mean_kl) for each in read_loading(found)] == [
+        ("transformers", "agrees", None, None),
+        ("vllm", "agrees", "1.0", 0.2),
+        ("vllm", "agrees", "2.0", None),
+        ("onnxruntime", "skipped", None, None),
+    ]
+
+
+def test_a_damaged_record(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (artifact / "verification.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"verification\.json: cannot be read\. .* Delete it and run `optkit verify` again\.$"):
+        read_loading(read_artifact(artifact))
+    spoken(capsys, "show", "out", status=1)
+
+
+def test_a_damaged_artifact_is_said_and_no_engine_is_asked(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (artifact / "model.safetensors").write_bytes((artifact / "model.safetensors").read_bytes()[:-4])
+    out, _ = spoken(capsys, "verify", "out", status=3)
+    assert "!! digests" in out
+    assert "!! weights" in out
+    assert out.splitlines()[-1] == "FAIL  the artifact is not sound; no engine was asked  out"
+    assert not (artifact / "verification.json").exists()
+
+
+def test_a_group_size_that_is_not_that_of_the_weights(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (artifact / "config.json").read_text()
+    (artifact / "config.json").write_text(text.replace('"group_size": 32', '"group_size": 16'))
+    out, _ = spoken(capsys, "verify", "out", "--json", status=3)
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert checks["digests"]["detail"] == "config.json was changed"
+    assert "weight_scale [64, 8], and it is [64, 4]" in checks["layers"]["detail"]
+    assert json.loads(out)["exit_status"] == 3
+
+
+def test_weights_that_are_no_model(artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the headers cannot tell, optkit's own session does."""
+    monkeypatch.setattr("optkit.verification.checks._digests", lambda _: Check(name="digests", ok=True, detail=""))
+    config = json.loads((artifact / "config.json").read_text())
+    (artifact / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    out, _ = spoken(capsys, "verify", "out", "--device", "cpu", "--quiet", status=3)
+    assert "!! opens" in out
+
+
+def test_an_engine_that_refuses(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = program(tmp_path, """printf '{"versions": {"vllm": "9.9"}, "refused": "ValueError: I only read poems"}' > $4""")
+    out, _ = spoken(capsys, "verify", "out", "--engine", "vllm", "--engine-python", f"vllm={python}", "--device", "cpu", status=3)
+    assert "vllm 9.9  NO" in out
+    assert "ValueError: I only read poems" in out
+    assert "ValueError: I only read poems" in spoken(capsys, "show", "out")[0]
+
+
+def test_an_engine_that_disagrees(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "spoil.py").write_text(SPOIL)
+    python = program(tmp_path, f'{sys.executable} "$@" && {sys.executable} {tmp_path}/spoil.py $3')
+    words = ["--engine", "transformers", "--engine-python", f"transformers={python}", "--device", "cpu"]
+    out, _ = spoken(capsys, "verify", "out", *words, status=3)
+    assert "DISAGREES" in out
+    assert "FAIL  0 of 1 engines agree" in out
+
+
+def test_an_engine_that_takes_too_long(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--engine", "vllm", "--engine-python", f"vllm={program(tmp_path, 'sleep 60')}", "--timeout", "0.5", "--device", "cpu"]
+    assert "no answer within 0.5 s" in spoken(capsys, "verify", "out", *words, status=3)[0]
+
+
+def test_an_engine_that_the_user_named_and_that_cannot_be_asked(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = spoken(capsys, "verify", "out", "--engine", "onnxruntime", "--device", "cpu", "--quiet", status=1)
+    assert "onnxruntime  not tried" in out
+    assert err == "error: out: onnxruntime was not asked, there is no ONNX in this artifact.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["elsewhere"], 1, "elsewhere: no such directory."),
+        (["out", "--engine-python", "vllm=/no/python"], 2, "error: --engine-python vllm: there is no program /no/python."),
+        (
+            ["out", "--engine-python", "tgi=python"],
+            2,
+            "'tgi=python' names no engine and its Python. Write it as vllm=/opt",
+        ),
+        (["out", "--tokens", "1"], 2, "1 is not in the range x>=2."),
+    ],
+)
+def test_mistakes_of_the_user(words: list[str], status: int, said: str, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in spoken(capsys, "verify", *words, status=status)[1]
+
+
+def test_a_run_can_verify_at_its_end(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refuses = program(tmp_path, """printf '{"versions": {"transformers": "9.9"}, "refused": "no"}' > $4""")
+    monkeypatch.setenv("OPTKIT_TRANSFORMERS_PYTHON", str(refuses))
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", str(refuses))
+    words = ["--out", str(tmp_path / "out"), "--store", str(made / "store"), "--device", "cpu", "--quiet"]
+    out, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words, "--verify", status=3)
+    assert "transformers 9.9  NO" in out
+    assert (tmp_path / "out" / "verification.json").is_file()
+    again, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words)
+    assert "transformers 9.9  NO" in again
