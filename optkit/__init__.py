@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from optkit.pipeline import evaluate as evaluate
     from optkit.pipeline import open_artifact as open_artifact
     from optkit.pipeline import run as run
+    from optkit.pipeline import verify as verify
     from optkit.recipe import load_recipe as load_recipe
 
 __version__ = "0.1.0"
@@ -26,8 +27,9 @@ _HOMES = {
     "load_recipe": "optkit.recipe",
     "open_artifact": "optkit.pipeline",
     "run": "optkit.pipeline",
+    "verify": "optkit.pipeline",
 }
-__all__ = ["OptkitError", "__version__", "compare", "evaluate", "load_recipe", "open_artifact", "run"]
+__all__ = ["OptkitError", "__version__", "compare", "evaluate", "load_recipe", "open_artifact", "run", "verify"]
 
 
 def __getattr__(name: str) -> Any:

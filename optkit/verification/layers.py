@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kv_scales import KEYS, VALUES, attention_layers
 from optkit.model.shape import TensorInfo
 from optkit.stages.selection import layers_of
 from optkit.verification.layouts import FLOATS, Leaf, StoredLayer
@@ -59,11 +60,10 @@ def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
 
 def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None) -> list[str]:
     """A `kv_cache_scheme` has one scale for the keys and one for the values of each attention; without it there are none."""
-    found = [name for name in checkpoint.tensors if name.endswith((".k_scale", ".v_scale"))]
+    found = [name for name in checkpoint.tensors if name.endswith((f".{KEYS}", f".{VALUES}"))]
     if not scheme:
         return [f"there is {name}, and config.json has no kv_cache_scheme" for name in found]
-    attentions = {name.rpartition(".")[0] for name in linear_layers(checkpoint) if name.endswith(("k_proj", "v_proj"))}
-    wanted = [f"{attention}.{leaf}" for attention in sorted(attentions) for leaf in ("k_scale", "v_scale")]
+    wanted = [f"{attention}.{leaf}" for attention in attention_layers(checkpoint.tensors) for leaf in (KEYS, VALUES)]
     if not found and scheme.get("dynamic"):
         return []
     missing = [f"config.json has a kv_cache_scheme, and there is no {name}" for name in wanted if name not in checkpoint.tensors]
