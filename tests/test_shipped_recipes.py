@@ -46,7 +46,8 @@ def schema() -> dict[str, Any]:
 
 
 def test_every_file_is_a_recipe() -> None:
-    assert set(NAMES) == set(shipped_recipes()) == {"baseline", "llama_int4", "llama_int4_rtn", "llama_sdpa_compile"}
+    assert set(NAMES) == set(shipped_recipes())
+    assert {"baseline", "llama_int4", "llama_int4_rtn", "llama_int8", "llama_nf4", "llama_nvfp4", "llama_sdpa_compile"} <= set(NAMES)
     assert {path.name for path in (ROOT / "recipes").iterdir()} == {*(f"{name}.yaml" for name in NAMES), "recipe.schema.json"}
 
 
@@ -93,6 +94,19 @@ def test_the_int4_recipes_leave_packed_weights_of_a_quarter(plans: dict[str, Pla
         assert packed.cost.disk_bytes >= packed.size_bytes
         assert packed.cost.ram_bytes > 0
     assert plans["llama_int4"].steps[0].key == plans["llama_int4_rtn"].steps[0].key
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama_nf4", 0.4), ("llama_int8", 0.5), ("llama_nvfp4", 0.4)])
+def test_the_other_quantizing_recipes_leave_packed_weights(plans: dict[str, Plan], name: str, share: float) -> None:
+    model, *_, packed = plans[name].steps
+    assert packed.format is Format.QUANTIZED
+    assert packed.size_bytes / model.size_bytes < share
+
+
+def test_mxfp4_is_one_word_away_as_the_header_says() -> None:
+    text = (ROOT / "recipes" / "llama_nvfp4.yaml").read_text(encoding="utf-8")
+    (override,) = [line.partition("--set ")[2] for line in text.splitlines() if "--set " in line]
+    assert load_recipe("llama_nvfp4", [override]).resolved()["stages"][1]["mx"]["type"] == "mxfp4"
 
 
 def test_recipes_without_transforms_make_nothing(plans: dict[str, Plan]) -> None:
