@@ -21,6 +21,7 @@ from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
 
 TinyModel = Callable[[str], Path]
+TEXT = {"dataset": "python-reference", "split": "train", "samples": 2, "sequence_length": 64}
 UP = "model.layers.1.mlp.up_proj"
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -67,7 +68,10 @@ def change(directory: Path, tensors: Callable[[dict[str, torch.Tensor]], object]
         ("llama", "nf4", {"type": "fp4", "double_quantization": False}),
         ("qwen2", "int8", {}),
         ("llama", "fp8", {}),
-        ("llama", "fp8", {"scales": "tensor", "activations": "none"}),
+        ("llama", "fp8", {"scales": "tensor", "activations": "static", "calibration": TEXT}),
+        ("llama", "smoothquant", {"calibration": TEXT}),
+        ("llama", "awq", {"format": "awq", "group_size": 32, "calibration": TEXT}),
+        ("llama", "awq", {"group_size": 32, "symmetric": False, "calibration": TEXT}),
     ],
 )
 def test_what_stages_write_is_what_config_json_says(
