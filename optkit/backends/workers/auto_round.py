@@ -8,7 +8,7 @@ import torch
 from auto_round import AutoRound
 from auto_round.algorithms.quantization.rtn.config import RTNConfig
 from auto_round.algorithms.transforms.awq.config import AWQConfig
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def quantize(job: Job) -> dict[str, Any]:
         scheme=grid,
         alg_configs=[awq, RTNConfig(disable_opt_rtn=True)],
         layer_config={name: {"bits": 16} for name in job.kept if name != "lm_head"},
-        dataset=DataLoader(torch.tensor(job.windows), batch_size=size),
+        dataset=DataLoader(TensorDataset(torch.tensor(job.windows)), batch_size=size, collate_fn=_rows),
         nsamples=len(job.windows),
         seqlen=length,
         batch_size=size,
@@ -38,3 +38,7 @@ def quantize(job: Job) -> dict[str, Any]:
     rounder.quantize_and_save(str(job.target), format="auto_awq")
     job.advance("saved")
     return {}
+
+
+def _rows(batch: list[tuple[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([row for (row,) in batch])

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def quantize(job: Job) -> dict[str, Any]:
     """Quantize and save; returns nothing of note."""
     model = job.load_model()
-    state = {
-        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight" or not model.config.tie_word_embeddings
-    }
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
     job.start("torchao rtn", len(job.layers), "layers")
     for name, scheme in job.layers.items():
         del state[f"{name}.weight"]
