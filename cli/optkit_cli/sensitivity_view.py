@@ -23,10 +23,7 @@ def sensitivity_view(report: SensitivityReport, directory: Path | None) -> list[
         Text(f"{report.model}: predicted KL divergence of quantizing one layer alone ({report.rounding}), nats per token"),
         Text(report.protocol, style="dim"),
         heading("All layers"),
-        _table(
-            report.choices,
-            [("sum", _nats(report.totals)), ("bits per weight", [f"{bits:.3f}" for bits in report.bits_per_weight])],
-        ),
+        _forms(report),
         heading("By kind of layer, sums"),
         _table(report.choices, ((kind, _nats(sums)) for kind, sums in report.by_kind().items())),
         heading(f"The {len(shown)} layers that suffer most, of {len(report.layers):,}"),
@@ -38,6 +35,15 @@ def sensitivity_view(report: SensitivityReport, directory: Path | None) -> list[
     if directory is not None:
         parts.append(Text(f"\n{directory}: sensitivity.json, sensitivity.md, sensitivity.svg"))
     return parts
+
+
+def _forms(report: SensitivityReport) -> Table:
+    """Return what each form is, what it stores and what it costs over all layers."""
+    table = plain_table(("", "left"), ("form", "left"), ("bits per weight", "right"), ("sum", "right"))
+    for row in zip(report.choices, report.labels, report.bits_per_weight, _nats(report.totals), strict=True):
+        word, label, bits, nats = row
+        table.add_row(word, Text(label), f"{bits:.3f}", nats)
+    return table
 
 
 def _nats(values: Sequence[float]) -> list[str]:

@@ -12,7 +12,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.pipeline import plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe import load_recipe
-from optkit.sensitivity.report import LayerRow, SensitivityReport, order_layers
+from optkit.sensitivity.report import LayerRow, SensitivityReport, order_layers, word_for
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.bit_budget import Choice
@@ -42,7 +42,7 @@ def measure_model(
     from optkit.stages.layer_sensitivity import grids_of, measure_sensitivity
 
     progress = progress or SilentProgress()
-    todo = plan(load_recipe({"model": model}), device=device, store=store, data=data)
+    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}), device=device, store=store, data=data)
     context = Context(device=todo.device, progress=progress, data=data, trust_remote_code=todo.recipe.model.trust_remote_code)
     directory = materialize(todo, 0, Store(store or default_store()), context, set())
     checkpoint = Checkpoint(directory)
@@ -71,7 +71,8 @@ def measure_model(
         model=model,
         rounding=rounding,
         protocol=f"{text.dataset} {text.split}, {len(tokens)} windows of {tokens.shape[1]} tokens, float32",
-        choices=tuple(choice.form.label for choice in choices),
+        choices=tuple(map(word_for, choices)),
+        labels=tuple(choice.form.label for choice in choices),
         bits_per_weight=tuple(round(8 * size / weights, 4) for size in stored),
         layers=order_layers(rows),
         skipped={**skipped, **skeleton.fused},

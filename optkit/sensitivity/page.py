@@ -9,7 +9,7 @@ from optkit.sensitivity.report import SensitivityReport
 
 def to_markdown(report: SensitivityReport) -> str:
     """Return the page: totals, sums by kind of layer, and every layer, the worst first."""
-    head = ["", *report.choices]
+    head = ["", *report.labels]
     lines = [
         f"# What quantizing each layer of {report.model} costs",
         "",

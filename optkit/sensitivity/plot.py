@@ -35,7 +35,7 @@ def to_svg(report: SensitivityReport) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(16, 22, f"{report.model}: KL divergence of quantizing one layer alone ({report.rounding}), nats per token", size=14),
     ]
-    for place, label in enumerate(report.choices):
+    for place, label in enumerate(report.labels):
         left, top = place % columns * cell[0] + MARGIN[0], 34 + place // columns * cell[1] + MARGIN[1]
         title = f"{label}: {report.bits_per_weight[place]:.2f} bits per weight, sum {report.totals[place]:.3g}"
         parts += _axes(left, top, title, max(row.block for row in report.layers), low, high)

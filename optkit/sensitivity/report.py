@@ -35,7 +35,9 @@ class SensitivityReport(Frozen):
     protocol: str
     """Text and tokens."""
     choices: tuple[str, ...]
-    """What each number of a layer is of, e.g. `4 bits, groups of 64`."""
+    """What each number of a layer is of, as `parse_choices` takes it, e.g. `4g64`."""
+    labels: tuple[str, ...]
+    """The same in words, e.g. `4 bits, groups of 64`."""
     bits_per_weight: tuple[float, ...]
     """Bits stored for each weight under each choice, with scales and zero points."""
     layers: tuple[LayerRow, ...]
@@ -78,6 +80,11 @@ def parse_choices(text: str) -> tuple[Choice, ...]:
             raise UsageError(f"'{word}' is there twice", where="--choices", remedy="Take one out")
         found.append(choice)
     return tuple(found)
+
+
+def word_for(choice: Choice) -> str:
+    """Return the word that `parse_choices` reads as this choice."""
+    return f"{choice.bits}g{choice.group_size}{'' if choice.symmetric else 'a'}"
 
 
 def order_layers(rows: Sequence[LayerRow]) -> tuple[LayerRow, ...]:
