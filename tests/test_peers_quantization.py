@@ -61,7 +61,7 @@ def run(variable: str, program: str, directory: Path, *arguments: Path) -> None:
     if not python:
         pytest.skip(f"set {variable} to an interpreter")
     (directory / "program.py").write_text(program, encoding="utf-8")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [python, str(directory / "program.py"), *map(str, arguments)]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -108,10 +108,32 @@ def test_gptqmodel_gives_the_same_logits(tiny_model: TinyModel, tmp_path: Path, 
     assert (ours - theirs).norm() / ours.norm() < 0.02  # bfloat16 there, float32 here
 
 
-@pytest.mark.parametrize("fields", [{}, {"symmetric": False, "group_size": 32}, {"format": "gptq", "group_size": 32}])
+MIXED = {"*.down_proj": {"group_size": 64}, "model.layers.0.*": "keep", "model.layers.3.self_attn.*": {"group_size": 64}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"symmetric": False, "group_size": 32},
+        {"format": "gptq", "group_size": 32},
+        {"overrides": MIXED, "group_size": 32},
+        {"lm_head": True},
+        {"lm_head": True, "overrides": {"lm_head": {"group_size": 32}}},
+    ],
+)
 def test_vllm_writes_sensible_text(smol: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     packed = tmp_path / "packed"
     packed.mkdir()
     Rtn(**fields).run(smol, packed, Context())
     run("OPTKIT_VLLM_PYTHON", VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
     assert "Paris" in json.loads((tmp_path / "text.json").read_text())
+
+
+def test_vllm_refuses_layers_that_it_joins_in_two_forms(smol: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    report = Rtn(overrides={"model.layers.0.self_attn.q_proj": {"group_size": 32}}).run(smol, packed, Context())
+    assert "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj" in report.notes[0]
+    with pytest.raises(AssertionError, match="load_qkv_weight"):
+        run("OPTKIT_VLLM_PYTHON", VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")

@@ -10,6 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 from optkit.model.shape import TensorInfo
 
 COMPRESSED_TENSORS = "compressed-tensors"
+HEAD = "lm_head"
+"""Name of the output layer."""
 
 
 class LayerFormat(Protocol):
@@ -52,6 +54,7 @@ def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str])
     """Return the `quantization_config` of config.json; `formats` are those of the quantized layers, `kept` the Linears that stay.
 
     compressed-tensors: layers of equal scheme form a group. The largest group is that of every `Linear`; the others list their layers.
+    lm_head is listed in any case: vLLM takes it for no `Linear`.
     """
     counts = Counter(formats.values())
     usual = max(counts, key=lambda each: (counts[each], each.label))
@@ -70,7 +73,8 @@ def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str])
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{index}": {"targets": names if index else ["Linear"], **scheme} for index, (scheme, names) in enumerate(ordered)
+            f"group_{index}": {"targets": names if index else ["Linear", *({HEAD} & set(names))], **scheme}
+            for index, (scheme, names) in enumerate(ordered)
         },
         "ignore": list(kept),
         "kv_cache_scheme": None,

@@ -20,7 +20,7 @@ from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.layer_format import LayerFormat, quantization_config
+from optkit.stages.layer_format import HEAD, LayerFormat, quantization_config
 from optkit.stages.selection import Layer, Selection, layers_of, select
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
 
-HEAD = "lm_head"
-"""Name of the output layer."""
 
 
 @dataclass(frozen=True)
