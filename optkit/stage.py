@@ -110,6 +110,13 @@ class Setting(Stage):
         """Return the opened torch model, changed as the setting says."""
         return model
 
+    def cache(self, model: Any, scales: Any) -> Any:
+        """Return what makes an opened torch model an empty KV cache, a transformers `Cache`; None where the setting does not say.
+
+        `scales` are those of a float8 cache that the checkpoint holds (`optkit.model.kv_scales.KvScales`), or None.
+        """
+        return None
+
     def describe(self, device: str) -> str:
         """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on cpu (devices: cuda)`."""
         return f"{type(self).__name__.lower()}: {self.model_dump(mode='json')}"

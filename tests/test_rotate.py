@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -136,6 +137,31 @@ def test_heads_can_be_left_alone(tiny_model: TinyModel, target: Path) -> None:
     name = "model.layers.0.self_attn.v_proj.bias"
     assert torch.equal(before[name], after[name])
     assert_same_outputs(tiny_model("qwen2"), target)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "opt", "gptj"])
+def test_heads_alone_leave_the_residual_stream_as_it_is(tiny_model: TinyModel, target: Path, kind: str) -> None:
+    if kind in ("opt", "gptj"):  # out_proj
+        with pytest.raises(
+            StageError, match=r"^rotate: no block has heads that can be rotated\. .*: no o_proj\. Set rotate\.residual to true"
+        ):
+            rotate(tiny_model(kind), target, residual=False)
+        return
+    report = rotate(tiny_model(kind), target, residual=False)
+    assert_same_outputs(tiny_model(kind), target)
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_model(kind), target))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert set(before) == set(after)
+    assert {name.split(".")[-2] for name in changed} == {"v_proj", "o_proj"}
+    assert report.changed == len(changed)
+    _, shape = Rotate(residual=False).predict(Checkpoint(tiny_model(kind)).shape, "cpu")
+    assert dict(shape.tensors) == Checkpoint(target).tensors
+    assert shape.config == Checkpoint(target).config
+
+
+def test_nothing_to_rotate_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="nothing is left to rotate: set residual or heads to true"):
+        Rotate(residual=False, heads=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mixtral"])

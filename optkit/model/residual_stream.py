@@ -72,7 +72,7 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
             where=f"rotate: {unread[-1]}",
             why="A norm behind the attention or the feed-forward layers scales what they add to the residual stream, and these scales"
             " cannot be folded into a layer",
-            remedy="Take rotate out of the recipe for this architecture",
+            remedy="Set rotate.residual to false for this architecture",
         )
     if not found:
         raise StageError("no linear layer reads what a norm makes", where=f"rotate: {where}", why="Its weights could not be folded")
@@ -149,5 +149,5 @@ def _offset(name: str, norm: nn.Module) -> float:
         f"{type(norm).__name__} is no RMS norm",
         where=f"rotate: {name}",
         why="A norm that subtracts the mean or adds a bias does not commute with a rotation of the residual stream",
-        remedy="Take rotate out of the recipe for this architecture",
+        remedy="Set rotate.residual to false for this architecture",
     )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from optkit.errors import ResourceError
+from optkit.kernels.kv_cache import CodedLayer
 from optkit.model.experts import Experts
 from optkit.model.memory import is_out_of_memory
 
@@ -49,7 +50,9 @@ def cache_bytes(cache: Any, batch: int, context: int) -> int:
     total = 0
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        if isinstance(layer, CodedLayer):
+            total += layer.token_bytes() * (min(context, layer.sliding_window) if layer.sliding_window else context)
+        elif isinstance(keys, Tensor) and isinstance(values, Tensor):
             window = getattr(layer, "sliding_window", None)
             total += (_size(keys) + _size(values)) * (min(context, window) if window else context)
         else:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from optkit.errors import MissingPackageError, OptkitError, SourceError
+from optkit.errors import MissingPackageError, OptkitError, SourceError, StageError
 from optkit.kernels.formats import quantized_layers
+from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.load import load_packed
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import is_out_of_memory, return_freed_memory
 from optkit.model.names import is_ignorable
 from optkit.model.skeleton import stored_dtype
@@ -40,20 +42,38 @@ def open_session(
     missing or do not fit the model, MissingPackageError where a format or setting needs a package that is not there, StageError for a
     setting that cannot be applied, ResourceError without memory.
     """
-    checkpoint = Checkpoint(Path(directory))
+    checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
     remedy = "Open it on a device with more memory, or in a smaller dtype"
     with memory_errors(f"while the model was opened on {device}", str(directory), remedy), quiet_transformers():
         quantized = quantized_layers(checkpoint)
-        if quantized:
-            model, notes = load_packed(checkpoint, quantized, device, chosen, progress or SilentProgress(), trust_remote_code, **options)
+        if quantized or (scales and not checkpoint.quantization):
+            quiet = progress or SilentProgress()
+            model, notes = load_packed(checkpoint, quantized or {}, device, chosen, quiet, trust_remote_code, **options)
         else:
             model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
         for setting in settings:
             model = setting.on_load(model, device)
+        new_cache, note = _cache(model, settings, scales)
     return_freed_memory()
-    return TorchSession(model, Path(directory), device, tuple(notes), trust_remote_code)
+    return TorchSession(model, Path(directory), device, (*notes, *note), trust_remote_code, new_cache)
+
+
+def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None) -> tuple[CacheFactory | None, list[str]]:
+    """Return what makes the KV cache: the last setting that says, else the scales in the checkpoint; None for transformers' own."""
+    asked = [factory for setting in settings if (factory := setting.cache(model, scales)) is not None]
+    new_cache: CacheFactory | None = (
+        asked[-1] if asked else coded_cache(model.config, stored_codes(scales), "kv_scales") if scales else None
+    )
+    if new_cache and getattr(model, "_compiled_call_impl", None) is not None:
+        raise StageError(
+            "a compiled step cannot use a KV cache of codes",
+            where="kv_cache",
+            why="It grows with every token, and the compiled step needs a cache as long as the request from the start",
+            remedy="Take compile or the quantized KV cache out of the recipe",
+        )
+    return new_cache, ["kv cache: float8, with the scales of the checkpoint"] if scales and not asked else []
 
 
 def _load_whole(

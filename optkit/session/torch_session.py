@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from optkit.errors import EvalError, OptkitError, SourceError
@@ -29,12 +29,21 @@ NO_POSITIONS = 1 << 31
 class TorchSession:
     """An opened model; implements `optkit.measure.Session`."""
 
-    def __init__(self, model: PreTrainedModel, directory: Path, device: str, notes: tuple[str, ...], trust_remote_code: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        directory: Path,
+        device: str,
+        notes: tuple[str, ...],
+        trust_remote_code: bool,
+        new_cache: Callable[[], Cache] | None = None,
+    ) -> None:
         self.directory, self.device, self.notes = directory, device, notes
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
         self._opened: PreTrainedModel | None = model
+        self._new_cache = new_cache
         self._trust_remote_code = trust_remote_code
         self._compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -62,7 +71,7 @@ class TorchSession:
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; attention sees keys and values as a cache of codes holds them.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -71,7 +80,7 @@ class TorchSession:
         batch, sequence = tokens.shape
         with self._memory(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"), self._no_gradients():
             if self.model.dtype == torch.float32:
-                whole: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits
+                whole: Tensor = self.model.forward(input_ids=tokens, **self._attended()).logits
                 return whole.float()
             return self._cast_logits(tokens)
 
@@ -119,10 +128,10 @@ class TorchSession:
                 yield step[:, 0]
 
     @contextmanager
-    def _cache(self, batch: int, length: int) -> Iterator[DynamicCache | StaticCache]:
+    def _cache(self, batch: int, length: int) -> Iterator[Cache]:
         """Lend an empty KV cache; a static one is kept for the next request, and no other stream gets it meanwhile."""
         if not self._compiled:
-            yield DynamicCache(config=self.model.config)
+            yield self._growing_cache()
             return
         shape = (batch, min(-(-length // CACHE_STEP) * CACHE_STEP, self.positions))
         idle, self._idle = self._idle, None
@@ -135,13 +144,20 @@ class TorchSession:
             if self._opened is not None:
                 self._idle = (shape, cache)
 
+    def _growing_cache(self) -> Cache:
+        return self._new_cache() if self._new_cache else DynamicCache(config=self.model.config)
+
+    def _attended(self) -> dict[str, Any]:
+        """Return how the model is called for logits: a cache of codes has to be there, or they would be those of another model."""
+        return {"past_key_values": self._new_cache(), "use_cache": True} if self._new_cache else {"use_cache": False}
+
     def _cast_logits(self, tokens: Tensor) -> Tensor:
         """Return float32 logits with at most `LOGITS_BYTES` of others beside them: the part after the base model runs on slices.
 
         A model that does not call its base model as a whole (OPT) computes all of them at once.
         """
         model = self.model
-        output = model.base_model(input_ids=tokens, use_cache=False)
+        output = model.base_model(input_ids=tokens, **self._attended())
         hidden: Tensor = output.last_hidden_state
         batch, sequence = tokens.shape
         logits = torch.empty(batch, sequence, self.vocabulary, dtype=torch.float32, device=hidden.device)
@@ -152,15 +168,15 @@ class TorchSession:
             with _returning(model.base_model, output) as calls:
                 sliced = model.forward(input_ids=tokens[:, part], use_cache=False).logits
             if not calls:
-                whole: Tensor = model.forward(input_ids=tokens, use_cache=False).logits
+                whole: Tensor = model.forward(input_ids=tokens, **self._attended()).logits
                 return whole.float()
             logits[:, part] = sliced
         return logits
 
     @cached_property
-    def _one_token_cache(self) -> DynamicCache:
+    def _one_token_cache(self) -> Cache:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        cache = DynamicCache(config=self.model.config)
+        cache = self._growing_cache()
         with self._no_gradients():
             self.model.forward(input_ids=token, past_key_values=cache, use_cache=True, **self._last_only)
         return cache

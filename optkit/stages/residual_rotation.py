@@ -93,7 +93,7 @@ def refuse_difference(where: str, before: Tensor, after: Tensor, scale: Tensor, 
             f"rotated, it computes something else: tokens differ by up to {difference:.2g} of what it makes of them",
             where=f"rotate: {where}",
             why=f"The architecture has a part that does not commute with the rotation; {TOLERANCE:g} is the limit, in float32",
-            remedy=remedy or "Take rotate out of the recipe for this architecture",
+            remedy=remedy or "Set rotate.residual to false for this architecture",
         )
     return difference
 

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import model_validator
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
+from optkit.stages.layer_quantizer import out_of_memory, tied_embedding
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +53,17 @@ class Rotate(Transform):
     which unties `lm_head` from the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
     """
 
+    residual: bool = True
+    """Rotate the residual stream (R1)."""
     heads: bool = True
-    """Also rotate the heads of the values against the output projection of the attention."""
+    """Rotate the heads of the values against the output projection of the attention (R2). Alone it leaves norms and `lm_head` as they are,
+    and any architecture will do."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.residual or self.heads):
+            raise ValueError("nothing is left to rotate: set residual or heads to true")
+        return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Rotate block by block, in float32, from safetensors to safetensors.
@@ -66,43 +78,48 @@ class Rotate(Transform):
 
         started = time.monotonic()
         checkpoint = Checkpoint(source)
-        skeleton = Skeleton(checkpoint, torch.float32)
-        _refuse_fused(skeleton)
+        skeleton = Skeleton(checkpoint, torch.float32, trust_remote_code=context.trust_remote_code)
+        if self.residual:
+            _refuse_fused(skeleton)
         config = skeleton.model.config.get_text_config(decoder=True)
         rotation = random_rotation(config.hidden_size, context.seed).to(context.device)
-        untied = skeleton.tensor_names.get(LM_HEAD) == skeleton.tensor_name(_embedding(skeleton))
+        untied = self.residual and skeleton.tensor_names.get(LM_HEAD) == skeleton.tensor_name(_embedding(skeleton))
         with (
             context.progress.task("rotate", len(skeleton.blocks) + 2, "parts") as task,
             CheckpointWriter(target) as writer,
             torch.no_grad(),
         ):
             job = _Job(skeleton, writer, rotation, context, untied)
-            rotated = _rotate_embedding(job)
+            hidden, calls = _run_up_to_blocks(job)
+            if self.residual:
+                _rotate_embedding(job, hidden)
             task.advance(note="embedding")
-            hidden, calls = rotated
             for index, block in enumerate(skeleton.blocks):
-                hidden, gives_tuple = self._rotate_block(job, index, hidden, calls[index])
+                with out_of_memory(block.name, context.device, "Use a device with more memory: a block is there twice, in float32"):
+                    hidden, gives_tuple = self._rotate_block(job, index, hidden, calls[index])
                 task.advance(note=block.name)
-            _rotate_tail(job, hidden, gives_tuple)
+            if self.residual:
+                _rotate_tail(job, hidden, gives_tuple)
+            else:
+                for name in skeleton.outside_tensors:
+                    _write(job, name, None)
             task.advance(note="lm_head")
+        if not job.changed:
+            why = next(iter(job.unrotated_heads.values()))
+            raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Set rotate.residual to true")
         copy_companions(source, target)
         write_config(target, _untied(checkpoint.config) if untied else checkpoint.config)
-        details = {
-            "residual_rotation": "Hadamard" if rotation.is_hadamard else f"Hadamard x random ({len(rotation.small)})",
-            "residual_size": rotation.size,
-            "largest_difference": job.difference,
-            "untied_lm_head_bytes": checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0,
-            "seconds": round(time.monotonic() - started, 2),
-        }
+        details: dict[str, Any] = {"largest_difference": job.difference, "seconds": round(time.monotonic() - started, 2)}
+        if self.residual:
+            details["residual_rotation"] = "Hadamard" if rotation.is_hadamard else f"Hadamard x random ({len(rotation.small)})"
+            details["untied_lm_head_bytes"] = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
         return Report(changed=len(job.changed), skipped=job.unrotated_heads, details=details)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves: a tied model gets an `lm_head` of its own."""
-        tensors = dict(shape.tensors)
-        config = shape.config
-        vocabulary = {name: info for name, info in tensors.items() if name.endswith(".weight") and _is_vocabulary(shape, name, info)}
-        if len(vocabulary) == 1:
-            tensors[LM_HEAD] = next(iter(vocabulary.values()))
+        tensors, config = dict(shape.tensors), shape.config
+        if self.residual and LM_HEAD not in tensors:
+            tensors[LM_HEAD] = tensors[tied_embedding(shape)]
             config = _untied(config)
         left = ModelShape(config=config, tensors=tensors)
         largest = max(info.elements for info in tensors.values())
@@ -113,6 +130,8 @@ class Rotate(Transform):
 
     def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> tuple[Tensor, bool]:
         """Write a block rotated; return what it makes of hidden states that are not, float [1, tokens, hidden]."""
+        import torch
+
         from optkit.algorithms.hadamard import random_rotation
         from optkit.model.residual_stream import stream_parts
         from optkit.stages.residual_rotation import find_heads, fold_norms_, refuse_difference, returns_tuple, rotate_heads_, rotate_stream_
@@ -122,16 +141,18 @@ class Rotate(Transform):
         run = partial(skeleton.run_block, index, call=call)
         output, gives_tuple = returns_tuple(block.module, lambda: run(hidden=hidden))
         modules = dict(block.module.named_modules(prefix=block.name))
-        parts = stream_parts(modules, job.rotation.size, lambda: run(hidden=hidden), block.name)
-        changed = set(fold_norms_(parts)) | set(rotate_stream_(parts, job.rotation))
-        expected = job.rotation.apply(output)
-        added = expected - job.rotation.apply(hidden)
+        changed: set[str] = set()
+        basis = job.rotation.apply if self.residual else torch.clone
 
         def compare(remedy: str = "") -> None:
-            given = run(hidden=job.rotation.apply(hidden))
-            job.difference = max(job.difference, refuse_difference(block.name, expected, given, added, remedy))
+            given, expected = run(hidden=basis(hidden)), basis(output)
+            difference = refuse_difference(block.name, expected, given, basis(output - hidden), remedy)
+            job.difference = max(job.difference, difference)
 
-        compare()
+        if self.residual:
+            parts = stream_parts(modules, job.rotation.size, lambda: run(hidden=hidden), block.name)
+            changed |= {*fold_norms_(parts), *rotate_stream_(parts, job.rotation)}
+            compare()
         if self.heads:
             heads = find_heads(block.module, skeleton.model.config.get_text_config(decoder=True))
             if isinstance(heads, str):
@@ -139,9 +160,10 @@ class Rotate(Transform):
             else:
                 rotate_heads_(heads, random_rotation(heads.size, job.context.seed + 1 + index).to(job.context.device))
                 touched = {heads.values, heads.outputs}
-                changed |= {f"{name}.{leaf}" for name, module in modules.items() if module in touched for leaf in ("weight", "bias")}
+                changed |= {f"{name}.weight" for name, module in modules.items() if module in touched}
+                changed |= {f"{name}.bias" for name, module in modules.items() if module is heads.values and heads.values.bias is not None}
                 compare("Set rotate.heads to false")
-        names = {skeleton.tensor_names[name]: name for name in changed if name in skeleton.tensor_names}
+        names = {skeleton.tensor_name(name): name for name in changed}
         parameters = dict(block.module.named_parameters(prefix=block.name))
         for tensor in skeleton.block_tensors(block):
             _write(job, tensor, parameters[names[tensor]] if tensor in names else None)
@@ -149,30 +171,41 @@ class Rotate(Transform):
         return output, gives_tuple
 
 
-def _rotate_embedding(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
-    """Write the embedding rotated; return what enters the first block, float [1, tokens, hidden], unrotated, and the calls of all."""
+def _run_up_to_blocks(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return what enters the first block for some tokens, float [1, tokens, hidden], and the calls of all blocks."""
+    inputs = job.skeleton.capture_inputs(_tokens(job), job.context.device)
+    return inputs.hidden, inputs.batches[0].calls
+
+
+def _tokens(job: _Job) -> Tensor:
+    """Return int64 [1, tokens], drawn from the vocabulary."""
+    import torch
+
+    generator = torch.Generator().manual_seed(job.context.seed)
+    vocabulary = job.skeleton.model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocabulary, (1, TOKENS), generator=generator)
+
+
+def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
+    """Write the embedding rotated, once it is seen that what enters the first block is its rows, up to a factor."""
     import torch
 
     skeleton = job.skeleton
-    generator = torch.Generator().manual_seed(job.context.seed)
-    vocabulary = skeleton.model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.randint(vocabulary, (1, TOKENS), generator=generator)
-    inputs = skeleton.capture_inputs(tokens, job.context.device)
     tensor = skeleton.tensor_name(_embedding(skeleton))
     stored = skeleton.checkpoint.read_finite(tensor)
-    looked_up = stored[tokens].float().to(job.context.device)
-    if looked_up.shape == inputs.hidden.shape:
-        scale = float((inputs.hidden * looked_up).sum() / looked_up.pow(2).sum())
-        plain = torch.allclose(inputs.hidden, scale * looked_up, rtol=1e-3, atol=1e-5)
-    if looked_up.shape != inputs.hidden.shape or not plain:
+    rows = stored[_tokens(job)].float().to(job.context.device)
+    plain = rows.shape == hidden.shape
+    if plain:
+        scale = float((hidden * rows).sum() / rows.pow(2).sum())
+        plain = torch.allclose(hidden, scale * rows, rtol=1e-3, atol=1e-5)
+    if not plain:
         raise StageError(
             "what enters the first block is not the embedding of the tokens, up to a factor",
             where=f"rotate: {tensor}",
             why="Positions or norms in front of the blocks do not commute with a rotation",
-            remedy="Take rotate out of the recipe for this architecture",
+            remedy="Set rotate.residual to false",
         )
     _write(job, tensor, job.rotation.apply(stored.to(job.context.device)))
-    return inputs.hidden, inputs.batches[0].calls
 
 
 def _rotate_tail(job: _Job, hidden: Tensor, gives_tuple: bool) -> None:
@@ -246,7 +279,7 @@ def _refuse_fused(skeleton: Skeleton) -> None:
             f"{len(unread):,} matrices belong to no part of the language model ({', '.join(unread[:3])})",
             where="rotate",
             why="They may read the residual stream or write to it, and would be left in the old basis",
-            remedy="Take rotate out of the recipe, or use a checkpoint of the language model alone",
+            remedy="Set rotate.residual to false, or use a checkpoint of the language model alone",
         )
 
 
@@ -254,9 +287,3 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with an lm_head of its own, in nested configs too."""
     nested = {key: _untied(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value}
     return {**config, **nested, "tie_word_embeddings": False}
-
-
-def _is_vocabulary(shape: ModelShape, name: str, info: TensorInfo) -> bool:
-    """Whether a tensor outside the blocks holds a row for each token."""
-    sizes = {part.get("vocab_size") for part in (shape.config, *shape.config.values()) if isinstance(part, dict)}
-    return shape.block(name) is None and len(info.shape) == 2 and info.shape[0] in sizes

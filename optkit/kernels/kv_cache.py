@@ -1,0 +1,130 @@
+"""A KV cache that holds codes instead of floats, in the form that transformers' models take; attention sees what the codes stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from optkit.algorithms.state_codes import Float8Code, StateCode
+from optkit.errors import StageError
+from optkit.model.kv_scales import KvScales
+
+CacheFactory = Callable[[], Cache]
+
+
+class CodedLayer(CacheLayerMixin):
+    """The coded keys and values of one attention layer; with a window, those of its last `window - 1` tokens."""
+
+    def __init__(self, keys_code: StateCode, values_code: StateCode, window: int | None = None) -> None:
+        super().__init__()
+        self.keys_code, self.values_code, self.sliding_window = keys_code, values_code, window
+        self.is_sliding = window is not None
+        self.key_parts: tuple[Tensor, ...] = ()
+        self.value_parts: tuple[Tensor, ...] = ()
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is prepared: the first codes are the first parts."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Code float [batch, heads, new tokens, head_dim]; return all keys and values as they are read back, in the same dtype."""
+        self.is_initialized = True
+        self.length += key_states.shape[-2]
+        self.key_parts = _joined(self.key_parts, self.keys_code.encode(key_states))
+        self.value_parts = _joined(self.value_parts, self.values_code.encode(value_states))
+        keys = self.keys_code.decode(self.key_parts, key_states.dtype)
+        values = self.values_code.decode(self.value_parts, value_states.dtype)
+        if self.sliding_window is not None:
+            kept = slice(-self.sliding_window + 1, None)
+            self.key_parts = tuple(part[..., kept, :].clone() for part in self.key_parts)
+            self.value_parts = tuple(part[..., kept, :].clone() for part in self.value_parts)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens attention sees, and how many before them it does not."""
+        held = self.length if self.sliding_window is None else min(self.length, self.sliding_window - 1)
+        return held + query_length, self.length - held
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens went through the layer."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return the window, -1 without one."""
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def token_bytes(self) -> int:
+        """Return the bytes that a token of one sequence takes; raises ValueError for an empty layer."""
+        parts = (*self.key_parts, *self.value_parts)
+        if not parts:
+            raise ValueError("the layer holds no token")
+        return sum(part.nbytes // (part.shape[0] * part.shape[-2]) for part in parts)
+
+
+def coded_cache(config: Any, codes: Sequence[tuple[StateCode, StateCode]] | tuple[StateCode, StateCode], where: str) -> CacheFactory:
+    """Return what makes an empty coded cache for a model: `codes` of keys and values, one pair for all layers or one for each.
+
+    Raises StageError for a model with layers that hold something else than keys and values.
+    """
+    like = _plain_layers(config, where)
+    if not isinstance(codes, tuple) and len(codes) != len(like):
+        raise StageError(f"there are scales for {len(codes)} of {len(like)} layers", where=where, remedy="Make the artifact again")
+    windows = [getattr(layer, "sliding_window", None) for layer in like]
+    pairs = [codes] * len(like) if isinstance(codes, tuple) else codes
+
+    def make() -> Cache:
+        return Cache(layers=[CodedLayer(keys, values, window) for (keys, values), window in zip(pairs, windows, strict=True)])
+
+    return make
+
+
+def stored_codes(scales: KvScales) -> list[tuple[StateCode, StateCode]]:
+    """Return the float8 codes of keys and values of each layer, by the scales of a checkpoint."""
+    return [(Float8Code(key), Float8Code(value)) for key, value in zip(scales.keys, scales.values, strict=True)]
+
+
+class RecordingLayer(DynamicLayer):
+    """A layer that notes the largest key and value, NaN once there was one, and forgets the states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_key = self.largest_value = 0.0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take float [batch, heads, tokens, head_dim] and hand it on."""
+        self.largest_key = _larger(self.largest_key, key_states)
+        self.largest_value = _larger(self.largest_value, value_states)
+        return key_states, value_states
+
+
+def recording_cache(config: Any, where: str) -> tuple[Cache, list[RecordingLayer]]:
+    """Return a cache that notes the largest key and value of each layer, and its layers; raises StageError as `coded_cache` does."""
+    layers = [RecordingLayer() for _ in _plain_layers(config, where)]
+    return Cache(layers=list(layers)), layers
+
+
+def _plain_layers(config: Any, where: str) -> list[Any]:
+    """Return transformers' own layers for a model, all of keys and values."""
+    like = DynamicCache(config=config).layers
+    others = sorted({type(layer).__name__ for layer in like} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__})
+    if others or not like:
+        raise StageError(
+            f"the cache of {config.model_type} has layers of another kind: {', '.join(others) or 'none are known'}",
+            where=where,
+            why="Only keys and values are coded, and these layers hold states of linear attention or an index",
+            remedy="Take the quantized KV cache out for this architecture",
+        )
+    return list(like)
+
+
+def _larger(largest: float, states: Tensor) -> float:
+    return float(torch.maximum(states.abs().max().float(), torch.tensor(largest, device=states.device)))
+
+
+def _joined(held: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat(pair, dim=-2) for pair in zip(held, new, strict=True)) if held else new
