@@ -106,7 +106,7 @@ def _product(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _why_unavailable(device: str) -> str | None:
     """Return why `torch._scaled_mm` is not used on a device, None where it computes what it should there."""
     chosen = torch.device(device)
-    if chosen.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(chosen) < CAPABILITY:
+    if not _is_capable(chosen):
         return "8-bit floats are multiplied by NVIDIA GPUs of compute capability 8.9 and above alone"
     generator = torch.Generator().manual_seed(0)
     codes, weight = (FLOAT8.round(torch.randn(size, 256, generator=generator) * 16).to(chosen) for size in (3, 64))
@@ -119,3 +119,8 @@ def _why_unavailable(device: str) -> str | None:
         if float((found - expected).norm() / expected.norm()) > tolerance:
             return f"torch {torch.__version__}'s _scaled_mm does not compute here what it is documented to"
     return None
+
+
+def _is_capable(device: torch.device) -> bool:
+    """Whether a device multiplies 8-bit floats faster than wider ones."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= CAPABILITY

@@ -82,7 +82,7 @@ def _why_unavailable(device: str) -> str | None:
     """Return why `torch._int_mm` cannot be used on a device, None where it is right even for the largest sums."""
     chosen = torch.device(device)
     if chosen.type not in ("cpu", "cuda"):
-        return f"torch._int_mm is not there for {chosen.type}"
+        return f"torch._int_mm is not used on {chosen.type}"
     generator = torch.Generator().manual_seed(0)
     codes, weight = (torch.randint(-128, 128, (size, 256), generator=generator, dtype=torch.int8) for size in (20, 64))
     codes[0] = weight[0] = -128

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from optkit.model.blocks import BlockInputs
     from optkit.stages.input_ranges import InputRange
 
+Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"
+"""Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the block, layer -> range of its inputs;
+returns the tensors of the checkpoint that have another value now and are not rounded."""
 FLOAT_COPIES = 5
 """Float32 copies of a layer's weights that rounding holds at once."""
 
@@ -98,20 +102,21 @@ class EightBitQuantizer(LayerQuantizer):
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+            prepare = self._preparation(job, tokens)
         for index, block in enumerate(skeleton.blocks):
             with out_of_memory(block.name, device, less):
                 skeleton.load_(block.name, device)
-                output = self._calibrated_block(job, index, inputs)
+                output = self._calibrated_block(job, index, inputs, prepare)
                 if index + 1 < len(skeleton.blocks):
                     self._advance_(job, index, inputs, output.layers)
                 skeleton.release_(block.name)
             yield output
 
-    def _calibrated_block(self, job: Job, index: int, inputs: BlockInputs) -> BlockOutput:
+    def _calibrated_block(self, job: Job, index: int, inputs: BlockInputs, prepare: Preparation) -> BlockOutput:
         """Quantize a loaded block; its modules hold the rounded weights afterwards."""
         modules = job.modules(index)
         ranges = self._ranges(job, index, inputs, modules)
-        replaced = self._smooth_(job, index, ranges) if modules else {}
+        replaced = prepare(index, ranges) if modules else {}
         layers: dict[str, Mapping[str, Tensor]] = {}
         for name, module in modules.items():
             job.task.advance(0, note=name)
@@ -121,9 +126,9 @@ class EightBitQuantizer(LayerQuantizer):
             weight.copy_(rounded)
         return BlockOutput(layers, replaced)
 
-    def _smooth_(self, job: Job, index: int, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
-        """Change a loaded block before it is rounded, and `ranges` with it; returns tensors of the checkpoint with another value."""
-        return {}
+    def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
+        """Return what is done to each block before it is rounded; tokens: int64 [samples, sequence_length], the calibration text."""
+        return lambda index, ranges: {}
 
     def _ranges(self, job: Job, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> dict[str, InputRange]:
         """Return the inputs of each layer; of an expert that saw no token, those of the others. Raises StageError where they are NaN."""
@@ -156,7 +161,7 @@ class EightBitQuantizer(LayerQuantizer):
                     remedy=f"Raise {self._kind}.calibration.samples, or exclude the layer",
                 )
             job.details.setdefault("calibrated_as_others", []).append(name)
-            seen[name] = max(alike, key=lambda each: float(each.amax.amax()))
+            seen[name] = copy(max(alike, key=lambda each: float(each.amax.amax())))
         return seen
 
     def _advance_(self, job: Job, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -1,0 +1,148 @@
+"""Stage `smoothquant`: weights and activations as 8-bit integers, outliers of activations moved into the weights before (W8A8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from optkit.errors import StageError
+from optkit.source.calibration import Calibration
+from optkit.stages.eight_bit_format import Activations, Number, Scales
+from optkit.stages.eight_bit_quantizer import EightBitQuantizer, Preparation
+from optkit.stages.layer_quantizer import BlockOutput, Job
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.wiring import FoldGroup
+    from optkit.stages.input_ranges import InputRange
+
+SEARCH_ROWS = 256
+"""Inputs of each layer that alpha is searched on."""
+PROBE_TOKENS = 48
+"""Tokens that the wiring of a block is found with."""
+
+
+class SmoothQuant(EightBitQuantizer):
+    """Store weights as 8-bit integers, one scale per output channel, and round activations to 8 bits as well (W8A8, arXiv:2211.10438).
+
+    Outliers of the activations are first moved into the weights: input channels of a layer are divided by scales that are folded into
+    what makes them, a norm or a linear layer. The embedding in front and lm_head behind stay as they are.
+    """
+
+    number: ClassVar[Number] = "int"
+
+    alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
+    """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the paper. `search`: for each norm or
+    layer that takes scales the value with the least error of the rounded outputs; no smoothing where that is better."""
+    folding: Literal["all", "norms"] = "all"
+    """What takes the scales: `norms` alone, as in the paper, or linear layers too, where one makes the input (up_proj, v_proj)."""
+    activations: Literal["dynamic", "static"] = "dynamic"
+    """`dynamic`: rounded with a scale for each token. `static`: with one calibrated scale for all; a little faster and clearly worse."""
+    calibration: Calibration = Calibration(dataset="c4")
+    """The text whose activations decide what is an outlier."""
+
+    @property
+    def _scales(self) -> Scales:
+        return "channel"
+
+    @property
+    def _activations(self) -> Activations:
+        return self.activations
+
+    @property
+    def _text(self) -> Calibration | None:
+        return self.calibration
+
+    @property
+    def _sampled_rows(self) -> int:
+        return SEARCH_ROWS if self.alpha == "search" else 0
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        yield from self._calibrated_blocks(job, self.calibration)
+        if unsmoothed := job.details["unsmoothed"]:
+            name, reason = next(iter(unsmoothed.items()))
+            job.context.progress.warn(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
+
+    def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
+        job.details |= {"alphas": {}, "unsmoothed": {}}
+        probe = job.skeleton.capture_inputs(tokens[:1, :PROBE_TOKENS], job.context.device)
+        return _Smoothing(self, job, probe)
+
+
+@dataclass
+class _Smoothing:
+    """Smooths one loaded block after another."""
+
+    stage: SmoothQuant
+    job: Job
+    probe: BlockInputs
+    """A few tokens in front of the first block."""
+
+    def __call__(self, index: int, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
+        """Fold scales into a block; returns the tensors of the checkpoint that changed and are not rounded afterwards."""
+        from optkit.model.wiring import fold_groups
+
+        skeleton, details = self.job.skeleton, self.job.details
+        wiring = fold_groups(skeleton, index, self.probe.hidden, self.probe.batches[0].calls[index])
+        groups = [group for group in wiring.groups if self.stage.folding == "all" or group.kind == "norm"]
+        smoothed = {name for group in groups for name in group.consumers}
+        reasons = {
+            name: wiring.refused.get(name, "a linear layer makes its input, and folding: norms leaves it alone")
+            for name in ranges
+            if name not in smoothed
+        }
+        if index == 0 and len(reasons) == len(ranges):
+            name, reason = next(iter(reasons.items()))
+            raise StageError(
+                f"no layer of the first block can be smoothed, {name} for one: {reason}",
+                where="smoothquant",
+                why="Scales of its input channels have nowhere to go",
+                remedy="Use fp8, or a weight-only stage such as gptq",
+            )
+        details["unsmoothed"] |= reasons
+        replaced: dict[str, Tensor] = {}
+        for group in groups:
+            replaced |= self._fold_(group, ranges)
+        return {name: tensor for name, tensor in replaced.items() if name.removesuffix(".weight") not in ranges}
+
+    def _fold_(self, group: FoldGroup, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
+        """Smooth the layers of a group that are rounded; returns the tensors of the checkpoint that changed."""
+        import torch
+
+        from optkit.algorithms.smoothing import Reader, search_alpha, smoothing_scales
+        from optkit.model.wiring import fold_
+
+        skeleton = self.job.skeleton
+        readers = [name for name in group.consumers if name in ranges]
+        if not readers:
+            return {}
+        weights = {name: skeleton.model.get_submodule(group.places[name]).weight.float() for name in readers}
+        input_amax = torch.stack([ranges[name].amax for name in readers]).amax(0)
+        weight_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0)
+        same = None if group.rows is None else group.rows.to(input_amax.device)
+        alpha: float | None
+        if self.stage.alpha == "search":
+            seen = [Reader(weights[name], ranges[name].rows) for name in readers]
+            alpha, scales = search_alpha(seen, input_amax, weight_amax, same, self.stage.activations == "static")
+        else:
+            alpha, scales = self.stage.alpha, smoothing_scales(input_amax, weight_amax, self.stage.alpha, same)
+        self.job.details["alphas"][group.producer] = alpha
+        if alpha is None:
+            return {}
+        changed = fold_(skeleton, group, scales)
+        for each in {id(ranges[name]): ranges[name] for name in readers}.values():
+            each.amax = each.amax / scales
+        return {tensor: self._value(group, tensor) for tensor in changed}
+
+    def _value(self, group: FoldGroup, tensor: str) -> Tensor:
+        """Return a changed tensor of the checkpoint, in the dtype that the file has it in."""
+        from optkit.model.skeleton import TORCH_DTYPES
+
+        name, _, leaf = tensor.rpartition(".")
+        held: Tensor = getattr(self.job.skeleton.model.get_submodule(group.places[name]), leaf)
+        return held.detach().to(TORCH_DTYPES[self.job.skeleton.checkpoint.tensors[tensor].dtype]).cpu().clone()

@@ -1,0 +1,193 @@
+"""Stage smoothquant: outliers move into the weights and nothing else changes; what is reported, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from optkit.algorithms.smoothing import Reader, search_alpha, smoothing_scales
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.progress import SilentProgress
+from optkit.session import open_session
+from optkit.stage import Context, Report
+from optkit.stages.smoothquant import SmoothQuant
+from tests.conftest import save_tokenizer
+
+TinyModel = Callable[[str], Path]
+TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
+TOKENS = torch.arange(40, 90)[None]
+OUTLIERS = (3, 17)
+
+
+class Warnings(SilentProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def warn(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def run(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:
+    target.mkdir()
+    return SmoothQuant(calibration=TEXT, **fields).run(source, target, context or Context())
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture(scope="module")
+def outliers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a llama that computes what the tiny one does, with two channels of each norm's output 100 times larger."""
+    directory = tmp_path_factory.mktemp("outliers") / "llama"
+    shutil.copytree(tiny_model("llama"), directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "layernorm" in name:
+            tensor[list(OUTLIERS)] *= 100
+        elif any(name.endswith(f"{leaf}_proj.weight") for leaf in ("q", "k", "v", "gate", "up")):
+            tensor[:, list(OUTLIERS)] /= 100
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("alpha", [0.5, "search"])
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+def test_outliers_no_longer_hurt(alpha: Any, activations: str, tiny_model: TinyModel, outliers: Path, tmp_path: Path) -> None:
+    tokens = TOKENS
+    exact = open_session(outliers).logits(tokens)
+    torch.testing.assert_close(exact, open_session(tiny_model("llama")).logits(tokens), rtol=1e-3, atol=1e-3)
+    run(outliers, tmp_path / "smooth", alpha=alpha, activations=activations)
+    run(tiny_model("llama"), tmp_path / "easy", alpha=alpha, activations=activations)
+    smooth, easy = (apart(open_session(tmp_path / name).logits(tokens), exact) for name in ("smooth", "easy"))
+    assert smooth < 1.5 * easy < 0.15
+    config = json.loads((tmp_path / "smooth" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "int-quantized"
+    assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == (activations == "dynamic")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "gptj", "opt", "mixtral", "qwen2_moe"])
+def test_folding_changes_no_output(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """With the weights put back in float, the smoothed model computes what the original does; only rounding is left."""
+    source, target = tiny_model(kind), tmp_path / "smooth"
+    report = run(source, target, alpha=0.5)
+    before, after = Checkpoint(source), Checkpoint(target)
+    tensors = {}
+    for name in before.tensors:
+        stored = after.read(name)
+        scale = f"{name.removesuffix('.weight')}.weight_scale"
+        tensors[name] = stored.float() * after.read(scale) if scale in after.tensors else stored
+    shutil.copytree(source, tmp_path / "float")
+    save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    plain = open_session(source).logits(TOKENS)
+    rounded_weights, all_rounded = (apart(open_session(tmp_path / name).logits(TOKENS), plain) for name in ("float", "smooth"))
+    assert 0 < rounded_weights < (0.1 if "x" in kind or "moe" in kind else 0.05)  # a token may go to another expert
+    assert all_rounded < 0.15
+    norms = [name for name in before.tensors if name.endswith("weight") and len(before.tensors[name].shape) == 1]
+    assert any(not torch.equal(before.read(name), after.read(name)) for name in norms)
+    assert set(report.details["alphas"].values()) == {0.5}
+    cost, shape = SmoothQuant(calibration=TEXT).predict(before.shape, "cpu")
+    assert shape.tensors == after.tensors
+    assert cost.disk_bytes == after.shape.size_bytes
+    assert report.calibrated_on[0]["dataset"] == "python-reference"
+
+
+def test_norms_alone_as_in_the_paper(tiny_model: TinyModel, tmp_path: Path) -> None:
+    report = run(tiny_model("llama"), tmp_path / "smooth", folding="norms")
+    assert all(name.endswith("layernorm") for name in report.details["alphas"])
+    unsmoothed = report.details["unsmoothed"]
+    assert {name.rpartition(".")[2] for name in unsmoothed} == {"o_proj", "down_proj"}
+    assert set(unsmoothed.values()) == {"a linear layer makes its input, and folding: norms leaves it alone"}
+
+
+def test_layers_that_cannot_be_smoothed_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+    warnings = Warnings()
+    report = run(tiny_model("gptj"), tmp_path / "smooth", Context(progress=warnings))
+    assert {name.rpartition(".")[2] for name in report.details["unsmoothed"]} == {"fc_out"}
+    assert len(warnings.lines) == 1
+    assert warnings.lines[0].startswith("2 layers are rounded without smoothing (transformer.h.0.mlp.fc_out: the output of")
+
+
+def test_layers_that_stay_float_take_the_scales_too(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """q_proj is excluded: it stays float and its columns are multiplied by the scales of the norm that feeds k and v as well."""
+    source, target = tiny_model("llama"), tmp_path / "smooth"
+    run(source, target, alpha=0.5, exclude=("*.q_proj", "*.mlp.*"))
+    before, after = Checkpoint(source), Checkpoint(target)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    norm = "model.layers.1.input_layernorm.weight"
+    assert after.tensors[name].dtype == "F32"
+    torch.testing.assert_close(after.read(name), before.read(name) * (before.read(norm) / after.read(norm)))
+    untouched = "model.layers.1.post_attention_layernorm.weight"
+    assert torch.equal(after.read(untouched), before.read(untouched))
+    assert apart(open_session(target).logits(TOKENS), open_session(source).logits(TOKENS)) < 0.1
+
+
+def test_bfloat16(tiny_model: TinyModel, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    save_tokenizer(tmp_path / "half")
+    run(tmp_path / "half", tmp_path / "smooth")
+    assert {info.dtype for name, info in Checkpoint(tmp_path / "smooth").tensors.items() if "norm" in name} == {"BF16"}
+    assert apart(open_session(tmp_path / "smooth").logits(TOKENS), open_session(tmp_path / "half").logits(TOKENS)) < 0.1
+
+
+def test_models_without_a_place_for_the_scales(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    config = AutoConfig.for_model("olmo", **sizes)  # its norms have no weights
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "olmo")
+    save_tokenizer(tmp_path / "olmo")
+    message = r"smoothquant: no layer of the first block can be smoothed, .*q_proj for one: no norm or.*nowhere to go\. Use fp8"
+    with pytest.raises(StageError, match=message):
+        run(tmp_path / "olmo", tmp_path / "smooth", folding="norms")
+    report = run(tmp_path / "olmo", tmp_path / "linear")
+    assert {name.rpartition(".")[2] for name in report.details["alphas"]} == {"v_proj", "up_proj"}
+
+
+def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"smoothquant: 8 layers are Conv1D"):
+        run(tiny_model("gpt2"), tmp_path / "smooth")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"alpha": 1.5}, "less than or equal to 1"), ({"alpha": "best"}, "'search'"), ({"activations": "none"}, "'dynamic' or 'static'")],
+)
+def test_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SmoothQuant(**fields)
+
+
+def test_scales_of_the_paper() -> None:
+    inputs, weights = torch.tensor([16.0, 1.0, 4.0, 0.0]), torch.tensor([1.0, 4.0, 0.25, 1.0])
+    scales = smoothing_scales(inputs, weights, 0.5)
+    expected = (inputs / weights).sqrt()[:3]
+    torch.testing.assert_close(scales[:3] / scales[0], expected / expected[0])
+    assert float(scales[:3].log().sum()) == pytest.approx(0, abs=1e-6)
+    assert float(scales[3]) == 1
+    shared = smoothing_scales(inputs, weights, 0.5, torch.tensor([0, 1, 1, 2]))
+    torch.testing.assert_close(shared[1] / shared[0], torch.tensor((4 / 4) ** 0.5 / 4))
+    assert shared[1] == shared[2]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_the_search_is_never_worse_than_no_smoothing(static: bool) -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(64, 96), torch.randn(40, 96)
+    amaxes = rows.abs().amax(0), weight.abs().amax(0)
+    assert search_alpha([Reader(weight, rows)], *amaxes, None, static)[0] is not None
+    hard = rows.clone()
+    hard[:, 5] *= 80
+    alpha, scales = search_alpha([Reader(weight, hard)], hard.abs().amax(0), weight.abs().amax(0), None, static)
+    assert alpha is not None
+    assert float(scales[5]) > 4 * float(scales.median())
+    one_code = torch.ones(8, 4)  # nothing to gain: every value is on its grid already
+    assert search_alpha([Reader(torch.ones(3, 4), one_code)], one_code[0], torch.ones(4), None, static)[0] is None
