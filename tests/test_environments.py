@@ -56,6 +56,12 @@ def test_another_torch_asks_for_another_environment(toys: Environments, monkeypa
     assert not first.directory.exists()
 
 
+def test_without_torch_no_environment_is_of_use(toys: Environments, monkeypatch: pytest.MonkeyPatch) -> None:
+    toys.build("toy", SilentProgress())
+    monkeypatch.setattr(environments, "package_version", lambda name: None)
+    assert [each.state for each in toys.list()] == ["outdated"]
+
+
 def test_a_failed_build_leaves_nothing(toys: Environments, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: object) -> dict[str, str]:
         fake_install(*arguments)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from optkit.backends.installing import install, python_of
 from optkit.backends.libraries import LIBRARIES, Library, find_library
 from optkit.backends.shared_torch import SharedTorch
+from optkit.environment import package_version
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen, digest
 from optkit.progress import Progress
@@ -146,7 +147,7 @@ class Environments:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         library = LIBRARIES.get(record["name"])
-        current = library is not None and self._directory(library, SharedTorch()) == directory
+        current = library is not None and _torch_is_there() and self._directory(library, SharedTorch()) == directory
         known = {field: record[field] for field in Environment.model_fields if field in record}
         return Environment(**known, directory=directory, state="ready" if current else "outdated")
 
@@ -169,6 +170,10 @@ class Environments:
                 progress.say(f"{name}: another process is building its environment; waiting for it")
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _torch_is_there() -> bool:
+    return package_version("torch") is not None
 
 
 def _key(library: Library, torch: SharedTorch) -> str:
