@@ -21,6 +21,8 @@ from optkit.stage import Setting, Stage, Transform
 STAGES = {
     "attention": "optkit.stages.attention:Attention",
     "auto_bits": "optkit.stages.auto_bits:AutoBits",
+    "awq": "optkit.stages.awq:Awq",
+    "awq_scale": "optkit.stages.awq_scale:AwqScale",
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
     "gptq": "optkit.stages.gptq:Gptq",

@@ -9,17 +9,18 @@ from optkit.algorithms.grid import Grid, minmax_scales
 from optkit.algorithms.threads import one_thread
 
 STEPS = 20
-"""Scales tried for each sign or zero point."""
+"""Scales tried for each sign or zero point where nothing else is asked for."""
 SMALLEST = 0.4
 """The smallest scale that is tried, as a fraction of the one that reaches every weight."""
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Weights searched at a time: few enough to stay in a core's cache, enough to fill a GPU."""
 
 
-def search_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def search_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None, steps: int = STEPS) -> tuple[Tensor, Tensor]:
     """Return scales and zero points, both float [out, groups], with the least squared rounding error among those tried.
 
-    weight: float [out, in]; importance: float [in], what an error at each input counts (the diagonal of the Hessian), all 1 where None.
+    weight: float [out, in]; importance: float [in], what an error at each input counts (the diagonal of the Hessian), all 1 where None;
+    steps: scales tried for each sign or zero point.
     Tried are fractions of the scales of `minmax_scales`, which cut the outermost weights. A symmetric grid reaches one step further below
     zero than above, so it is tried with both signs of the scale (llama.cpp's Q4_0 takes the outermost weight's); an asymmetric one with
     the zero points next to the exact one.
@@ -27,17 +28,17 @@ def search_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None) 
     rows = max(1, CHUNK[weight.device.type] // weight.shape[1])
     weights = grid.grouped((torch.ones_like(weight[0]) if importance is None else importance)[None])  # [1, groups, group_size]
     with one_thread():
-        parts = [_search(chunk, grid, weights) for chunk in weight.split(rows)]
+        parts = [_search(chunk, grid, weights, steps) for chunk in weight.split(rows)]
     scales, zeros = zip(*parts, strict=True)
     return torch.cat(scales), torch.cat(zeros)
 
 
-def _search(weight: Tensor, grid: Grid, importance: Tensor) -> tuple[Tensor, Tensor]:
+def _search(weight: Tensor, grid: Grid, importance: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     widest, exact = minmax_scales(weight, grid)
     signs, shifts = ((1, -1), (0,)) if grid.symmetric else ((1,), (0, -1, 1))
     grouped = grid.grouped(weight)
     scales, zeros, least = widest, exact, torch.full_like(widest, torch.inf)
-    for fraction in torch.linspace(1, SMALLEST, STEPS).tolist():
+    for fraction in torch.linspace(1, SMALLEST, steps).tolist():
         for sign in signs:
             tried = grid.stored(widest * (fraction * sign))
             for shift in shifts:

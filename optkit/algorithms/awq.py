@@ -1,0 +1,139 @@
+"""AWQ: scales of the input channels of linear layers under which rounding costs their outputs the least.
+
+Lin et al. 2024, arXiv:2306.00978: weights that meet large activations are multiplied by s before they are rounded and their inputs are
+divided by it, so that their errors shrink. What differs: the error of the outputs is tr(E H E^T) with the Hessian H, gathered once, so
+that a candidate costs a matrix product on some rows and not a pass over text; candidates are rounded with scales that are searched, as
+they will be; and after the powers of the activations a descent on a convex bound of the error gives each channel a scale of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.grid import Grid
+from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.scale_search import search_scales
+
+ROWS = 256
+"""Output channels that candidates are compared on, spread evenly over all of them."""
+FEWEST_ROWS = 16
+"""Rows of each reader, however many readers there are."""
+CLIPPINGS = 10
+"""Rounding scales tried for a candidate; the final rounding tries more."""
+DESCENT_STEPS = 40
+DESCENT_RATE = 0.05
+"""Largest change of log s in a step."""
+LARGEST = 128.0
+"""No channel's scale is further than this factor from their geometric mean."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Layers that saw the very same inputs and are rounded to the same grid."""
+
+    weight: Tensor
+    """float32 [out, in], stacked."""
+    hessian: Tensor
+    """float32 [in, in]: the sum of x x^T."""
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """Scales of input channels, and what they are worth on the rows that were looked at."""
+
+    scales: Tensor
+    """float32 [in], with geometric mean 1."""
+    error: float
+    """Squared error of the outputs with them, as a fraction of the outputs' square."""
+    plain_error: float
+    """The same without them."""
+
+
+def search_input_scales(readers: Sequence[Reader], rows: Tensor | None, grid_points: int) -> InputScales:
+    """Return the scales, one for all readers, with the least error of their outputs among those tried.
+
+    rows: int64 [in], channels with the same number share their scale; None where each has its own. Tried are `grid_points` powers, from 0
+    to below 1, of the root mean square of each channel, what a descent from the best of them comes to, and the point between.
+    """
+    inputs = readers[0].weight.shape[1]
+    sharing = torch.arange(inputs, device=readers[0].weight.device) if rows is None else rows.to(readers[0].weight.device)
+    sharing = sharing.unique(return_inverse=True)[1]
+    count = max(FEWEST_ROWS, ROWS // len(readers))
+    samples = [Reader(_spread(reader.weight, count), reader.hessian, reader.grid) for reader in readers]
+    power = _averaged(_importance(samples), sharing)
+    size = power.clamp(min=float(power.max()) * 1e-12 + torch.finfo(power.dtype).tiny).sqrt()
+    square = sum(_output_square(sample.weight, sample.hessian) for sample in samples) or 1.0
+
+    def error(logarithm: Tensor) -> float:
+        return sum(_rounding_error(sample, logarithm.exp()) for sample in samples) / square
+
+    tried = [_centred(size.log() * (point / grid_points)) for point in range(grid_points)]
+    errors = [error(logarithm) for logarithm in tried]
+    best = tried[min(range(grid_points), key=errors.__getitem__)]
+    descended = _descend(samples, best, sharing)
+    for logarithm in (descended, (descended + best) / 2):
+        tried.append(logarithm)
+        errors.append(error(logarithm))
+    chosen = min(range(len(tried)), key=errors.__getitem__)
+    return InputScales(tried[chosen].exp(), errors[chosen], errors[0])
+
+
+def _spread(weight: Tensor, count: int) -> Tensor:
+    return weight[torch.linspace(0, len(weight) - 1, min(count, len(weight)), device=weight.device).round().long()]
+
+
+def _importance(readers: Sequence[Reader]) -> Tensor:
+    return torch.stack([reader.hessian.diagonal() for reader in readers]).sum(0)
+
+
+def _averaged(values: Tensor, sharing: Tensor) -> Tensor:
+    """Give channels that share a scale the mean of their values, float [in]."""
+    sums = values.new_zeros(int(sharing.max()) + 1).index_add_(0, sharing, values)
+    return (sums / sharing.bincount())[sharing]
+
+
+def _centred(logarithm: Tensor) -> Tensor:
+    limit = torch.tensor(LARGEST).log().item()
+    return (logarithm - logarithm.mean()).clamp(-limit, limit)
+
+
+def _output_square(weight: Tensor, hessian: Tensor) -> float:
+    return float((weight @ hessian).mul_(weight).sum())
+
+
+def _rounding_error(reader: Reader, scales: Tensor) -> float:
+    scaled = reader.weight * scales
+    importance = reader.hessian.diagonal() / scales.square()
+    rounded = round_to_nearest(scaled, *search_scales(scaled, reader.grid, importance, CLIPPINGS), reader.grid).dequantize()
+    return max(0.0, _output_square(rounded / scales - reader.weight, reader.hessian))
+
+
+def _descend(readers: Sequence[Reader], start: Tensor, sharing: Tensor) -> Tensor:
+    """Return log s, float [in], with a low bound of the error: span^2 sum_i(H_ii / s_i^2), summed over groups and rows.
+
+    The span of a group is that of its weights times s, so the bound's logarithm is convex in log s.
+    """
+    shared = _averaged(start, sharing).new_zeros(int(sharing.max()) + 1).scatter_(0, sharing, start).requires_grad_(True)
+    optimizer = torch.optim.Adam([shared], lr=DESCENT_RATE)
+    with torch.enable_grad():
+        for step in range(DESCENT_STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = DESCENT_RATE * (1 - step / DESCENT_STEPS)
+            logarithm = shared[sharing]
+            optimizer.zero_grad()
+            torch.stack([_bound(reader, logarithm) for reader in readers]).sum().log().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return _centred(shared.detach()[sharing])
+
+
+def _bound(reader: Reader, logarithm: Tensor) -> Tensor:
+    scaled = reader.grid.grouped(reader.weight * logarithm.exp())
+    low, high = scaled.amin(-1).clamp(max=0), scaled.amax(-1).clamp(min=0)
+    span = 2 * torch.maximum(-low, high) if reader.grid.symmetric else high - low
+    noise = reader.grid.grouped((reader.hessian.diagonal() * (-2 * logarithm).exp())[None]).sum(-1)
+    return (span.square() * noise).sum()

@@ -1,0 +1,149 @@
+"""Stage `awq`: scale the inputs of layers so that the weights that matter most are rounded most finely, then round to nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import model_validator
+
+from optkit.errors import StageError
+from optkit.model.shape import ModelShape
+from optkit.stages.awq_format import AWQ, AwqPacked, refuse_unfit_for_awq
+from optkit.stages.fitting import refuse_uneven_groups, refuse_unfit
+from optkit.stages.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
+from optkit.stages.layer_format import HEAD, LayerFormat
+from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.overrides import Override
+from optkit.stages.packed_format import PackedFormat, PackQuantized
+from optkit.stages.selection import Layer, Selection
+from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.algorithms.grid import Grid, QuantizedWeight
+
+LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.sequence_length"
+
+
+class Awq(InputScaling, WeightQuantizer):
+    """Scale inputs so that weights that meet large activations are rounded more finely (AWQ, arXiv:2306.00978), then round to nearest.
+
+    The scales are folded into the norm or linear layer that makes the input, found by running each block, so the model has no new layer.
+    They are searched with the second moments of the inputs, which are gathered once a block. At most one block is in memory.
+    """
+
+    symmetric: bool = False
+    """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
+    format: Literal["compressed-tensors", "awq"] = "compressed-tensors"  # type: ignore[assignment]
+    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits, asymmetric, one form for all layers)."""
+    scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
+    """`hessian`: the scale of each group with the least rounding error, each input weighted by its activations, which cuts outliers.
+    `mse`: unweighted. `minmax`: the scale that reaches every weight."""
+
+    @model_validator(mode="after")
+    def _fits_awq(self) -> Self:
+        if self.format != AWQ:
+            return self
+        changes = [each for each in self.overrides.values() if isinstance(each, Override)]
+        if self.bits != 4 or self.symmetric or any(each.bits or each.symmetric for each in changes):
+            raise ValueError(
+                "the format awq holds 4 bits with zero points: set bits: 4 and symmetric: false, or format: compressed-tensors"
+            )
+        if self.lm_head:
+            raise ValueError("the format awq keeps lm_head as it is: set lm_head: false, or format: compressed-tensors")
+        return self
+
+    def _format(self, layer: Layer) -> PackedFormat:
+        form = super()._format(layer)
+        return AwqPacked(form.group_size) if self.format == AWQ and isinstance(form, PackQuantized) else form
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        layers = tuple(selection.layers.values())
+        transposed = [layer.name for layer in layers if layer.transposed]
+        if transposed:
+            raise StageError(
+                f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
+                where=self._kind,
+                why="compressed-tensors and awq hold Linear layers only",
+                remedy="Put `- awq_scale` in front of `- gptq: {format: gptq}`",
+            )
+        if self.format == AWQ:
+            refuse_unfit_for_awq(layers, formats, self._kind)
+            refuse_uneven_groups(layers, next(iter(formats.values())).group_size, self._kind)  # type: ignore[attr-defined]
+        else:
+            refuse_unfit(selection, formats, self._kind)
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        device, skeleton = job.context.device, job.skeleton
+        tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
+        job.calibrated_on = (self.calibration.identity(),)
+        job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
+        with out_of_memory("in front of the first block", device, LESS_MEMORY):
+            scaler = BlockScaler(skeleton, tokens, device, self)
+        for index, block in enumerate(skeleton.blocks):
+            with out_of_memory(block.name, device, LESS_MEMORY):
+                skeleton.load_(block.name, device)
+                grids = {name: packed_grid(job, name) for name in job.modules(index)}
+                scaled = scaler.scale_(index, {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}, self._kind)
+                quantized = self._quantize_block(job, index, grids, scaled)
+                if index + 1 < len(skeleton.blocks) or job.head:
+                    scaler.advance_(index)
+                skeleton.release_(block.name)
+            job.details["gains"] |= scaled.gains
+            job.details["unscaled"] |= scaled.refused
+            replaced = {name: tensor for name, tensor in scaled.changed.items() if name.removesuffix(".weight") not in quantized}
+            yield BlockOutput(self._packed(job, quantized), replaced)
+        job.inputs = scaler.inputs
+        if few := job.details["rounded_without_inputs"]:
+            job.context.progress.warn(
+                f"{len(few):,} layers are rounded without regard to their inputs: they saw too few calibration tokens"
+                f" ({few[0]}); raise awq.calibration.samples"
+            )
+
+    def _quantize_block(self, job: Job, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock) -> dict[str, QuantizedWeight]:
+        """Round the layers of a block, and put the rounded weights into the modules."""
+        from optkit.algorithms.gptq import relative_error
+
+        quantized = {}
+        for name, module in job.modules(index).items():
+            job.task.advance(0, note=name)
+            weight, hessian = weight_of(module), scaled.hessians.get(name)
+            quantized[name] = self._round(name, weight, grids[name], None if hessian is None else hessian.diagonal())
+            rounded = quantized[name].dequantize()
+            if hessian is not None:
+                job.details["losses"][name] = relative_error(weight, rounded, hessian)
+            elif not self._rounds_to_nearest(name):
+                job.details["rounded_without_inputs"].append(name)
+            parameter: Tensor = module.weight  # type: ignore[assignment]
+            parameter.copy_(rounded)
+        return quantized
+
+    def _head(self, job: Job) -> Mapping[str, Tensor]:
+        """Round the output layer, each input weighted by its activations; what makes its input takes no scales."""
+        from optkit.algorithms.hessian import Hessian
+
+        device, skeleton = job.context.device, job.skeleton
+        with out_of_memory(HEAD, device, LESS_MEMORY):
+            hessian = Hessian(job.selection.layers[HEAD].inputs, device, self.equal_tokens)
+            inputs, job.inputs = job.inputs, None
+            if inputs is not None and not self._rounds_to_nearest(HEAD):
+                for given in skeleton.head_inputs(inputs, device):
+                    hessian.add(given)
+            weight = skeleton.checkpoint.read_finite(job.weight(HEAD)).to(device).float()
+            importance = hessian.matrix().diagonal() if hessian.tokens else None
+            return self._packed(job, {HEAD: self._round(HEAD, weight, packed_grid(job, HEAD), importance)})[HEAD]
+
+    def _round(self, name: str, weight: Tensor, grid: Grid, importance: Tensor | None) -> QuantizedWeight:
+        from optkit.algorithms.grid import minmax_scales
+        from optkit.algorithms.rounding import round_to_nearest
+        from optkit.algorithms.scale_search import search_scales
+
+        if self.scale_search == "minmax" or self._rounds_to_nearest(name):
+            return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+        return round_to_nearest(weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid)
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        needed = self.working_bytes(shape, layers)
+        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)

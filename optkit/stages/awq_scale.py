@@ -1,0 +1,99 @@
+"""Stage `awq_scale`: the same model with the input scales of AWQ folded in, for `gptq` or `rtn` to round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.fitting import refuse_uneven_groups
+from optkit.stages.input_scaling import BlockScaler, InputScaling
+from optkit.stages.layer_quantizer import out_of_memory
+from optkit.stages.selection import Layer, layers_of, select
+
+if TYPE_CHECKING:
+    from optkit.model.skeleton import Skeleton
+
+STAGE = "awq_scale"
+LESS_MEMORY = f"Lower {STAGE}.batch_size, {STAGE}.calibration.samples or {STAGE}.calibration.sequence_length"
+
+
+class AwqScale(InputScaling, Transform):
+    """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers, and round nothing: the model computes what it did.
+
+    A quantizer after it rounds the weights that matter most more finely; `gptq` with few bits gains the most. The grid is the one that
+    the scales are searched for: that of the quantizer.
+    """
+
+    produces: ClassVar[Format] = Format.CHECKPOINT
+
+    bits: Literal[2, 3, 4, 8] = 4
+    """Bits that the weights are going to have."""
+    group_size: int | None = Field(default=64, ge=8)
+    """Inputs that are going to share a scale; null: one scale per output channel."""
+    symmetric: bool = True
+    """Whether they are going to have no zero points."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Scale block by block, from safetensors to safetensors.
+
+        Raises StageError where no input can be scaled, SourceError for weights that are NaN or Inf, ResourceError when memory runs out.
+        """
+        from optkit.model.skeleton import Skeleton
+
+        started = time.monotonic()
+        skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
+        layers = self._layers(skeleton.checkpoint.shape)
+        details: dict[str, Any] = {"gains": {}}
+        refused: dict[str, str] = {}
+        changed: set[str] = set()
+        with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task, CheckpointWriter(target) as writer:
+            for name in skeleton.outside_tensors:
+                writer.add(name, skeleton.checkpoint.read_finite(name))
+            with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
+                tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+                scaler = BlockScaler(skeleton, tokens, context.device, self)
+            for index, block in enumerate(skeleton.blocks):
+                with out_of_memory(block.name, context.device, LESS_MEMORY):
+                    skeleton.load_(block.name, context.device)
+                    scaled = scaler.scale_(index, self._grids(skeleton, index, layers), STAGE)
+                    if index + 1 < len(skeleton.blocks):
+                        scaler.advance_(index)
+                    skeleton.release_(block.name)
+                for name in skeleton.block_tensors(block):
+                    writer.add(name, scaled.changed[name] if name in scaled.changed else skeleton.checkpoint.read_finite(name))
+                details["gains"] |= scaled.gains
+                refused |= scaled.refused
+                changed |= set(scaled.changed)
+                task.advance(note=block.name)
+        copy_companions(source, target)
+        write_config(target, skeleton.checkpoint.config)
+        details["seconds"] = round(time.monotonic() - started, 2)
+        return Report(len(changed), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the same tensors; the memory is an estimate."""
+        needed = self.working_bytes(shape, self._layers(shape))
+        waiting = min(shape.size_bytes, SHARD_BYTES)
+        if device.startswith("cuda"):
+            ram = shape.block_bytes + shape.outside_bytes + waiting
+            return Cost(disk_bytes=shape.size_bytes, ram_bytes=ram, gpu_bytes=needed), shape
+        return Cost(disk_bytes=shape.size_bytes, ram_bytes=needed + waiting), shape
+
+    def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:
+        layers = select(layers_of(shape), (), ("*",), (), STAGE).layers
+        refuse_uneven_groups(tuple(layers.values()), self.group_size, STAGE)
+        return layers
+
+    def _grids(self, skeleton: Skeleton, index: int, layers: Mapping[str, Layer]) -> dict[str, Any]:
+        from optkit.algorithms.grid import Grid
+
+        grid = Grid(self.bits, self.group_size, self.symmetric)
+        return {name: grid for name in skeleton.linears(skeleton.blocks[index]) if name in layers}
