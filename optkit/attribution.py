@@ -37,7 +37,7 @@ def between(plan: Plan) -> tuple[Between, ...]:
     Without settings, so the last stage's directory is among them where a setting changes the numbers too.
     """
     last = len(plan.steps) - 1
-    entries = [entry for entry in plan.recipe.evals if entry.value.attributed]
+    entries = [entry for entry in plan.recipe.evals if entry.value.attributed and plan.recipe.attribution]
     also_last = last > 0 and any(not entry.value.exact for entry in plan.recipe.settings)
     found = []
     for index in (*range(1, last), *((last,) if also_last else ())) if entries else ():

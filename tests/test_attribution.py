@@ -39,6 +39,8 @@ def test_a_recipe_of_two_stages_says_what_each_added(tiny_model: TinyModel, tmp_
     assert after_rtn.metrics == (by_name["perplexity"].metric, by_name["kl_divergence"].metric)
     alone = optkit.run(recipe(model, text, [cast]), out=tmp_path / "cast", store=store, device="cpu")
     assert alone.attribution == ()
+    unasked = recipe(model, text, stages, attribution=False)
+    assert optkit.run(unasked, out=tmp_path / "unasked", store=store, device="cpu").attribution == ()
     assert {row.metric.name: row.metric.value for row in alone.rows}["kl_divergence"] == after_cast.metrics[1].value
     assert 0 < after_cast.metrics[1].value < 0.1 * after_rtn.metrics[1].value
     saved = tmp_path / "scorecard.json"

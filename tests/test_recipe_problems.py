@@ -75,7 +75,7 @@ description: 4
     ("text", "problem"),
     [
         ("\n", "recipe:1:1: the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`."),
-        ("- a\n- b\n", "recipe:1:1: a recipe is a mapping of name, description, model, seed, stages, evals, gates, not [\"a\", \"b\"]."),
+        ("- a\n- b\n", "recipe:1:1: a recipe is a mapping of name, description, model, seed, attribution, stages, evals, gates, not [\"a\", \"b\"]."),
         ("model: x/y\n", "recipe:1:1: the recipe has no stages and no evals: there is nothing to do. List some."),
         ("model: 5\nevals: [speed]\n", "recipe:1:8: model: 5 is not a mapping of fields."),
         ("model:\nevals: [speed]\n", "recipe:2:1: model: nothing is not a mapping of fields."),

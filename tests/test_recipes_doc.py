@@ -29,8 +29,8 @@ def test_the_command_on_the_page_writes_it() -> None:
 
 
 def test_every_kind_field_and_preset_is_on_it() -> None:
-    for model in [*map(stage_class, stage_names()), *map(eval_class, eval_names())]:
-        section = PAGE.split(f"### `{model.__name__.lower()}`")[1].split("\n#")[0]
+    for kind, model in [*((kind, stage_class(kind)) for kind in stage_names()), *((kind, eval_class(kind)) for kind in eval_names())]:
+        section = PAGE.split(f"### `{kind}`")[1].split("\n#")[0]
         assert all(f"| `{name}` |" in section for name in model.model_fields)
     assert all(f"| `- {preset}` |" in PAGE for preset in PRESETS)
 

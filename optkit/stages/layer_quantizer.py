@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -90,7 +91,7 @@ class LayerQuantizer(Transform):
 
     @property
     def _kind(self) -> str:
-        return type(self).__name__.lower()
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     def _format(self, layer: Layer) -> LayerFormat:
         """Return the form that a layer will have."""
