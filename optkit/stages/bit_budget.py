@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,7 @@ from optkit.frozen import Frozen
 from optkit.model.shape import ModelShape
 from optkit.stages.fitting import EXPERTS
 from optkit.stages.packed_format import PackQuantized
-from optkit.stages.selection import Layer
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Layers of one module that vLLM joins into one, so that they must have one form."""
+from optkit.stages.selection import Layer, stacks
 
 
 class Choice(Frozen):
@@ -71,11 +68,9 @@ def make_items(layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence
 
     Raises StageError for a layer that no choice fits.
     """
-    groups: dict[str, list[Layer]] = {}
-    for layer in layers.values():
-        groups.setdefault(_together(layer.name, fused), []).append(layer)
     items = []
-    for members in groups.values():
+    for names in _groups(layers, fused):
+        members = [layers[name] for name in names]
         fitting = tuple(choice for choice in choices if all(choice.fits(layer) for layer in members))
         if not fitting:
             raise StageError(
@@ -90,13 +85,15 @@ def make_items(layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence
     return items
 
 
-def _together(name: str, fused: bool) -> str:
-    """Return what is equal for layers that get one choice."""
-    if EXPERTS in name:
-        return name.partition(EXPERTS)[0] + EXPERTS
-    parent, _, leaf = name.rpartition(".")
-    joined = next((leaves for leaves in FUSED if leaf in leaves), None) if fused else None
-    return f"{parent}.{joined[0]}" if joined else name
+def _groups(names: Iterable[str], fused: bool) -> list[list[str]]:
+    experts: dict[str, list[str]] = {}
+    others: list[str] = []
+    for name in names:
+        if EXPERTS in name:
+            experts.setdefault(name.partition(EXPERTS)[0], []).append(name)
+        else:
+            others.append(name)
+    return [*(stacks(others) if fused else ([name] for name in others)), *experts.values()]
 
 
 @dataclass(frozen=True)
