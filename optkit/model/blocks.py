@@ -7,7 +7,7 @@ of every block are recorded, by running the model with blocks that hand their in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,48 +120,6 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
         where=model.config.model_type,
         why=reason,
     )
-
-
-def run_after_blocks(model: PreTrainedModel, blocks: Sequence[Block], head: nn.Module, hidden: Tensor) -> Tensor:
-    """Return what the output layer is given where the last block returned float [batch, sequence, hidden]; only that part is run.
-
-    Raises SourceError where the model passes something else from its blocks to its output layer.
-    """
-    given: list[Tensor] = []
-
-    def catch(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        given.append(arguments[0])
-        raise _AllRecordedError
-
-    tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    hook = head.register_forward_pre_hook(catch)
-    try:
-        for output in (hidden, (hidden,)):
-            with (
-                _returning(blocks, output),
-                torch.no_grad(),
-                suppress(_AllRecordedError, TypeError, ValueError, IndexError, AttributeError),
-            ):
-                model(input_ids=tokens, use_cache=False)
-            if given and given[-1].shape[:2] == hidden.shape[:2]:
-                return given[-1]
-    finally:
-        hook.remove()
-    raise SourceError(
-        f"unsupported architecture {type(model).__name__}: its output layer cannot be run alone", where=model.config.model_type
-    )
-
-
-@contextmanager
-def _returning(blocks: Sequence[Block], output: Any) -> Iterator[None]:
-    """Let each block return the same output, whatever it is called with."""
-    try:
-        for block in blocks:
-            block.module.forward = lambda *_, **__: output
-        yield
-    finally:
-        for block in blocks:
-            block.module.__dict__.pop("forward", None)
 
 
 @contextmanager

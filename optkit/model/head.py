@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,24 +18,56 @@ class _OtherFormError(Exception):
     """The model takes the output of a block for something else than what it was given."""
 
 
+class _ReachedError(Exception):
+    """Raised by the output layer to end the run: nothing behind it is needed."""
+
+
 def logits_behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
     """Return the logits, float [batch, positions, vocabulary], of what leaves the last block, float [batch, positions, hidden].
 
     Everything outside the blocks is on the device of `hidden`; gradients flow where torch records them. The blocks are not run, so any
     positions of a sequence can be given alone. Raises SourceError where the model does not hand its last block's output to its head.
     """
+    return _behind(model, blocks, hidden, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
+
+
+def given_to_head(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
+    """Return what the output layer is given, float [batch, positions, hidden], for what leaves the last block; it is not run itself.
+
+    Everything else outside the blocks is on the device of `hidden`. Raises SourceError where the model does not hand its last block's
+    output to its head.
+    """
+    given: list[Tensor] = []
+
+    def catch(_module: Any, arguments: tuple[Any, ...]) -> None:
+        given.append(arguments[0])
+        raise _ReachedError
+
+    def run(tokens: Tensor) -> Tensor:
+        with suppress(_ReachedError), torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+        return given[-1]
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(catch)
+    try:
+        return _behind(model, blocks, hidden, run)
+    finally:
+        hook.remove()
+
+
+def _behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     reason = ""
     for as_tuple in (False, True):
         with _ending_with(blocks, hidden, as_tuple):
             try:
-                logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+                found = run(tokens)
             except (_OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
                 reason = reason or str(error).partition("\n")[0]
                 continue
-        if logits.shape[:2] == tokens.shape:
-            return logits
-        reason = f"the logits are {list(logits.shape)} for hidden states {list(hidden.shape)}"
+        if found.shape[:2] == tokens.shape:
+            return found
+        reason = f"{list(found.shape)} came out of hidden states {list(hidden.shape)}"
     raise SourceError(
         f"unsupported architecture {type(model).__name__}: what stands behind its blocks cannot be run alone",
         where=model.config.model_type,

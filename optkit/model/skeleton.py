@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError, StageError
-from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, run_after_blocks, shared_with
+from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
+from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 
@@ -153,7 +154,7 @@ class Skeleton:
         self._load(before, device)
         try:
             for batch in inputs.batches:
-                yield run_after_blocks(self.model, self.blocks, head, inputs.hidden[batch.rows])
+                yield given_to_head(self.model, self.blocks, inputs.hidden[batch.rows])
         finally:
             self._release(before)
 
