@@ -82,6 +82,7 @@ def test_the_whole_model_fits_the_bytes_and_joined_layers_have_one_form(
         assert form["q_proj"] == form["k_proj"] == form["v_proj"]
         assert form["gate_proj"] == form["up_proj"]
     assert "held_out_divergence" not in report.details
+    assert report.details["not_offered"] == {}
 
 
 def test_the_choice_is_the_best_of_all_that_fit(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
@@ -116,6 +117,7 @@ def test_experts_of_a_block_have_one_form_without_zero_points(tiny_model: TinyMo
         forms = {label for name, label in report.details["choices"].items() if f"layers.{index}." in name and ".experts." in name}
         assert len(forms) == 1
         assert "asymmetric" not in forms.pop()
+    assert report.details["not_offered"] == {"8 bits, groups of 32, asymmetric": 2 * 4 * 3}
 
 
 def test_held_out_divergence_is_that_of_the_opened_models(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -24,13 +24,12 @@ from optkit.stages.layer_quantizer import head_of
 from optkit.stages.overrides import Override
 from optkit.stages.rtn import Rtn
 from optkit.stages.selection import Selection, layers_of, select
+from optkit.stages.sensitivity_memory import sensitivity_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "auto_bits"
-PROBES = 2
-"""As `optkit.stages.layer_sensitivity` has it."""
 DEFAULT_CHOICES = (
     Choice(bits=2, group_size=32, symmetric=False),
     Choice(bits=3, group_size=64, symmetric=False),
@@ -56,6 +55,11 @@ class _Problem:
         """Return the choices that every layer can have and that fit the budget."""
         sizes = {choice: sum(item.sizes[item.choices.index(choice)] for item in self.items) for choice in uniform_choices(self.items)}
         return [choice for choice, size in sizes.items() if size <= self.budget.size_bytes]
+
+    def unfit(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Return how many layers each choice was not offered to because it does not fit them."""
+        counts = {choice.form.label: sum(len(item.layers) for item in self.items if choice not in item.choices) for choice in choices}
+        return {label: count for label, count in counts.items() if count}
 
 
 class AutoBits(Transform):
@@ -120,6 +124,7 @@ class AutoBits(Transform):
         report = self._stage(mixed).run(source, target, context)
         details: dict[str, Any] = {
             "choices": {name: choice.form.label for name, choice in mixed.items()},
+            "not_offered": problem.unfit(self.choices),
             "counts": dict(Counter(choice.form.label for choice in mixed.values()).most_common()),
             "predicted_divergence": {
                 "chosen": sum(row[index] for row, index in zip(costs, picked, strict=True)),
@@ -148,29 +153,11 @@ class AutoBits(Transform):
             for layer in item.layers
         }
         cost, left = self._stage(guess).predict(shape, device)
-        ram, gpu = self._memory(shape, problem.selection, device)
+        tokens = self.sensitivity_samples * self.calibration.sequence_length
+        ram, gpu = sensitivity_memory(shape, problem.selection.layers, tokens, len(self.choices), device)
         copies = 2 if self.held_out_samples else 1
         more = {"ram_bytes": max(cost.ram_bytes, ram), "gpu_bytes": max(cost.gpu_bytes, gpu), "disk_bytes": copies * cost.disk_bytes}
         return cost.model_copy(update=more), left
-
-    def _memory(self, shape: ModelShape, selection: Selection, device: str) -> tuple[int, int]:
-        """Return the bytes of RAM and of GPU memory that measuring the sensitivities needs; everything is float32."""
-        tokens = self.sensitivity_samples * self.calibration.sequence_length
-        layers = selection.layers.values()
-        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers)
-        blocks = Counter(shape.block(f"{layer.name}.weight") for layer in layers)
-        weights = max(sum(info.elements for name, info in shape.tensors.items() if shape.block(name) == block) for block in blocks)
-        entering = (len(blocks) + 1) * tokens * width * 4
-        behind = (PROBES + 1) * tokens * width * 4
-        wide = max(
-            sum(layer.inputs + PROBES * layer.outputs for layer in layers if shape.block(f"{layer.name}.weight") == block)
-            for block in blocks
-        )
-        largest = max(layer.inputs * layer.outputs for layer in layers)
-        work = weights * 4 + tokens * wide * 4 + (2 * len(self.choices) + 8) * largest * 4
-        outside = sum(info.elements for name, info in shape.tensors.items() if shape.block(name) is None) * 4
-        on_device = behind + max(work, outside)
-        return (entering, on_device) if device.startswith("cuda") else (entering + on_device, 0)
 
     def _problem(self, shape: ModelShape) -> _Problem:
         selection = select(layers_of(shape), tuple(head_of(shape)), self.include, self.exclude, KIND)

@@ -15,6 +15,7 @@ from optkit.algorithms.sensitivity import Seen, rounding_divergences
 from optkit.model.skeleton import TORCH_DTYPES
 from optkit.stages.block_gradients import BlockGradients
 from optkit.stages.layer_quantizer import out_of_memory
+from optkit.stages.sensitivity_memory import PROBES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from optkit.stages.packed_format import PackQuantized
 
 Rounding = Literal["gptq", "rtn"]
-PROBES = 2
-"""Random probes of the predictions for each sequence: the bands of a layer's outputs make many samples of each."""
 
 
 def measure_sensitivity(
