@@ -1,0 +1,173 @@
+"""Stage `kv_scales`: scales of a float8 KV cache, measured on a text and stored where vLLM reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import INDEX, Checkpoint
+from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.writer import copy_companions, disk_space_for, write_config
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.layer_quantizer import out_of_memory
+
+if TYPE_CHECKING:
+    from optkit.kernels.kv_cache import RecordingLayer
+
+FLOAT8_MAX = 448.0
+WITHOUT_GROUPS: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "compressed",
+    "config_groups": {},
+    "ignore": [],
+}
+"""The `quantization_config` of float weights with a quantized KV cache."""
+
+
+class KvScales(Transform):
+    """Store the scales of a float8 (E4M3) KV cache: the largest key and value of each layer on a text, over 448.
+
+    vLLM then keeps its KV cache in float8 on its own (`kv_cache_scheme` of compressed-tensors), and so does optkit. Weights stay as they
+    are, float or packed by compressed-tensors; put this stage behind the one that quantizes.
+    """
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    produces: ClassVar[Format] = Format.QUANTIZED
+
+    calibration: Calibration = Calibration(dataset="c4")
+    """The text whose keys and values are measured."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences that run through the model at once."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Run the text through the whole model, link its weights into `target` and add the scales.
+
+        Raises StageError where the scales would not be read: another format than compressed-tensors, scales that are there already, an
+        architecture without k_proj; ResourceError without memory.
+        """
+        started = time.monotonic()
+        checkpoint = Checkpoint(source)
+        layers = _layers(checkpoint.shape)
+        tokens = self.calibration.tokens(source, context.data)
+        with out_of_memory("kv_scales", context.device, "Lower kv_scales.batch_size or kv_scales.calibration.sequence_length"):
+            recorded = self._record(checkpoint, tokens, context)
+        if len(recorded) != len(layers):
+            raise StageError(f"{len(layers)} layers have a k_proj, and {len(recorded)} keep keys and values", where="kv_scales")
+        keys, values = ([getattr(layer, f"largest_{kind}") for layer in recorded] for kind in ("key", "value"))
+        wrong = next(
+            (name for name, *pair in zip(layers, keys, values, strict=True) if not all(0 < each < float("inf") for each in pair)), ""
+        )
+        if wrong:
+            raise StageError("its keys or values are 0, NaN or Inf on the calibration text", where=f"kv_scales: {wrong}")
+        _write(checkpoint, target, layers, keys, values)
+        copy_companions(source, target)
+        write_config(target, _config(checkpoint.config))
+        details = {
+            "largest_keys": dict(zip(layers, keys, strict=True)),
+            "largest_values": dict(zip(layers, values, strict=True)),
+            "seconds": round(time.monotonic() - started, 2),
+        }
+        return Report(changed=len(layers), details=details, calibrated_on=(self.calibration.identity(),))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the exact tensors that it leaves; the memory is that of the whole model and of one batch."""
+        layers = _layers(shape)
+        tensors = dict(shape.tensors) | {f"{layer}.{leaf}": TensorInfo("F32", (1,)) for layer in layers for leaf in (KEYS, VALUES)}
+        left = ModelShape(config=_config(shape.config), tensors=tensors)
+        widest = max(max(info.shape) for name, info in shape.tensors.items() if shape.block(name) and info.shape)
+        needed = shape.size_bytes + self.batch_size * self.calibration.sequence_length * widest * 4 * 4
+        on_gpu = device.startswith("cuda")
+        ram = shape.block_bytes + shape.outside_bytes if on_gpu else needed
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=needed if on_gpu else 0), left
+
+    def _record(self, checkpoint: Checkpoint, tokens: Any, context: Context) -> list[RecordingLayer]:
+        import torch
+
+        from optkit.kernels.formats import quantized_layers
+        from optkit.kernels.kv_cache import recording_cache
+        from optkit.kernels.load import load_packed
+        from optkit.model.skeleton import stored_dtype
+
+        quantized = quantized_layers(checkpoint)
+        if checkpoint.quantization and not quantized:
+            raise StageError(
+                "the weights are in a form that optkit does not open itself", where="kv_scales", remedy="Calibrate with its maker"
+            )
+        dtype = stored_dtype(checkpoint)
+        model, _ = load_packed(checkpoint, quantized or {}, context.device, dtype, context.progress, context.trust_remote_code)
+        cache, layers = recording_cache(model.config, "kv_scales")
+        batches = tokens.split(self.batch_size)
+        with context.progress.task("kv_scales", len(batches), "batches") as task, torch.no_grad():
+            for batch in batches:
+                model.base_model(input_ids=batch.to(context.device), past_key_values=cache, use_cache=True)
+                task.advance()
+        return layers
+
+
+def _layers(shape: ModelShape) -> list[str]:
+    """Return the attention layers that get scales. Raises StageError where nothing would read them."""
+    quantization = shape.config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method not in (None, "compressed-tensors"):
+        raise StageError(
+            f"the weights are stored in the format {method}",
+            where="kv_scales",
+            why="vLLM reads the scales of a KV cache from a quantization_config of compressed-tensors",
+            remedy="Set format: compressed-tensors in the stage that quantizes",
+        )
+    if quantization.get("kv_cache_scheme"):
+        raise StageError("the model has scales for its KV cache already", where="kv_scales", remedy="Take the stage out of the recipe")
+    layers = attention_layers(shape.tensors)
+    if not layers:
+        raise StageError(
+            "no layer has a k_proj or qkv_proj",
+            where="kv_scales",
+            why="vLLM finds the scales by the names of attention layers like those of Llama",
+            remedy="Take the stage out of the recipe for this architecture",
+        )
+    return layers
+
+
+def _config(config: Mapping[str, Any]) -> dict[str, Any]:
+    quantization = config.get("quantization_config") or WITHOUT_GROUPS
+    return {**config, "quantization_config": {**quantization, "kv_cache_scheme": dict(SCHEME)}}
+
+
+def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[float], values: list[float]) -> None:
+    """Link the files with the weights into `target` as shards, and add one more with the scales and the index of all."""
+    import torch
+    from safetensors.torch import save_file
+
+    scales = {f"{layer}.{KEYS}": key for layer, key in zip(layers, keys, strict=True)}
+    scales |= {f"{layer}.{VALUES}": value for layer, value in zip(layers, values, strict=True)}
+    files = sorted(set(checkpoint.files.values()))
+    shards = {file: f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number, file in enumerate(files, start=1)}
+    for file, shard in shards.items():
+        _link(file, target / shard)
+    last = f"model-{len(files) + 1:05d}-of-{len(files) + 1:05d}.safetensors"
+    tensors = {name: torch.tensor([largest / FLOAT8_MAX], dtype=torch.float32) for name, largest in scales.items()}
+    with disk_space_for(target / last, 4 * len(tensors)):
+        save_file(tensors, target / last, metadata={"format": "pt"})
+    weight_map = {name: shards[file] for name, file in checkpoint.files.items()} | dict.fromkeys(tensors, last)
+    index = {"metadata": {"total_size": checkpoint.shape.size_bytes + 4 * len(tensors)}, "weight_map": dict(sorted(weight_map.items()))}
+    with disk_space_for(target / INDEX, 100 * len(weight_map)):
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _link(file: Path, copy: Path) -> None:
+    with disk_space_for(copy, file.stat().st_size):
+        try:
+            os.link(file.resolve(), copy)
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(file, copy)
