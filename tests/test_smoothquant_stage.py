@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.algorithms.smoothing import Reader, search_alpha, smoothing_scales
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.progress import SilentProgress
 from optkit.session import open_session
 from optkit.stage import Context, Report
-from optkit.stages.smoothquant import SmoothQuant
+from optkit.stages.smoothquant import Smoothquant
 from tests.conftest import save_tokenizer
 
 TinyModel = Callable[[str], Path]
@@ -29,17 +28,9 @@ TOKENS = torch.arange(40, 90)[None]
 OUTLIERS = (3, 17)
 
 
-class Warnings(SilentProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def run(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:
+def run(source: Path, target: Path, **fields: Any) -> Report:
     target.mkdir()
-    return SmoothQuant(calibration=TEXT, **fields).run(source, target, context or Context())
+    return Smoothquant(calibration=TEXT, **fields).run(source, target, Context())
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -96,7 +87,7 @@ def test_folding_changes_no_output(kind: str, tiny_model: TinyModel, tmp_path: P
     norms = [name for name in before.tensors if name.endswith("weight") and len(before.tensors[name].shape) == 1]
     assert any(not torch.equal(before.read(name), after.read(name)) for name in norms)
     assert set(report.details["alphas"].values()) == {0.5}
-    cost, shape = SmoothQuant(calibration=TEXT).predict(before.shape, "cpu")
+    cost, shape = Smoothquant(calibration=TEXT).predict(before.shape, "cpu")
     assert shape.tensors == after.tensors
     assert cost.disk_bytes == after.shape.size_bytes
     assert report.calibrated_on[0]["dataset"] == "python-reference"
@@ -111,17 +102,19 @@ def test_norms_alone_as_in_the_paper(tiny_model: TinyModel, tmp_path: Path) -> N
 
 
 def test_layers_that_cannot_be_smoothed_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
-    warnings = Warnings()
-    report = run(tiny_model("gptj"), tmp_path / "smooth", Context(progress=warnings))
+    report = run(tiny_model("gptj"), tmp_path / "smooth")
     assert {name.rpartition(".")[2] for name in report.details["unsmoothed"]} == {"fc_out"}
-    assert len(warnings.lines) == 1
-    assert warnings.lines[0].startswith("2 layers are rounded without smoothing (transformer.h.0.mlp.fc_out: the output of")
+    assert len(report.notes) == 1
+    assert report.notes[0].startswith("2 layers are rounded without smoothing (transformer.h.0.mlp.fc_out: the output of")
 
 
 def test_layers_that_stay_float_take_the_scales_too(tiny_model: TinyModel, tmp_path: Path) -> None:
     """q_proj is excluded: it stays float and its columns are multiplied by the scales of the norm that feeds k and v as well."""
     source, target = tiny_model("llama"), tmp_path / "smooth"
-    run(source, target, alpha=0.5, exclude=("*.q_proj", "*.mlp.*"))
+    report = run(source, target, alpha=0.5, exclude=("*.q_proj", "*.mlp.*"))
+    assert report.notes[0].startswith(
+        "vLLM joins model.layers.0.self_attn.k_proj with v_proj, q_proj and opens them in one form only, and so in"
+    )
     before, after = Checkpoint(source), Checkpoint(target)
     name = "model.layers.1.self_attn.q_proj.weight"
     norm = "model.layers.1.input_layernorm.weight"
@@ -163,7 +156,7 @@ def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
 )
 def test_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        SmoothQuant(**fields)
+        Smoothquant(**fields)
 
 
 def test_scales_of_the_paper() -> None:

@@ -13,7 +13,7 @@ from optkit.errors import StageError
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.eight_bit_format import Activations, EightBitFormat, Number, Scales
-from optkit.stages.fitting import refuse_some_experts
+from optkit.stages.fitting import joined_differently, refuse_some_experts
 from optkit.stages.layer_format import LayerFormat
 from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer, out_of_memory
 from optkit.stages.selection import Layer, Selection
@@ -75,6 +75,9 @@ class EightBitQuantizer(LayerQuantizer):
                 remedy="Use gptq with format: gptq",
             )
         refuse_some_experts(selection, formats, self._kind)
+
+    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        return joined_differently(selection, formats)
 
     def _rounded(self, job: Job, name: str, weight: Tensor, input_amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """Return the tensors of a layer by their last name, and its weight as they hold it, float32 [out, in].

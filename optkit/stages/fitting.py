@@ -8,7 +8,7 @@ from math import gcd
 from optkit.errors import StageError
 from optkit.stages.layer_format import COMPRESSED_TENSORS, LayerFormat
 from optkit.stages.packed_format import GPTQ, GPTQ_MULTIPLE
-from optkit.stages.selection import Layer, Selection
+from optkit.stages.selection import Layer, Selection, stacks
 
 EXPERTS = ".experts."
 
@@ -73,6 +73,17 @@ def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat]
             why="transformers and vLLM open the experts of a block all packed or all plain",
             remedy="Exclude *.experts.* of that block, or none of them",
         )
+
+
+def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return a note where layers that vLLM joins (q, k and v; gate and up) do not all have one form."""
+    split = [stack for stack in stacks((*selection.layers, *selection.skipped)) if len({formats.get(name) for name in stack}) > 1]
+    if not split:
+        return []
+    first, *others = split[0]
+    joined = ", ".join(name.rpartition(".")[2] for name in others)
+    places = f", and so in {len(split) - 1:,} other places" if len(split) > 1 else ""
+    return [f"vLLM joins {first} with {joined} and opens them in one form only{places}; transformers opens this model"]
 
 
 def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:

@@ -27,7 +27,7 @@ PROBE_TOKENS = 48
 """Tokens that the wiring of a block is found with."""
 
 
-class SmoothQuant(EightBitQuantizer):
+class Smoothquant(EightBitQuantizer):
     """Store weights as 8-bit integers, one scale per output channel, and round activations to 8 bits as well (W8A8, arXiv:2211.10438).
 
     Outliers of the activations are first moved into the weights: input channels of a layer are divided by scales that are folded into
@@ -66,7 +66,7 @@ class SmoothQuant(EightBitQuantizer):
         yield from self._calibrated_blocks(job, self.calibration)
         if unsmoothed := job.details["unsmoothed"]:
             name, reason = next(iter(unsmoothed.items()))
-            job.context.progress.warn(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
+            job.notes.append(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
 
     def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
         job.details |= {"alphas": {}, "unsmoothed": {}}
@@ -78,7 +78,7 @@ class SmoothQuant(EightBitQuantizer):
 class _Smoothing:
     """Smooths one loaded block after another."""
 
-    stage: SmoothQuant
+    stage: Smoothquant
     job: Job
     probe: BlockInputs
     """A few tokens in front of the first block."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from optkit.errors import StageError
-from optkit.stages.fitting import refuse_unfit
+from optkit.stages.fitting import joined_differently, refuse_unfit
 from optkit.stages.layer_format import LayerFormat
 from optkit.stages.layer_quantizer import HEAD, Job, LayerQuantizer
 from optkit.stages.overrides import KEEP, Override, Overrides, override_of
 from optkit.stages.packed_format import GPTQ, GPTQ_GROUP_SIZES, GptqPacked, PackedFormat, PackQuantized
-from optkit.stages.selection import Layer, Selection, refuse_unmatched, stacks
+from optkit.stages.selection import Layer, Selection, refuse_unmatched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,13 +88,7 @@ class WeightQuantizer(LayerQuantizer):
         refuse_unfit(selection, formats, self._kind)
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-        split = [stack for stack in stacks((*selection.layers, *selection.skipped)) if len({formats.get(name) for name in stack}) > 1]
-        if not split:
-            return []
-        first, *others = split[0]
-        joined = ", ".join(name.rpartition(".")[2] for name in others)
-        places = f", and so in {len(split) - 1:,} other places" if len(split) > 1 else ""
-        return [f"vLLM joins {first} with {joined} and opens them in one form only{places}; transformers opens this model"]
+        return joined_differently(selection, formats)
 
     def _override(self, name: str) -> Override | Literal["keep"] | None:
         return override_of(name, self.overrides, self._kind)
