@@ -61,7 +61,7 @@ def test_names_are_sorted() -> None:
 @pytest.mark.parametrize("kind", sorted(STAGES))
 def test_every_stage_can_be_imported(kind: str) -> None:
     assert issubclass(stage_class(kind), Transform | Setting)
-    assert stage_class(kind).__name__.lower() == kind
+    assert stage_class(kind).__name__.lower() == kind.replace("_", "")
     assert summary(stage_class(kind)).endswith((".", "`"))
 
 
@@ -81,7 +81,7 @@ def test_every_preset_is_a_stage(preset: str) -> None:
 def test_an_unknown_name_gets_the_nearest_one() -> None:
     with pytest.raises(OptkitError, match="there is no stage 'gtpq'. Did you mean 'gptq'?"):
         stage_class("gtpq")
-    with pytest.raises(OptkitError, match="there is no eval 'xyz'. Known: divergence, footprint, perplexity, throughput."):
+    with pytest.raises(OptkitError, match="there is no eval 'xyz'. Known: divergence, footprint, perplexity, sensitivity, throughput."):
         eval_class("xyz")
 
 
