@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SEARCH_ROWS = 256
 """Inputs of each layer that alpha is searched on."""
-PROBE_TOKENS = 48
-"""Tokens that the wiring of a block is found with."""
+PROBE = 2, 32
+"""Sequences and tokens of each that the wiring of a block is found with."""
 
 
 class Smoothquant(EightBitQuantizer):
@@ -70,7 +70,7 @@ class Smoothquant(EightBitQuantizer):
 
     def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
         job.details |= {"alphas": {}, "unsmoothed": {}}
-        probe = job.skeleton.capture_inputs(tokens[:1, :PROBE_TOKENS], job.context.device)
+        probe = job.skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], job.context.device)
         return _Smoothing(self, job, probe)
 
 
