@@ -25,11 +25,16 @@ STAGES = {
     "awq_scale": "optkit.stages.awq_scale:AwqScale",
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
+    "fp8": "optkit.stages.fp8:Fp8",
     "gptq": "optkit.stages.gptq:Gptq",
+    "kv_cache": "optkit.stages.kv_cache:KvCache",
+    "kv_scales": "optkit.stages.kv_scales:KvScales",
     "int8": "optkit.stages.int8:Int8",
     "mx": "optkit.stages.mx:Mx",
     "nf4": "optkit.stages.nf4:Nf4",
+    "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
+    "smoothquant": "optkit.stages.smoothquant:Smoothquant",
 }
 EVALS = {
     "divergence": "optkit_evals.divergence:Divergence",
@@ -45,6 +50,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flex_attention": {"attention": {"implementation": "flex_attention"}},
     "fp16": {"cast": {"dtype": "float16"}},
     "fp32": {"cast": {"dtype": "float32"}},
+    "kv_fp8": {"kv_cache": {"dtype": "fp8"}},
+    "kv_int4": {"kv_cache": {"dtype": "int4"}},
+    "kv_int8": {"kv_cache": {"dtype": "int8"}},
     "sdpa": {"attention": {"implementation": "sdpa"}},
 }
 """Bare names that stand for a stage with its field: `- sdpa` is `- attention: {implementation: sdpa}`."""
