@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.errors import SourceError
 from optkit.kernels.formats import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
+from optkit.stage import Context
+from optkit.stages.fp8 import Fp8
+from optkit.stages.rtn import Rtn
 from tests.packed_models import save_packed
 
 TinyModel = Callable[[str], Path]
@@ -101,3 +106,35 @@ def test_groups_of_different_bits_in_one_model(tiny_model: TinyModel, tmp_path: 
     session = open_session(directories[4])
     torch.testing.assert_close(session.logits(tokens), open_session(tmp_path / "plain4").logits(tokens), rtol=1e-3, atol=1e-4)
     assert {note.split(" layers")[0] for note in session.notes} == {"int4: 12 of 21", "int8: 9 of 21"}
+
+
+def test_formats_of_different_kinds_in_one_model(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Feed-forward layers in 8-bit floats, attention in 4-bit integers: each is opened by the class of its own group."""
+    source = tiny_model("llama")
+    stages = {"float": Fp8(activations="none", include=("*.mlp.*",)), "packed": Rtn(group_size=32, include=("*.self_attn.*",))}
+    tensors = load_file(source / "model.safetensors")
+    plain, groups = dict(tensors), {}
+    for name, stage in stages.items():
+        (tmp_path / name).mkdir()
+        stage.run(source, tmp_path / name, Context())
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        groups[name] = {**group, "targets": [f"re:.*{'mlp' if name == 'float' else 'self_attn'}.*"]}
+        for tensor, stored in load_file(tmp_path / name / "model.safetensors").items():
+            if tensor not in plain or stored.dtype != plain[tensor].dtype:
+                tensors[tensor] = stored
+    for layer in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
+        del tensors[f"{layer}.weight"]
+        parts = {leaf: tensors[f"{layer}.{leaf}"] for leaf in ("weight_packed", "weight_scale", "weight_shape")}
+        plain[f"{layer}.weight"] = unpack_compressed_tensors(parts, 4).dequantize()
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            plain[name] = tensor.float() * tensors[name.replace(".weight", ".weight_scale")]
+    config["quantization_config"] |= {"format": "mixed-precision", "config_groups": groups}
+    for directory, held in (("mixed", tensors), ("plain", plain)):
+        shutil.copytree(source, tmp_path / directory)
+        save_file(held, tmp_path / directory / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps(config))
+    session, tokens = open_session(tmp_path / "mixed"), torch.arange(5, 30)[None]
+    torch.testing.assert_close(session.logits(tokens), open_session(tmp_path / "plain").logits(tokens), rtol=1e-3, atol=1e-4)
+    assert sorted(note.split(" layers")[0] for note in session.notes) == ["fp8: 9 of 21", "int4: 12 of 21"]
