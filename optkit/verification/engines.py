@@ -141,7 +141,7 @@ def _environment(python: str) -> dict[str, str]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the worker and every process that it started."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
