@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,31 +95,3 @@ def refuse_difference(where: str, before: Tensor, after: Tensor, scale: Tensor, 
             remedy=remedy or "Set rotate.residual to false for this architecture",
         )
     return difference
-
-
-def run_tail(model: Any, blocks: Sequence[nn.Module], hidden: Tensor, returns_tuple: bool) -> Tensor:
-    """Return the logits, float [batch, sequence, vocabulary], that the part behind the blocks makes of float [batch, sequence, hidden]."""
-
-    def forward(*_: Any, **__: Any) -> Any:
-        return (hidden,) if returns_tuple else hidden
-
-    try:
-        for block in blocks:
-            block.forward = forward
-        with torch.no_grad():
-            logits: Tensor = model(inputs_embeds=torch.zeros_like(hidden), use_cache=False).logits
-    finally:
-        for block in blocks:
-            block.__dict__.pop("forward", None)
-    return logits
-
-
-def returns_tuple(module: nn.Module, run: Callable[[], Any]) -> tuple[Tensor, bool]:
-    """Return what `run`, which calls the module, gives, and whether the module itself gave a tuple."""
-    tuples = []
-    handle = module.register_forward_hook(lambda _module, _arguments, output: tuples.append(isinstance(output, tuple)))
-    try:
-        result: Tensor = run()
-    finally:
-        handle.remove()
-    return result, tuples[-1]

@@ -13,7 +13,7 @@ from pydantic import model_validator
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
-from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.stages.layer_quantizer import out_of_memory, tied_embedding
@@ -38,7 +38,6 @@ class _Job:
     writer: CheckpointWriter
     rotation: Rotation
     context: Context
-    untied: bool
     changed: set[str] = field(default_factory=set)
     """Tensors of the checkpoint."""
     unrotated_heads: dict[str, str] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class Rotate(Transform):
     """Rotate the residual stream (R1)."""
     heads: bool = True
     """Rotate the heads of the values against the output projection of the attention (R2). Alone it leaves norms and `lm_head` as they are,
-    and any architecture will do."""
+    whatever these are."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
@@ -89,24 +88,24 @@ class Rotate(Transform):
             CheckpointWriter(target) as writer,
             torch.no_grad(),
         ):
-            job = _Job(skeleton, writer, rotation, context, untied)
+            job = _Job(skeleton, writer, rotation, context)
             hidden, calls = _run_up_to_blocks(job)
             if self.residual:
                 _rotate_embedding(job, hidden)
             task.advance(note="embedding")
             for index, block in enumerate(skeleton.blocks):
                 with out_of_memory(block.name, context.device, "Use a device with more memory: a block is there twice, in float32"):
-                    hidden, gives_tuple = self._rotate_block(job, index, hidden, calls[index])
+                    hidden = self._rotate_block(job, index, hidden, calls[index])
                 task.advance(note=block.name)
             if self.residual:
-                _rotate_tail(job, hidden, gives_tuple)
+                _rotate_head(job, hidden)
             else:
                 for name in skeleton.outside_tensors:
                     _write(job, name, None)
             task.advance(note="lm_head")
         if not job.changed:
             why = next(iter(job.unrotated_heads.values()))
-            raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Set rotate.residual to true")
+            raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Take rotate out of the recipe")
         copy_companions(source, target)
         write_config(target, _untied(checkpoint.config) if untied else checkpoint.config)
         details: dict[str, Any] = {"largest_difference": job.difference, "seconds": round(time.monotonic() - started, 2)}
@@ -122,24 +121,23 @@ class Rotate(Transform):
             tensors[LM_HEAD] = tensors[tied_embedding(shape)]
             config = _untied(config)
         left = ModelShape(config=config, tensors=tensors)
-        largest = max(info.elements for info in tensors.values())
-        block = 4 * max(shape.block_bytes, 1)
-        needed = max(2 * block, 8 * largest) + min(left.size_bytes, SHARD_BYTES)
-        gpu = max(2 * block, 8 * largest) if device.startswith("cuda") else 0
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=needed, gpu_bytes=gpu), left
+        widest = max(32 // DTYPE_BITS[info.dtype] for info in tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        work = 2 * widest * max(shape.block_bytes, shape.outside_bytes)
+        gpu = work if device.startswith("cuda") else 0
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=work + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
 
-    def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> tuple[Tensor, bool]:
+    def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> Tensor:
         """Write a block rotated; return what it makes of hidden states that are not, float [1, tokens, hidden]."""
         import torch
 
         from optkit.algorithms.hadamard import random_rotation
         from optkit.model.residual_stream import stream_parts
-        from optkit.stages.residual_rotation import find_heads, fold_norms_, refuse_difference, returns_tuple, rotate_heads_, rotate_stream_
+        from optkit.stages.residual_rotation import find_heads, fold_norms_, refuse_difference, rotate_heads_, rotate_stream_
 
         skeleton, block = job.skeleton, job.skeleton.blocks[index]
         skeleton.load_(block.name, job.context.device)
         run = partial(skeleton.run_block, index, call=call)
-        output, gives_tuple = returns_tuple(block.module, lambda: run(hidden=hidden))
+        output: Tensor = run(hidden=hidden)
         modules = dict(block.module.named_modules(prefix=block.name))
         changed: set[str] = set()
         basis = job.rotation.apply if self.residual else torch.clone
@@ -168,7 +166,7 @@ class Rotate(Transform):
         for tensor in skeleton.block_tensors(block):
             _write(job, tensor, parameters[names[tensor]] if tensor in names else None)
         skeleton.release_(block.name)
-        return output, gives_tuple
+        return output
 
 
 def _run_up_to_blocks(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
@@ -208,23 +206,21 @@ def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
     _write(job, tensor, job.rotation.apply(stored.to(job.context.device)))
 
 
-def _rotate_tail(job: _Job, hidden: Tensor, gives_tuple: bool) -> None:
+def _rotate_head(job: _Job, hidden: Tensor) -> None:
     """Write the last norm folded into lm_head, lm_head rotated, and everything else outside the blocks as it is."""
+    from optkit.model.head import logits_behind
     from optkit.model.residual_stream import stream_parts
-    from optkit.stages.residual_rotation import fold_norms_, refuse_difference, rotate_stream_, run_tail
+    from optkit.stages.residual_rotation import fold_norms_, refuse_difference, rotate_stream_
 
     skeleton, embedding = job.skeleton, _embedding(job.skeleton)
-    blocks = [block.module for block in skeleton.blocks]
-    inside = (skeleton.blocks[0].name.rpartition(".")[0] + ".", embedding.rpartition(".")[0] + ".")
-    named = {name: module for name, module in skeleton.model.named_modules() if not f"{name}.".startswith(inside)}
-    modules = {name: module for name, module in named.items() if module._parameters}
-    for name in modules:
-        skeleton.load_(name, job.context.device)
-    logits = run_tail(skeleton.model, blocks, hidden, gives_tuple)
-    parts = stream_parts(modules, job.rotation.size, lambda: run_tail(skeleton.model, blocks, hidden, gives_tuple), "lm_head")
+    inside = f"{skeleton.blocks[0].name.rpartition('.')[0]}."
+    modules = {name: module for name, module in skeleton.model.named_modules() if not f"{name}.".startswith(inside)}
+    run = partial(logits_behind, skeleton.model, skeleton.blocks)
+    skeleton.load_outside_(job.context.device)
+    logits = run(hidden)
+    parts = stream_parts(modules, job.rotation.size, lambda: run(hidden), "lm_head")
     changed = [*fold_norms_(parts), *rotate_stream_(parts, job.rotation)]
-    rotated = run_tail(skeleton.model, blocks, job.rotation.apply(hidden), gives_tuple)
-    job.difference = max(job.difference, refuse_difference("lm_head", logits, rotated, logits))
+    job.difference = max(job.difference, refuse_difference("lm_head", logits, run(job.rotation.apply(hidden)), logits))
     written = {skeleton.tensor_name(embedding)}
     parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
     for name in dict.fromkeys(changed):
@@ -234,8 +230,7 @@ def _rotate_tail(job: _Job, hidden: Tensor, gives_tuple: bool) -> None:
     for tensor in skeleton.outside_tensors:
         if tensor not in written:
             _write(job, tensor, None)
-    for name in modules:
-        skeleton.release_(name)
+    skeleton.release_outside_()
 
 
 def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = None) -> None:
