@@ -1,8 +1,8 @@
 """The installed torch, found once and linked into other environments, so that none of them downloads gigabytes.
 
-Linked are torch and the binary packages that only torch needs (CUDA's libraries, triton), each with its metadata, so that pip and uv see
-them as installed. What torch needs besides (sympy, networkx, filelock, ...) is small and installed anew: an environment may well ask for
-another version of it.
+Linked are torch and the binary packages that only torch needs (CUDA's libraries, triton). Each has metadata of its own there, so that pip
+and uv see it as installed; these list no file of ours, so that neither of them can ever delete one. What torch needs besides (sympy,
+networkx, filelock, ...) is small and installed anew: an environment may well ask for another version of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from optkit.errors import MissingPackageError
 
 ONLY_FOR_TORCH = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 """How the names of binary packages begin that torch brings with it."""
+
+METADATA = ".dist-info"
 
 
 class SharedTorch:
@@ -44,14 +46,15 @@ class SharedTorch:
 
     def link_into(self, packages: Path) -> bool:
         """Link everything into a site-packages directory; False, and nothing linked, where the installation does not list its files."""
-        links = {part for found in self._distributions.values() for part in _parts(found)}
-        if not all(_parts(found) for found in self._distributions.values()):
+        parts = {name: _parts(found) for name, found in self._distributions.items()}
+        if not all(parts.values()):
             return False
-        for part in sorted(links):
+        for part in sorted(set().union(*parts.values())):
             link = packages / part
             link.parent.mkdir(parents=True, exist_ok=True)
-            if not link.is_symlink():
-                link.symlink_to(self.place / part)
+            link.symlink_to(self.place / part)
+        for found in self._distributions.values():
+            _write_metadata(found, packages)
         return True
 
 
@@ -73,13 +76,24 @@ def _brought_by(torch: metadata.Distribution) -> dict[str, metadata.Distribution
 
 
 def _parts(distribution: metadata.Distribution) -> set[Path]:
-    """Return what of site-packages belongs to a distribution: its top-level entries, and the second level of namespace packages."""
+    """Return what of site-packages is a distribution's: its top-level entries but the metadata, and the second level of namespaces."""
     parts = set()
     for file in distribution.files or ():
         path = Path(str(file))
-        if path.parts[0] in ("..", "__pycache__") or path.is_absolute():
+        if path.parts[0] in ("..", "__pycache__") or path.is_absolute() or path.parts[0].endswith(METADATA):
             continue
         top = Path(str(distribution.locate_file(path.parts[0])))
-        is_namespace = top.is_dir() and top.suffix != ".dist-info" and not (top / "__init__.py").exists() and len(path.parts) > 2
+        is_namespace = top.is_dir() and not (top / "__init__.py").exists() and len(path.parts) > 2
         parts.add(Path(*path.parts[: 2 if is_namespace else 1]))
     return parts
+
+
+def _write_metadata(distribution: metadata.Distribution, packages: Path) -> None:
+    """Write the metadata of a linked distribution, whose RECORD names nothing but these files."""
+    directory = packages / f"{distribution.metadata['Name'].replace('-', '_')}-{distribution.version}{METADATA}"
+    directory.mkdir()
+    kept = {name: distribution.read_text(name) for name in ("METADATA", "WHEEL", "entry_points.txt")} | {"INSTALLER": "optkit\n"}
+    texts = {name: text for name, text in kept.items() if text}
+    texts["RECORD"] = "".join(f"{directory.name}/{name},,\n" for name in (*texts, "RECORD"))
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
