@@ -25,7 +25,7 @@ def quantize(job: Job) -> dict[str, Any]:
     quantizer.tqdm = counted
     job.start("autoawq", job.blocks, "blocks")
     model = AutoAWQForCausalLM.from_pretrained(
-        str(job.source), torch_dtype=torch.float16 if job.device != "cpu" else job.torch_dtype(), device_map=None, safetensors=True
+        str(job.source), torch_dtype=torch.float16 if job.device != "cpu" else job.torch_dtype(), trust_remote_code=False
     )
     settings = {"w_bit": scheme["bits"], "q_group_size": scheme["group_size"], "zero_point": not scheme["symmetric"], "version": "GEMM"}
     model.quantize(
