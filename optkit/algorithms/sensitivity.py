@@ -26,6 +26,8 @@ BAND = 64
 """Neighbouring outputs whose errors are taken together: the usual size of a head."""
 FEW_TOKENS = 128
 """GPTQ rounds a layer that saw fewer tokens to nearest."""
+JUDGED = 4
+"""Every so manyth sequence is kept from GPTQ, to judge it by."""
 USUAL_BITS = 4
 """What GPTQ gains over rounding to nearest hardly depends on the grid; it is measured on the one of a layer's grids nearest to this."""
 
@@ -73,17 +75,18 @@ def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[G
     `compensated`: by GPTQ. Each grid is then rounded to nearest all the same, and what GPTQ leaves of the divergence is measured for one of
     them, on other sequences than GPTQ saw, so that it cannot look better than it is where the tokens are few.
     """
-    first, second = seen[::2], seen[1::2]
     hessian = Hessian(weight.shape[1], weight.device)
-    for each in first:
-        hessian.add(each.inputs)
+    unseen = seen[JUDGED - 1 :: JUDGED]
+    for place, each in enumerate(seen, start=1):
+        if place % JUDGED:
+            hessian.add(each.inputs)
     matrix = hessian.matrix()
     importance = matrix.diagonal() if compensated and hessian.tokens else None
     changes = [round_to_nearest(weight, *search_scales(weight, grid, importance), grid).dequantize() - weight for grid in grids]
     left = 1.0
-    if compensated and second and hessian.tokens >= FEW_TOKENS:
+    if compensated and unseen and hessian.tokens >= FEW_TOKENS:
         usual = min(range(len(grids)), key=lambda place: abs(grids[place].bits - USUAL_BITS))
         solved = gptq(weight, matrix, grids[usual], GptqOptions()).weight.dequantize() - weight
-        plain, better = divergences(second, [changes[usual], solved]).tolist()
+        plain, better = divergences(unseen, [changes[usual], solved]).tolist()
         left = min(1.0, better / plain) if plain else 1.0
     return [left * nats for nats in divergences(seen, changes).tolist()]
