@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.awq import InputScales, Reader, search_input_scales
+from optkit.algorithms.gptq import GptqOptions, gptq
 from optkit.algorithms.grid import Grid, minmax_scales
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
@@ -63,6 +64,21 @@ def test_the_reported_errors_are_those_of_the_outputs() -> None:
     found = search(weight, inputs, GRIDS[0])
     assert found.plain_error == pytest.approx(output_error(weight, inputs, torch.ones(INPUTS), GRIDS[0]), rel=0.15)
     assert found.error == pytest.approx(output_error(weight, inputs, found.scales, GRIDS[0]), rel=0.15)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_scales_for_gptq_keep_outputs_nearer_after_gptq(grid: Grid) -> None:
+    weight, inputs = random_weight(), outlying_inputs()
+    hessian = inputs.T @ inputs
+    found = search_input_scales([Reader(weight, hessian, grid)], None, 10, "gptq")
+
+    def error(scales: Tensor) -> float:
+        rounded = gptq(weight * scales, hessian / scales / scales[:, None], grid, GptqOptions(refinements=0)).weight.dequantize()
+        return float(((inputs / scales) @ rounded.T - inputs @ weight.T).square().sum() / (inputs @ weight.T).square().sum())
+
+    assert error(found.scales) < error(torch.ones(INPUTS))
+    assert found.error == pytest.approx(error(found.scales), rel=1e-2)
+    assert found.plain_error == pytest.approx(error(torch.ones(INPUTS)), rel=1e-2)
 
 
 def test_it_never_takes_worse_scales_than_none() -> None:

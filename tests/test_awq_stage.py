@@ -150,7 +150,7 @@ def test_rounding_after_the_scales_is_better_than_alone(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str, quantizer: Rtn
 ) -> None:
     source = uneven(tiny_model(kind), tmp_path / "source")
-    run(source, tmp_path / "scaled", AwqScale(bits=3, group_size=32, calibration=text))
+    run(source, tmp_path / "scaled", AwqScale(bits=3, group_size=32, rounding="nearest", calibration=text))
     run(tmp_path / "scaled", tmp_path / "both", quantizer)
     run(source, tmp_path / "alone", quantizer)
     assert distance(tmp_path / "both", source) < 0.95 * distance(tmp_path / "alone", source)

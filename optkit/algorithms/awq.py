@@ -2,18 +2,21 @@
 
 Lin et al. 2024, arXiv:2306.00978: weights that meet large activations are multiplied by s before they are rounded and their inputs are
 divided by it, so that their errors shrink. What differs: the error of the outputs is tr(E H E^T) with the Hessian H, gathered once, so
-that a candidate costs a matrix product on some rows and not a pass over text; candidates are rounded with scales that are searched, as
-they will be; and after the powers of the activations a descent on a convex bound of the error gives each channel a scale of its own.
+that a candidate costs a matrix product on some rows and not a pass over text; candidates are rounded as the weights will be, with
+scales that are searched, by GPTQ too; and after the powers of the activations a descent on a convex bound of the error gives each channel
+a scale of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from optkit.algorithms.gptq import GptqOptions, gptq
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
@@ -27,8 +30,11 @@ CLIPPINGS = 10
 DESCENT_STEPS = 40
 DESCENT_RATE = 0.05
 """Largest change of log s in a step."""
+DAMPING = 0.01
 LARGEST = 128.0
 """No channel's scale is further than this factor from their geometric mean."""
+
+Rounding: TypeAlias = Literal["nearest", "gptq"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,12 @@ class InputScales:
     """The same without them."""
 
 
-def search_input_scales(readers: Sequence[Reader], rows: Tensor | None, grid_points: int) -> InputScales:
+def search_input_scales(readers: Sequence[Reader], rows: Tensor | None, grid_points: int, rounding: Rounding = "nearest") -> InputScales:
     """Return the scales, one for all readers, with the least error of their outputs among those tried.
 
     rows: int64 [in], channels with the same number share their scale; None where each has its own. Tried are `grid_points` powers, from 0
-    to below 1, of the root mean square of each channel, what a descent from the best of them comes to, and the point between.
+    to below 1, of the root mean square of each channel, what a descent from the best of them comes to, and the point between;
+    their weights are rounded to nearest or by GPTQ. Raises ValueError where GPTQ cannot.
     """
     inputs = readers[0].weight.shape[1]
     sharing = torch.arange(inputs, device=readers[0].weight.device) if rows is None else rows.to(readers[0].weight.device)
@@ -70,12 +77,12 @@ def search_input_scales(readers: Sequence[Reader], rows: Tensor | None, grid_poi
     square = sum(_output_square(sample.weight, sample.hessian) for sample in samples) or 1.0
 
     def error(logarithm: Tensor) -> float:
-        return sum(_rounding_error(sample, logarithm.exp()) for sample in samples) / square
+        return sum(_rounding_error(sample, logarithm.exp(), rounding) for sample in samples) / square
 
     tried = [_centred(size.log() * (point / grid_points)) for point in range(grid_points)]
     errors = [error(logarithm) for logarithm in tried]
     best = tried[min(range(grid_points), key=errors.__getitem__)]
-    descended = _descend(samples, best, sharing)
+    descended = _descend([_with_costs(sample, rounding) for sample in samples], best, sharing)
     for logarithm in (descended, (descended + best) / 2):
         tried.append(logarithm)
         errors.append(error(logarithm))
@@ -106,19 +113,45 @@ def _output_square(weight: Tensor, hessian: Tensor) -> float:
     return float((weight @ hessian).mul_(weight).sum())
 
 
-def _rounding_error(reader: Reader, scales: Tensor) -> float:
+def _rounding_error(reader: Reader, scales: Tensor, rounding: Rounding) -> float:
     scaled = reader.weight * scales
-    importance = reader.hessian.diagonal() / scales.square()
-    rounded = round_to_nearest(scaled, *search_scales(scaled, reader.grid, importance, CLIPPINGS), reader.grid).dequantize()
-    return max(0.0, _output_square(rounded / scales - reader.weight, reader.hessian))
+    if rounding == "gptq":
+        hessian = reader.hessian / scales / scales[:, None]
+        rounded = gptq(scaled, hessian, reader.grid, GptqOptions(DAMPING, refinements=0)).weight
+    else:
+        importance = reader.hessian.diagonal() / scales.square()
+        rounded = round_to_nearest(scaled, *search_scales(scaled, reader.grid, importance, CLIPPINGS), reader.grid)
+    return max(0.0, _output_square(rounded.dequantize() / scales - reader.weight, reader.hessian))
 
 
-def _descend(readers: Sequence[Reader], start: Tensor, sharing: Tensor) -> Tensor:
-    """Return log s, float [in], with a low bound of the error: span^2 sum_i(H_ii / s_i^2), summed over groups and rows.
+@dataclass(frozen=True)
+class _Costed:
+    """A reader, and what an error at each of its inputs costs."""
+
+    weight: Tensor
+    costs: Tensor
+    grid: Grid
+
+
+def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
+    """Return the Hessian's diagonal as costs; for GPTQ what is left of it once the inputs after each one have made up for the error."""
+    diagonal = reader.hessian.diagonal()
+    if rounding == "gptq":
+        last_first = diagonal.argsort(stable=True)
+        damped = reader.hessian[last_first][:, last_first].clone()
+        damped.diagonal().add_(DAMPING * diagonal.mean())
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return _Costed(reader.weight, torch.empty_like(diagonal).scatter_(0, last_first, factor.diagonal().square()), reader.grid)
+    return _Costed(reader.weight, diagonal, reader.grid)
+
+
+def _descend(readers: Sequence[_Costed], start: Tensor, sharing: Tensor) -> Tensor:
+    """Return log s, float [in], with a low bound of the error: span^2 sum_i(cost_i / s_i^2), summed over groups and rows.
 
     The span of a group is that of its weights times s, so the bound's logarithm is convex in log s.
     """
-    shared = _averaged(start, sharing).new_zeros(int(sharing.max()) + 1).scatter_(0, sharing, start).requires_grad_(True)
+    shared = start.new_zeros(int(sharing.max()) + 1).scatter_(0, sharing, start).requires_grad_(True)
     optimizer = torch.optim.Adam([shared], lr=DESCENT_RATE)
     with torch.enable_grad():
         for step in range(DESCENT_STEPS):
@@ -131,9 +164,9 @@ def _descend(readers: Sequence[Reader], start: Tensor, sharing: Tensor) -> Tenso
     return _centred(shared.detach()[sharing])
 
 
-def _bound(reader: Reader, logarithm: Tensor) -> Tensor:
+def _bound(reader: _Costed, logarithm: Tensor) -> Tensor:
     scaled = reader.grid.grouped(reader.weight * logarithm.exp())
     low, high = scaled.amin(-1).clamp(max=0), scaled.amax(-1).clamp(min=0)
     span = 2 * torch.maximum(-low, high) if reader.grid.symmetric else high - low
-    noise = reader.grid.grouped((reader.hessian.diagonal() * (-2 * logarithm).exp())[None]).sum(-1)
+    noise = reader.grid.grouped((reader.costs * (-2 * logarithm).exp())[None]).sum(-1)
     return (span.square() * noise).sum()

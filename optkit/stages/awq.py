@@ -86,7 +86,8 @@ class Awq(InputScaling, WeightQuantizer):
             with out_of_memory(block.name, device, LESS_MEMORY):
                 skeleton.load_(block.name, device)
                 grids = {name: packed_grid(job, name) for name in job.modules(index)}
-                scaled = scaler.scale_(index, {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}, self._kind)
+                calibrated = {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}
+                scaled = scaler.scale_(index, calibrated, "nearest", self._kind)
                 quantized = self._quantize_block(job, index, grids, scaled)
                 if index + 1 < len(skeleton.blocks) or job.head:
                     scaler.advance_(index)

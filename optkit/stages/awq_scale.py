@@ -40,6 +40,8 @@ class AwqScale(InputScaling, Transform):
     """Inputs that are going to share a scale; null: one scale per output channel."""
     symmetric: bool = True
     """Whether they are going to have no zero points."""
+    rounding: Literal["gptq", "nearest"] = "gptq"
+    """How they are going to be rounded: `gptq` by that stage, `nearest` by `rtn`."""
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Scale block by block, from safetensors to safetensors.
@@ -63,7 +65,7 @@ class AwqScale(InputScaling, Transform):
             for index, block in enumerate(skeleton.blocks):
                 with out_of_memory(block.name, context.device, LESS_MEMORY):
                     skeleton.load_(block.name, context.device)
-                    scaled = scaler.scale_(index, self._grids(skeleton, index, layers), STAGE)
+                    scaled = scaler.scale_(index, self._grids(skeleton, index, layers), self.rounding, STAGE)
                     if index + 1 < len(skeleton.blocks):
                         scaler.advance_(index)
                     skeleton.release_(block.name)

@@ -17,7 +17,7 @@ from optkit.stages.selection import Layer, stacks
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optkit.algorithms.awq import Reader
+    from optkit.algorithms.awq import Reader, Rounding
     from optkit.algorithms.grid import Grid
     from optkit.algorithms.hessian import Hessian
     from optkit.model.blocks import BlockInputs
@@ -80,8 +80,8 @@ class BlockScaler:
         self.inputs: BlockInputs = skeleton.capture_inputs(tokens, device, settings.batch_size)
         self._probe = skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], device)
 
-    def scale_(self, index: int, grids: Mapping[str, Grid], stage: str) -> ScaledBlock:
-        """Scale the inputs of the given layers of a block, for the grids that they are going to be rounded to.
+    def scale_(self, index: int, grids: Mapping[str, Grid], rounding: Rounding, stage: str) -> ScaledBlock:
+        """Scale the inputs of the given layers of a block, for the grids that they are going to be rounded to, and how.
 
         Raises StageError where none of them can be scaled, and for inputs that are NaN or Inf.
         """
@@ -98,7 +98,7 @@ class BlockScaler:
         found = []
         for group in wiring.groups:
             if readers := _readers(group, linears, grids, known, matrices):
-                found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points)))
+                found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
         refused = {name: reason for name, reason in wiring.refused.items() if name in grids}
         if grids and not found:
             name, reason = next(iter(refused.items()), (block.name, "its layers saw too few tokens"))
