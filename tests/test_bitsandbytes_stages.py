@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from optkit_evals.footprint import Footprint
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import StageError
+from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
+from optkit.session.memory import weight_bytes
 from optkit.stage import Context, Report
 from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
 from optkit.stages.cast import Cast
@@ -110,6 +113,9 @@ def test_it_leaves_what_it_predicts(sources: TinyModel, tmp_path: Path, method: 
     chosen = [info for name, info in written.tensors.items() if re.search(r"_proj\.", name)]
     bits = 8 * sum(info.size_bytes for info in chosen) / sum(source.tensors[f"{name}.weight"].elements for name in _layers(written))
     assert report.details["quantized_bits_per_weight"] == round(bits, 4)
+    measured = {metric.name: metric.value for metric in Footprint().run(open_session(written.directory), EvalContext())}
+    assert round(measured["bits_per_quantized_weight"], 4) == report.details["quantized_bits_per_weight"]
+    assert round(measured["bits_per_weight"], 4) == report.details["bits_per_weight"]
     assert report.notes == (
         "transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: pip install vllm-bnb-plugin",
     )
@@ -210,6 +216,15 @@ def test_weights_beyond_float16_are_refused(sources: TinyModel, tmp_path: Path) 
 def test_fields_have_their_ranges(stage: type[BitsAndBytesQuantizer], fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(fields))):
         stage(**fields)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, double: bool) -> None:
+    quantize(Nf4(double_quantization=double), sources("llama"), tmp_path / "packed")
+    tensors = Checkpoint(tmp_path / "packed").tensors
+    read = sum(info.size_bytes for name, info in tensors.items() if "quant_map" not in name and "quant_state" not in name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert weight_bytes(model, 1) == read + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def test_bitsandbytes_warns_of_nothing(sources: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

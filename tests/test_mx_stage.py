@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from optkit_evals.footprint import Footprint
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import SourceError, StageError
+from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context, Report
@@ -87,6 +89,9 @@ def test_it_leaves_what_it_predicts(halved: Halved, tmp_path: Path, type: str) -
     assert on_gpu.gpu_bytes > 0
     assert report.changed == 21
     assert report.details["quantized_bits_per_weight"] == pytest.approx(4.5 if type == "nvfp4" else 4.25, abs=0.01)
+    found = {metric.name: metric.value for metric in Footprint().run(open_session(written.directory), EvalContext())}
+    assert round(found["bits_per_quantized_weight"], 4) == report.details["quantized_bits_per_weight"]
+    assert round(found["bits_per_weight"], 4) == report.details["bits_per_weight"]
     assert report.details["formats"] == {"nvfp4, blocks of 16" if type == "nvfp4" else "mxfp4, blocks of 32": 21}
 
 

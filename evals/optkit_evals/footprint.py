@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,12 +17,16 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h
 NOT_DEPLOYED = frozenset({"scorecard.json", "scorecard.md"})
 
 PACKED = ("weight_packed", "qweight")
-"""Names of packed tensors, in compressed-tensors and in gptq."""
+"""Names of packed tensors, in compressed-tensors and in gptq and awq."""
 BESIDE = frozenset({
     "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point",
-    "scales", "qzeros", "g_idx",
+    "scales", "qzeros", "g_idx", "SCB", "weight_format",
 })  # fmt: skip
 """Tensors that a packed one needs: they cost bits and stand for no weight."""
+MARKS = frozenset({"weight_scale", "qweight", "SCB"})
+"""Tensors that only a quantized layer has."""
+FOUR_BIT_STATE = "weight.quant_state."
+"""How the name of bitsandbytes' JSON about 4-bit weights begins."""
 
 
 class Footprint(Eval):
@@ -72,14 +77,18 @@ def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
     """Return module -> what it takes; raises EvalError for a quantized checkpoint whose layout is not known."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
-        module, _, kind = name.rpartition(".")
+        module, below_weight, kind = name.partition(".weight.")
+        if below_weight:
+            kind = f"weight.{kind}"
+        else:
+            module, _, kind = name.rpartition(".")
         modules.setdefault(module, {})[kind] = info
     layers = {module: _stored_layer(checkpoint, module, tensors) for module, tensors in modules.items()}
     if checkpoint.quantization is not None and not any(layer.quantized for layer in layers.values()):
         raise EvalError(
             f"no quantized layer is recognised in a checkpoint of quant_method {checkpoint.quantization.get('quant_method')}",
             where=str(checkpoint.directory),
-            why="Bits per weight can be recounted for the layouts of compressed-tensors and gptq",
+            why="Bits per weight can be recounted for the layouts of compressed-tensors, gptq, awq and bitsandbytes",
             remedy="Take footprint out of the evals",
         )
     return layers
@@ -87,7 +96,10 @@ def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
 
 def _stored_layer(checkpoint: Checkpoint, module: str, tensors: dict[str, TensorInfo]) -> StoredLayer:
     bits = 8 * sum(info.size_bytes for info in tensors.values())
-    if "weight_scale" not in tensors and "qweight" not in tensors:
+    if state := next((kind for kind in tensors if kind.startswith(FOUR_BIT_STATE)), None):
+        shape = json.loads(bytes(checkpoint.read(f"{module}.{state}").tolist()))["shape"]
+        return StoredLayer(bits, math.prod(shape) + (tensors["bias"].elements if "bias" in tensors else 0), quantized=True)
+    if not MARKS & tensors.keys():
         return StoredLayer(bits, sum(info.elements for info in tensors.values()), quantized=False)
     plain = sum(info.elements for kind, info in tensors.items() if kind not in BESIDE and kind not in PACKED)
     return StoredLayer(bits, plain + _packed_weights(checkpoint, module, tensors), quantized=True)
@@ -96,6 +108,8 @@ def _stored_layer(checkpoint: Checkpoint, module: str, tensors: dict[str, Tensor
 def _packed_weights(checkpoint: Checkpoint, module: str, tensors: dict[str, TensorInfo]) -> int:
     where = f"{checkpoint.directory}: {module}"
     if "weight_packed" in tensors:
+        if tensors["weight_packed"].dtype == "U8":  # two 4-bit floats a byte
+            return tensors["weight_packed"].elements * 2
         if "weight_shape" not in tensors:
             raise EvalError("there is no weight_shape beside weight_packed", where=where)
         return math.prod(checkpoint.read(f"{module}.weight_shape").tolist())

@@ -38,11 +38,22 @@ def weight_bytes(model: Any, batch: int) -> int:
     for module, share in _shares(model):
         if isinstance(module, nn.Embedding):
             continue
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.numel():
+        for tensor in _held(module):
+            if tensor.numel():
                 read[tensor.data_ptr()] = max(read.get(tensor.data_ptr(), 0), _size(tensor) * share)
     rows = sum(min(batch, len(each.weight)) * _size(each.weight[0]) for each in embeddings if each.weight.data_ptr() not in read)
     return round(sum(read.values())) + rows
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a module itself, and the scales that bitsandbytes hangs on its 4-bit ones."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+            scales = getattr(tensor, "quant_state", None)
+            while scales is not None:
+                yield scales.absmax
+                scales = scales.state2
 
 
 def cache_bytes(cache: Any, batch: int, context: int) -> int:
