@@ -51,6 +51,8 @@ def command(
 
     wanted = parse_choices(choices)
     text = Calibration(dataset=calibration, samples=samples, sequence_length=sequence_length)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     with only_the_result_on_stdout():
         report = measure_model(
             model,
@@ -63,7 +65,6 @@ def command(
             progress=open_progress(quiet=quiet),
         )
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "sensitivity.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
         (out / "sensitivity.md").write_text(to_markdown(report), encoding="utf-8")
         (out / "sensitivity.svg").write_text(to_svg(report), encoding="utf-8")
