@@ -32,6 +32,12 @@ import json, sys, numpy
 place = json.load(open(sys.argv[1]))["logits"]
 numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
 """
+MADE_UP = """\
+import json, sys, numpy
+numpy.full((40, {width}), {value!r}, dtype="float32").tofile(json.load(open(sys.argv[1]))["logits"])
+said = {{"versions": {{"transformers": "0"}}, "device": "cpu", "dtype": "float32", "logits_shape": [40, {width}], "generated": [1]}}
+json.dump(said, open(sys.argv[2], "w"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +172,20 @@ def test_an_engine_that_disagrees(artifact: Path, tmp_path: Path, capsys: pytest
     out, _ = spoken(capsys, "verify", "out", *words, status=3)
     assert "DISAGREES" in out
     assert "FAIL  0 of 1 engines agree" in out
+
+
+@pytest.mark.parametrize(
+    ("width", "value", "said"),
+    [(512, "nan", "its logits are not all finite numbers"), (500, "0", "its logits are [40, 500], and optkit's are [40, 512]")],
+)
+def test_logits_that_are_none(
+    width: int, value: str, said: str, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "engine.py").write_text(MADE_UP.format(width=width, value=value))
+    python = program(tmp_path, f"{sys.executable} {tmp_path}/engine.py $3 $4")
+    words = ["--engine", "transformers", "--engine-python", f"transformers={python}", "--device", "cpu", "--tokens", "40", "--json"]
+    (found,) = json.loads(spoken(capsys, "verify", "out", *words, status=3)[0])["loading"]
+    assert (found["verdict"], found["reason"], found["mean_kl"]) == ("disagrees", said, None)
 
 
 def test_an_engine_that_takes_too_long(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
