@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages import foreign, offers
+from optkit.stages.awq import Awq
 from optkit.stages.gptq import Gptq
 from optkit.stages.rtn import Rtn
 from tests.fake_library import environment_at
@@ -52,6 +52,9 @@ def test_only_what_decides_the_result_is_in_the_fields() -> None:
         ),
         (Gptq, {"backend": "gptqmodel", "format": "compressed-tensors"}, "format: gptqmodel has gptq, not compressed-tensors"),
         (Gptq, {"backend": "gptqmodel", "symmetric": False}, "symmetric: gptqmodel has true, not false"),
+        (Awq, {"backend": "autoawq", "include": ["*.mlp.*"], "grid_points": 5}, "`grid_points`, `include`: autoawq has nothing like it"),
+        (Awq, {"backend": "auto_round", "symmetric": True}, "symmetric: auto_round has false, not true"),
+        (Awq, {"backend": "gptqmodel", "bits": 8}, "bits: gptqmodel has 4, not 8"),
         (Gptq, {"backend": "llmcompressor", "bits": 3}, "bits: llmcompressor has 4 or 8, not 3"),
         (Gptq, {"backend": "autoawq"}, "'optkit', 'gptqmodel' or 'llmcompressor'"),
         (
@@ -61,7 +64,7 @@ def test_only_what_decides_the_result_is_in_the_fields() -> None:
         ),
     ],
 )
-def test_what_a_library_cannot_honour_is_refused_by_name(stage: type[Gptq] | type[Rtn], fields: dict[str, Any], said: str) -> None:
+def test_what_a_library_cannot_honour_is_refused_by_name(stage: type[Gptq | Rtn | Awq], fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         stage(**fields)
     assert said in str(caught.value)
@@ -77,10 +80,9 @@ def test_a_recipe_names_the_line() -> None:
 
 def test_offers_are_of_fields_that_there_are() -> None:
     for (kind, backend), offer in offers.OFFERS.items():
-        stage = {"gptq": Gptq, "rtn": Rtn}.get(kind)
-        if stage:
-            assert offer.fields | set(offer.defaults) <= set(stage.model_fields)
-            assert backend in str(stage.model_fields["backend"].annotation)
+        stage = {"gptq": Gptq, "rtn": Rtn, "awq": Awq}[kind]
+        assert offer.fields | set(offer.defaults) <= set(stage.model_fields)
+        assert backend in str(stage.model_fields["backend"].annotation)
         assert set(offer.values) | set(offer.passed) | set(offer.defaults) <= offer.fields
 
 
@@ -201,13 +203,10 @@ def test_a_model_that_is_read_as_another_one_is_refused(run: Callable[..., Any],
         run(Rtn(backend="llmcompressor", group_size=32), tiny_model("llama"), FakeWorker())
 
 
-def test_a_library_that_needs_a_gpu_says_why(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(offers.OFFERS)
-    known["rtn", "llmcompressor"] = replace(known["rtn", "llmcompressor"], needs_gpu=known["awq", "llmcompressor"].needs_gpu)
-    monkeypatch.setattr(foreign, "OFFERS", known)
-    said = r"^rtn.backend: llmcompressor needs a GPU for it. Its AWQ pins memory for a GPU at every batch .* Take backend: optkit.$"
+def test_a_library_that_needs_a_gpu_says_why(tiny_model: TinyModel, tmp_path: Path) -> None:
+    said = r"^awq.backend: llmcompressor needs a GPU for it. Its AWQ pins memory for a GPU at every batch .* Take backend: optkit.$"
     with pytest.raises(StageError, match=said):
-        Rtn(backend="llmcompressor").run(tiny_model("llama"), tmp_path, Context())
+        Awq(backend="llmcompressor").run(tiny_model("llama"), tmp_path, Context())
 
 
 def test_a_model_with_code_of_its_own_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:

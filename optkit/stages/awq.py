@@ -11,6 +11,7 @@ from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.stages.awq_format import AWQ, AwqPacked, refuse_unfit_for_awq
 from optkit.stages.fitting import refuse_uneven_groups, refuse_unfit
+from optkit.stages.foreign import Backed
 from optkit.stages.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
 from optkit.stages.layer_format import HEAD, LayerFormat
 from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.sequence_length"
 
 
-class Awq(InputScaling, WeightQuantizer):
+class Awq(InputScaling, Backed, WeightQuantizer):
     """Scale inputs so that weights that meet large activations are rounded more finely (AWQ, arXiv:2306.00978), then round to nearest.
 
     The scales are folded into the norm or linear layer that makes the input, found by running each block, so the model has no new layer.
@@ -41,6 +42,9 @@ class Awq(InputScaling, WeightQuantizer):
     scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
     """`hessian`: the scale of each group with the least rounding error, each input weighted by its activations, which cuts outliers.
     `mse`: unweighted. `minmax`: the scale that reaches every weight."""
+
+    backend: Literal["optkit", "autoawq", "auto_round", "gptqmodel", "llmcompressor"] = "optkit"
+    """Who does the work: optkit, or another library in an environment of its own (`optkit env`), with the same tokens."""
 
     @model_validator(mode="after")
     def _fits_awq(self) -> Self:
