@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 KIND = "auto_bits"
 DEFAULT_CHOICES = (
-    Choice(bits=2, group_size=32, symmetric=False),
-    Choice(bits=3, group_size=64, symmetric=False),
-    Choice(bits=3, group_size=32, symmetric=False),
     Choice(bits=4, group_size=128, symmetric=True),
     Choice(bits=4, group_size=64, symmetric=True),
     Choice(bits=4, group_size=64, symmetric=False),
@@ -41,6 +38,7 @@ DEFAULT_CHOICES = (
     Choice(bits=4, group_size=32, symmetric=False),
     Choice(bits=8, group_size=64, symmetric=True),
 )
+"""What vLLM opens on GPUs; on CPUs it opens 4 bits alone. With 2 and 3 bits the sum of divergences at 4.5 bits was 0.6% less (SmolLM2)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,8 @@ class AutoBits(Transform):
     size_bytes: int | None = Field(default=None, gt=0)
     """Most bytes of all tensors of the model, those that are not quantized too."""
     choices: tuple[Choice, ...] = Field(default=DEFAULT_CHOICES, min_length=1)
-    """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to it."""
+    """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to it. The default ones have 4 and 8 bits,
+    which vLLM opens on GPUs (on CPUs: 4 bits alone); for a budget below 4.1 bits add some of 2 or 3 bits, which transformers opens."""
     method: Literal["gptq", "rtn"] = "gptq"
     """What rounds the weights in the end, and so what the predictions are of."""
     fused: bool = True
