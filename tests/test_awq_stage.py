@@ -202,6 +202,15 @@ def test_a_model_whose_scales_cannot_be_folded_is_refused_with_the_reason(tiny_m
     )
 
 
+def test_too_few_tokens_are_refused(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+    with pytest.raises(StageError) as raised:
+        run(tiny_model("llama"), tmp_path / "awq", Awq(group_size=32, calibration=text.model_copy(update={"samples": 1})))
+    assert str(raised.value) == (
+        "awq: model.layers.0: no input of the chosen layers can be scaled. Its layers saw fewer than 128 calibration tokens."
+        " Take gptq, which needs no scales."
+    )
+
+
 def test_the_format_awq_refuses_what_it_cannot_hold(tiny_model: TinyModel) -> None:
     shape = Checkpoint(tiny_model("llama")).shape
     with pytest.raises(StageError) as raised:

@@ -101,7 +101,7 @@ class BlockScaler:
                 found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
         refused = {name: reason for name, reason in wiring.refused.items() if name in grids}
         if grids and not found:
-            name, reason = next(iter(refused.items()), (block.name, "its layers saw too few tokens"))
+            name, reason = next(iter(refused.items()), (block.name, f"its layers saw fewer than {FEW_TOKENS} calibration tokens"))
             raise StageError(
                 "no input of the chosen layers can be scaled",
                 where=f"{stage}: {name}",
@@ -136,8 +136,9 @@ class BlockScaler:
 
     def advance_(self, index: int) -> None:
         """Replace the inputs of the block by its outputs."""
-        for batch in self.inputs.batches:
-            self.inputs.hidden[batch.rows] = self.skeleton.run_block(index, self.inputs.hidden[batch.rows], batch.calls[index])
+        from optkit.stages.layer_inputs import HessianCollector
+
+        HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).advance_()
 
 
 def weight_of(module: nn.Module) -> Tensor:
