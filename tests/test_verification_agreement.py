@@ -72,8 +72,10 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_the_least_precise_dtype_decides() -> None:
-    assert tolerance("float32", "float32") < tolerance("float32", "float16") < tolerance("float16", "bfloat16")
-    assert tolerance("float32", "fp9") == tolerance("bfloat16")
+    limits = [tolerance("float32", other, rounded_activations=False) for other in ("float32", "float16", "bfloat16")]
+    assert limits == sorted(set(limits))
+    assert tolerance("float32", "fp9", rounded_activations=False) == limits[-1]
+    assert tolerance("float32", "float32", rounded_activations=True) > limits[-1]
 
 
 def test_common_prefix() -> None:

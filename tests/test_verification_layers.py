@@ -19,6 +19,7 @@ from optkit.registry import stage_class
 from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
+from optkit.verification.schemes import rounds_activations
 
 TinyModel = Callable[[str], Path]
 TEXT = {"dataset": "python-reference", "split": "train", "samples": 2, "sequence_length": 64}
@@ -187,6 +188,21 @@ def test_a_format_that_is_not_known_is_said(copy: Path) -> None:
         problems_of_layers(Checkpoint(change(copy, quant_method="exl3")))
     with pytest.raises(ValueError, match="^compressed-tensors format sparse$"):
         problems_of_layers(Checkpoint(change(copy, quant_method="compressed-tensors", config_groups={"a": {"format": "sparse"}})))
+
+
+@pytest.mark.parametrize(
+    ("words", "rounds"),
+    [
+        ({}, False),
+        ({"config_groups": group()}, False),
+        ({"config_groups": {**group(), "group_1": {"targets": [], "input_activations": {"num_bits": 8}}}}, True),
+        ({"kv_cache_scheme": {"num_bits": 8}}, True),
+        ({"load_in_8bit": True}, True),
+        ({"load_in_4bit": True}, False),
+    ],
+)
+def test_which_models_round_their_activations(words: dict[str, Any], rounds: bool) -> None:
+    assert rounds_activations(words) is rounds
 
 
 def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None:

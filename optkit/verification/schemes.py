@@ -40,6 +40,13 @@ def scheme_of_layers(quantization: Mapping[str, Any] | None) -> Callable[[str, b
     return readers[method](quantization)
 
 
+def rounds_activations(quantization: Mapping[str, Any]) -> bool:
+    """Say whether layers round their inputs or outputs, or attention its keys and values, to a few bits."""
+    groups = (quantization.get("config_groups") or {}).values()
+    sides = [group.get(f"{side}_activations") for group in groups for side in ("input", "output")]
+    return any(sides) or bool(quantization.get("kv_cache_scheme")) or bool(quantization.get("load_in_8bit"))
+
+
 def _compressed_tensors(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
     groups = list((quantization.get("config_groups") or {}).values())
     schemes: list[Scheme] = []

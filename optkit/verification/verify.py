@@ -21,6 +21,7 @@ from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
 from optkit.verification.checks import Check, check_artifact
 from optkit.verification.engines import ENGINES, Answer, Engine, ask, interpreter
+from optkit.verification.schemes import rounds_activations
 
 NEW_TOKENS = 16
 LIKELIEST = 64
@@ -87,7 +88,7 @@ def verify_artifact(
                 method = str(quantization.get("quant_method", ""))
                 request = _request(ENGINES[name], artifact.directory, reference, method, trusted, Path(folder))
                 answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
-                loading.append(_judge(ENGINES[name], method, answer, reference, tokenizer, Path(request["logits"])))
+                loading.append(_judge(ENGINES[name], quantization, answer, reference, tokenizer, Path(request["logits"])))
             else:
                 loading.append(Loading(engine=name, verdict="skipped", reason="there is no ONNX in this artifact"))
             task.advance()
@@ -119,8 +120,9 @@ def _request(engine: Engine, directory: Path, reference: Reference, method: str,
     }
 
 
-def _judge(engine: Engine, method: str, answer: Answer, reference: Reference, tokenizer: Any, logits: Path) -> Loading:
+def _judge(engine: Engine, quantization: Mapping[str, Any], answer: Answer, reference: Reference, tokenizer: Any, logits: Path) -> Loading:
     """Return the loading line of an engine."""
+    method = str(quantization.get("quant_method", ""))
     others = {name for helpers in engine.helpers.values() for name in helpers} - set(engine.helpers.get(method, ()))
     packages = {name: version for name, version in answer.said.get("versions", {}).items() if name not in others}
     version = next((packages[name] for name in engine.distributions if name in packages), "")
@@ -136,7 +138,8 @@ def _judge(engine: Engine, method: str, answer: Answer, reference: Reference, to
         "same_tokens": agreement.common_prefix(reference.generated, said["generated"]),
         "text": tokenizer.decode(said["generated"]),
     }
-    limit = agreement.tolerance(reference.dtype, said["dtype"])
+    rounded = rounds_activations(quantization)
+    limit = agreement.tolerance(reference.dtype, said["dtype"], rounded_activations=rounded)
     if "likeliest" in said:
         what = f"log-probabilities of the {LIKELIEST} likeliest tokens"
         near = agreement.compare_likeliest(reference.logits, said["likeliest"])
@@ -146,7 +149,8 @@ def _judge(engine: Engine, method: str, answer: Answer, reference: Reference, to
     else:
         reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
         return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
-    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({reference.dtype} and {said['dtype']})"
+    because = f"{reference.dtype} and {said['dtype']}" + (", rounded activations" if rounded else "")
+    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({because})"
     return Loading.model_validate({**facts, **_verdict(near, limit)})
 
 
