@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 def quantize(job: Job) -> dict[str, Any]:
     """Quantize and save; returns nothing of note."""
-    groups: dict[str, dict[str, Any]] = {}
+    named: dict[str, list[str]] = {}
     for name, scheme in job.layers.items():
-        groups.setdefault(json.dumps(scheme, sort_keys=True), {"weights": _weights(scheme), "targets": []})["targets"].append(name)
-    chosen = {"config_groups": {f"group_{index}": group for index, group in enumerate(groups.values())}, "ignore": job.kept}
+        named.setdefault(json.dumps(scheme, sort_keys=True), []).append(name)
+    usual = max(named, key=lambda scheme: len(named[scheme]))
+    groups = [
+        {"weights": _weights(json.loads(scheme)), "targets": ["Linear"] if scheme == usual else names} for scheme, names in named.items()
+    ]
+    chosen = {"config_groups": {f"group_{index}": group for index, group in enumerate(groups)}, "ignore": job.kept}
     modifiers: list[Any]
     if job.method == "gptq":
         order = "static" if job.fields["activation_order"] else None
