@@ -182,17 +182,11 @@ def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> 
     ("fields", "message"),
     [
         ({"calibration": TEXT}, "activations: dynamic needs no calibration: take it out, or set activations: static"),
-        ({"scales": "block", "activations": "static"}, "no static activations beside weights in blocks: set activations: dynamic, or"),
+        ({"scales": "block", **STATIC}, "no static activations beside weights in blocks: set activations: dynamic, or"),
+        ({"activations": "static"}, "activations: static needs a text: add calibration: {dataset: c4}, or set activations: dynamic"),
         ({"scales": "row"}, "'channel', 'tensor' or 'block'"),
     ],
 )
 def test_fields_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Fp8(**fields)
-
-
-def test_static_calibrates_on_c4_where_nothing_is_said() -> None:
-    stage = Fp8(activations="static")
-    assert stage.calibration is not None
-    assert stage.calibration.dataset == "c4"
-    assert Fp8(**stage.model_dump()) == stage

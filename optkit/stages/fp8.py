@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -30,19 +30,14 @@ class Fp8(EightBitQuantizer):
     """`dynamic`: rounded with a scale for each token (for 128 inputs of it where `scales: block`), no calibration. `static`: with one
     scale for all tokens, calibrated; a little faster and a little worse. `none`: not rounded, weights alone are small."""
     calibration: Calibration | None = None
-    """The text that `activations: static` is calibrated on, c4 where none is given."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_text(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("activations") == "static" and fields.get("calibration") is None:
-            return {**fields, "calibration": {"dataset": "c4"}}
-        return fields
+    """The text that `activations: static` is calibrated on; the others need none."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Fp8:
         if self.calibration and self.activations != "static":
             raise ValueError(f"activations: {self.activations} needs no calibration: take it out, or set activations: static")
+        if self.activations == "static" and not self.calibration:
+            raise ValueError("activations: static needs a text: add calibration: {dataset: c4}, or set activations: dynamic")
         if self.scales == "block" and self.activations == "static":
             raise ValueError("vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel")
         return self
