@@ -209,6 +209,14 @@ def test_a_library_that_needs_a_gpu_says_why(tiny_model: TinyModel, tmp_path: Pa
         Awq(backend="llmcompressor").run(tiny_model("llama"), tmp_path, Context())
 
 
+def test_shapes_that_a_library_cannot_take_are_refused_before_it_is_asked(tiny_model: TinyModel, tmp_path: Path) -> None:
+    said = (
+        r"^model.layers.0.self_attn.k_proj: 32 outputs are not a multiple of 64. autoawq searches the clipping of so many at once."
+    )
+    with pytest.raises(StageError, match=said):
+        Awq(backend="autoawq", group_size=32).run(tiny_model("llama"), tmp_path, Context())
+
+
 def test_a_model_with_code_of_its_own_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tmp_path / "own"
     source.mkdir()

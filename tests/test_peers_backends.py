@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from optkit.progress import SilentProgress
 from optkit.registry import stage_class
 from optkit.session import open_session
 from optkit.stage import Context
+from tests.conftest import CONFIGS, save_tiny_model
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.timeout(1800)]
-TinyModel = Callable[[str], Path]
 MIXED = {"exclude": ["*.0.mlp.*"], "overrides": {"*.v_proj": {"bits": 8}}}
 CALIBRATION = {"dataset": "python-reference", "samples": 8, "sequence_length": 64}
 
@@ -29,6 +28,15 @@ CALIBRATION = {"dataset": "python-reference", "samples": 8, "sequence_length": 6
 def place(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what is built for all of these tests; $OPTKIT_ENVS keeps it for the next run too."""
     os.environ.setdefault("OPTKIT_ENVS", str(tmp_path_factory.mktemp("envs")))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny llama whose layers all have multiples of 64 outputs, as AutoAWQ asks for, and whose positions turn slowly."""
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "wide", {**CONFIGS["llama"], "num_key_value_heads": 4, "rope_parameters": rope})
+        return save_tiny_model("wide", tmp_path_factory.mktemp("wide"))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +56,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> None:
         ("awq", {"backend": "gptqmodel", "calibration": CALIBRATION}, "awq"),
     ],
 )
-def test_a_library_quantizes_in_its_own_environment(
-    kind: str, fields: dict[str, Any], method: str, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    source = tiny_model("llama")
-    report = stage_class(kind).model_validate_json(json.dumps({"group_size": 32, **fields})).run(source, tmp_path, Context())  # type: ignore[attr-defined]
+def test_a_library_quantizes_in_its_own_environment(kind: str, fields: dict[str, Any], method: str, wide: Path, tmp_path: Path) -> None:
+    report = stage_class(kind).model_validate_json(json.dumps({"group_size": 32, **fields})).run(wide, tmp_path, Context())  # type: ignore[attr-defined]
     assert report.details["backend"] == fields["backend"]
     assert report.details["logits_apart"] < 1e-3
     assert 4 < report.details["quantized_bits_per_weight"] < 6
@@ -60,7 +65,7 @@ def test_a_library_quantizes_in_its_own_environment(
     assert quantization is not None
     assert quantization["quant_method"] == method
     tokens = torch.randint(1, 500, (2, 40), generator=torch.Generator().manual_seed(0))
-    there, here = open_session(tmp_path).logits(tokens), open_session(source).logits(tokens)
+    there, here = open_session(tmp_path).logits(tokens), open_session(wide).logits(tokens)
     assert 0.01 < (there - here).norm() / here.norm() < 0.5
 
 

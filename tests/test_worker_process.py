@@ -120,6 +120,11 @@ def test_a_worker_that_dies_says_how(toy: Toy, body: str, said: str) -> None:
         run(toy(body))
 
 
+def test_an_exception_without_a_word_says_where(toy: Toy) -> None:
+    with pytest.raises(StageError, match=r"AssertionError: assert job.blocks == 7 \(toy.py, line 3\). The library stopped there"):
+        run(toy("assert job.blocks == 7"))
+
+
 def test_a_library_without_a_worker(toy: Toy) -> None:
     launch = toy("pass")
     (launch.parent / "toy.py").unlink()

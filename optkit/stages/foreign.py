@@ -97,6 +97,7 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
     _refuse_own_code(checkpoint.config, stage._kind)
     selection = stage._select(layers_of(checkpoint.shape), head_of(checkpoint.shape))
     formats = stage._formats(selection)
+    _refuse_shapes(offer, selection, stage._kind)
     environment = Environments().require(offer.library, context.progress)
     calibration: Calibration | None = getattr(stage, "calibration", None)
     with work_directory(target) as work:
@@ -185,6 +186,17 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
 def _refuse_device(offer: Offer, device: str, kind: str) -> None:
     if offer.needs_gpu and device == "cpu":
         raise StageError(f"{offer.library} needs a GPU for it", where=f"{kind}.backend", why=offer.needs_gpu, remedy=f"Take backend: {OWN}")
+
+
+def _refuse_shapes(offer: Offer, selection: Selection, kind: str) -> None:
+    odd = next((layer for layer in selection.layers.values() if layer.outputs % offer.outputs_multiple), None)
+    if odd:
+        raise StageError(
+            f"{odd.outputs} outputs are not a multiple of {offer.outputs_multiple}",
+            where=odd.name,
+            why=f"{offer.library} searches the clipping of so many at once",
+            remedy=f"Take {kind}.backend: {OWN}",
+        )
 
 
 def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:

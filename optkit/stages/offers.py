@@ -14,6 +14,8 @@ WEIGHTS = frozenset({"backend", "bits", "group_size", "symmetric", "format", "in
 
 GEMM = {"format": ("awq",), "bits": (4,), "symmetric": (False,)}
 """What AutoAWQ's layout holds."""
+CLIPPED_AT_ONCE = 64
+"""Outputs that AutoAWQ's search for clipping takes together, in gptqmodel too."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Offer:
     """Taken where the recipe says nothing, in place of the stage's own default."""
     needs_gpu: str = ""
     """Why it does not run on a CPU; empty where it does."""
+    outputs_multiple: int = 1
+    """What the outputs of every layer must be a multiple of."""
 
 
 def _offer(library: str, without: tuple[str, ...] = (), passed: tuple[str, ...] = (), calibrated: bool = True, **more: Any) -> Offer:
@@ -61,6 +65,7 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
         passed=("batch_size",),
         values=GEMM,
         defaults={"format": "awq"},
+        outputs_multiple=CLIPPED_AT_ONCE,
     ),
     ("awq", "auto_round"): _offer(
         "auto_round",
@@ -75,6 +80,7 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
         passed=("batch_size",),
         values=GEMM,
         defaults={"format": "awq", "batch_size": 1},
+        outputs_multiple=CLIPPED_AT_ONCE,
     ),
     ("awq", "llmcompressor"): _offer(
         "llmcompressor",

@@ -36,6 +36,8 @@ def quantize(job: Job) -> dict[str, Any]:
     )
     job.start("auto_round awq", 1, "model")
     rounder.quantize_and_save(str(job.target), format="auto_awq")
+    for path in next(job.target.glob("*/config.json")).parent.iterdir():  # it saves below a name of its own
+        path.rename(job.target / path.name)
     job.advance("saved")
     return {}
 

@@ -136,7 +136,8 @@ def main(name: str, descriptor: int) -> int:
         details = worker.quantize(job)
     except BaseException as error:
         traceback.print_exc()
-        message = next(iter(str(error).strip().splitlines()), "")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = next(iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})")
         job.send(type="error", exception=type(error).__name__, message=message)
         return 1
     job.send(type="result", details=details)
