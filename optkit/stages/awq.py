@@ -127,17 +127,13 @@ class Awq(InputScaling, Backed, WeightQuantizer):
 
     def _head(self, job: Job) -> Mapping[str, Tensor]:
         """Round the output layer, each input weighted by its activations; what makes its input takes no scales."""
-        from optkit.algorithms.hessian import Hessian
+        from optkit.stages.layer_inputs import head_hessian
 
-        device, skeleton = job.context.device, job.skeleton
+        device = job.context.device
         with out_of_memory(HEAD, device, LESS_MEMORY):
-            hessian = Hessian(job.selection.layers[HEAD].inputs, device, self.equal_tokens)
-            inputs, job.inputs = job.inputs, None
-            if inputs is not None and not self._rounds_to_nearest(HEAD):
-                for given in skeleton.head_inputs(inputs, device):
-                    hessian.add(given)
-            weight = skeleton.checkpoint.read_finite(job.weight(HEAD)).to(device).float()
-            importance = hessian.matrix().diagonal() if hessian.tokens else None
+            hessian = None if self._rounds_to_nearest(HEAD) else head_hessian(job, self.equal_tokens)
+            weight = job.skeleton.checkpoint.read_finite(job.weight(HEAD)).to(device).float()
+            importance = hessian.matrix().diagonal() if hessian and hessian.tokens else None
             return self._packed(job, {HEAD: self._round(HEAD, weight, packed_grid(job, HEAD), importance)})[HEAD]
 
     def _round(self, name: str, weight: Tensor, grid: Grid, importance: Tensor | None) -> QuantizedWeight:

@@ -12,7 +12,8 @@ from optkit.errors import StageError
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.foreign import Backed
-from optkit.stages.layer_quantizer import HEAD, BlockOutput, Job, out_of_memory
+from optkit.stages.layer_format import HEAD
+from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
 from optkit.stages.packed_format import PackedFormat, PackQuantized
 from optkit.stages.selection import Layer, stacks
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
@@ -94,17 +95,12 @@ class Gptq(Backed, WeightQuantizer):
     def _head(self, job: Job) -> Mapping[str, Tensor]:
         """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for each token."""
         from optkit.algorithms.grid import joined
-        from optkit.algorithms.hessian import Hessian
+        from optkit.stages.layer_inputs import head_hessian
 
-        device, skeleton = job.context.device, job.skeleton
+        device = job.context.device
         with out_of_memory(HEAD, device, LESS_MEMORY):
-            hessian = Hessian(job.selection.layers[HEAD].inputs, device, self.equal_tokens)
-            inputs, job.inputs = job.inputs, None
-            if inputs is not None and not self._rounds_to_nearest(HEAD):
-                for given in skeleton.head_inputs(inputs, device):
-                    hessian.add(given)
-            del inputs
-            weight = skeleton.checkpoint.read_finite(job.weight(HEAD))
+            hessian = None if self._rounds_to_nearest(HEAD) else head_hessian(job, self.equal_tokens)
+            weight = job.skeleton.checkpoint.read_finite(job.weight(HEAD))
             parts = [self._rounded(job, HEAD, rows.to(device).float(), hessian)[0] for rows in weight.split(HEAD_ROWS)]
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
@@ -145,18 +141,12 @@ class Gptq(Backed, WeightQuantizer):
         from optkit.algorithms.gptq import GptqOptions, gptq
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
+        from optkit.stages.layer_inputs import finite_matrix
 
         grid = packed_grid(job, name)
         if hessian is None or hessian.tokens < FEW_TOKENS or self._rounds_to_nearest(name):
             return round_to_nearest(weight, *minmax_scales(weight, grid), grid), None
-        matrix = hessian.matrix()
-        if not matrix.isfinite().all():
-            raise StageError(
-                "the inputs of the layer are NaN or Inf on the calibration text",
-                where=name,
-                why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
-                remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
-            )
+        matrix = finite_matrix(hessian, name, job.skeleton)
         options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
         try:
             result = gptq(weight, matrix, grid, options)

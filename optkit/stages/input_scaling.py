@@ -87,13 +87,13 @@ class BlockScaler:
         """
         from optkit.algorithms.awq import search_input_scales
         from optkit.model.wiring import fold_, fold_groups
-        from optkit.stages.layer_inputs import HessianCollector
+        from optkit.stages.layer_inputs import HessianCollector, finite_matrix
 
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
         linears = skeleton.linears(block)
         sums = HessianCollector(skeleton, index, self.inputs, self.settings.equal_tokens).collect({name: linears[name] for name in grids})
         known = {name: hessian for name, hessian in sums.items() if hessian.tokens >= FEW_TOKENS}
-        matrices = {id(hessian): _matrix(name, hessian, skeleton) for name, hessian in known.items()}
+        matrices = {id(hessian): finite_matrix(hessian, name, skeleton) for name, hessian in known.items()}
         wiring = fold_groups(skeleton, index, self._probe.hidden, self._probe.batches[0].calls[index])
         found = []
         for group in wiring.groups:
@@ -169,15 +169,3 @@ def _readers(
         Reader(torch.cat([weight_of(linears[name]) for name in names]), matrices[key] * known[names[0]].tokens, grid)
         for (key, grid), names in alike.items()
     ]
-
-
-def _matrix(name: str, hessian: Hessian, skeleton: Skeleton) -> Tensor:
-    matrix = hessian.matrix()
-    if not matrix.isfinite().all():
-        raise StageError(
-            "the inputs of the layer are NaN or Inf on the calibration text",
-            where=name,
-            why=f"Activations do not fit {str(skeleton.dtype).removeprefix('torch.')}",
-            remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
-        )
-    return matrix

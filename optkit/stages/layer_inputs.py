@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from optkit.algorithms.hessian import Hessian
+from optkit.errors import StageError
+from optkit.stages.layer_format import HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.model.blocks import Batch, BlockInputs
     from optkit.model.skeleton import Skeleton
+    from optkit.stages.layer_quantizer import Job
 
 
 class Sum(Protocol):
@@ -108,6 +111,30 @@ def watch_inputs(run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def finite_matrix(hessian: Hessian, name: str, skeleton: Skeleton) -> Tensor:
+    """Return the mean of x x^T of a layer's inputs, float32 [in, in]. Raises StageError where they were NaN or Inf."""
+    matrix = hessian.matrix()
+    if not matrix.isfinite().all():
+        raise StageError(
+            "the inputs of the layer are NaN or Inf on the calibration text",
+            where=name,
+            why=f"Activations do not fit {str(skeleton.dtype).removeprefix('torch.')}",
+            remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
+        )
+    return matrix
+
+
+def head_hessian(job: Job, equal_tokens: bool) -> Hessian:
+    """Return the Hessian of the output layer's inputs, and let go of what the last block returned; no tokens where nothing was kept."""
+    device = job.context.device
+    hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens)
+    inputs, job.inputs = job.inputs, None
+    if inputs is not None:
+        for given in job.skeleton.head_inputs(inputs, device):
+            hessian.add(given)
+    return hessian
 
 
 def without_indices(name: str) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stages.foreign import Backed
-from optkit.stages.layer_quantizer import HEAD, BlockOutput, Job, out_of_memory
+from optkit.stages.layer_format import HEAD
+from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
 from optkit.stages.selection import Layer
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 

@@ -11,8 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from optkit.errors import StageError
 from optkit.stages.fitting import joined_differently, refuse_unfit
-from optkit.stages.layer_format import LayerFormat
-from optkit.stages.layer_quantizer import HEAD, Job, LayerQuantizer
+from optkit.stages.layer_format import HEAD, LayerFormat
+from optkit.stages.layer_quantizer import Job, LayerQuantizer
 from optkit.stages.overrides import KEEP, Override, Overrides, override_of
 from optkit.stages.packed_format import GPTQ, GPTQ_GROUP_SIZES, GptqPacked, PackedFormat, PackQuantized
 from optkit.stages.selection import Layer, Selection, refuse_unmatched
