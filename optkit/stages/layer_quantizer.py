@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton
 
 
-
 @dataclass(frozen=True)
 class BlockOutput:
     """What a quantizer leaves of one decoder block; every other tensor of the block is passed on as it is."""
