@@ -279,7 +279,7 @@ def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_pat
 
 
 def test_what_optkit_does_not_read_itself_is_left_to_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}
     with pytest.raises((MissingPackageError, SourceError), match="gptqmodel|cannot open it"):
         open_session(copied(tiny_model("llama"), tmp_path / "awq", quantization_config=awq))
 
