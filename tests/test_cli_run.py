@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optkit_cli.main import main
+from optkit_cli.progress import LineProgress
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.errors import UsageError
 from optkit.gates import Verdict
+from optkit.measuring import Measurement
 from optkit.scorecard import Scorecard
+from optkit.store import Store
+from optkit.store_contents import prune
 
 ROOT = Path(__file__).parent.parent
 RECIPE = """\
@@ -178,3 +184,47 @@ def test_plan_imports_no_torch(desk: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "cast" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_sequences_longer_than_the_model_are_refused_before_anything_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "run"):
+        _, err = spoken(capsys, command, "tiny.yaml", "--device", "cpu", "--set", "evals.1.perplexity.window=600", status=1)
+        assert err.startswith("error: perplexity: its sequences have 600 tokens, and ")
+        assert "was built for 512" in err
+    assert not (desk / "store" / "steps").exists()
+
+
+def test_a_run_holds_its_steps_until_it_ends(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    measure = pipeline.measure
+
+    def measure_while_another_prunes(*words: Any, **settings: Any) -> Measurement:
+        kept.extend(step.kind for step in prune(Store(desk / "store"), everything=True).in_use)
+        return measure(*words, **settings)
+
+    monkeypatch.setattr(pipeline, "measure", measure_while_another_prunes)
+    spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
+    assert kept == ["cast"]
+    assert spoken(capsys, "store", "prune", "--all")[0].splitlines()[-2].startswith("1 step and 4 measurements deleted")
+    assert spoken(capsys, "show", "artifacts/tiny")[0]
+
+
+def test_who_opens_an_artifact_hears_how_far_it_is(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = "stages=[{rtn: {group_size: 32}}]"
+    spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet", "--set", stage, "--set", "evals=[footprint]")
+    heard = LineProgress(io.StringIO())
+    pipeline.open_artifact("artifacts/tiny", device="cpu", progress=heard).close()
+    assert heard.stream.getvalue() != ""
+
+
+def test_eval_measures_timings_again_when_asked(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def evaluate(*_words: object, retime: bool, **_settings: object) -> Scorecard:
+        asked.append(retime)
+        return Scorecard(name="x", artifact_key="ab" * 32, created="now", recipe={})
+
+    monkeypatch.setattr(pipeline, "evaluate", evaluate)
+    spoken(capsys, "eval", "m", "--evals", "tiny.yaml", "--retime")
+    spoken(capsys, "eval", "m", "--evals", "tiny.yaml")
+    assert asked == [True, False]
