@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoConfig, PreTrainedConfig
 
 from optkit.errors import MissingPackageError, StageError
 from optkit.session import open_session
@@ -50,6 +51,34 @@ def test_flex_attention_has_no_sinks_on_the_cpu(tiny_model: Callable[[str], Path
     with pytest.raises(StageError, match=r"^attention: flex_attention has no attention sinks on the CPU.*layers\.0.*\.sinks.*Use eager"):
         open_session(tiny_model("gpt_oss"), [Attention(implementation="flex_attention")])
     open_session(tiny_model("llama"), [Attention(implementation="flex_attention")])
+
+
+def test_flex_attention_has_no_sliding_windows_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
+    message = r"^attention: flex_attention cannot generate with a sliding window on the CPU\. .* see 8 tokens back\. Use sdpa or eager"
+    with pytest.raises(StageError, match=message):
+        open_session(tiny_model("gemma3"), [Attention(implementation="flex_attention")])
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        (AutoConfig.for_model("mistral", sliding_window=4096), True),
+        (AutoConfig.for_model("mistral", sliding_window=None), False),
+        (AutoConfig.for_model("mistral", sliding_window=512, max_position_embeddings=512), False),
+        (AutoConfig.for_model("qwen2", use_sliding_window=False), False),
+        (AutoConfig.for_model("qwen2", use_sliding_window=True, max_window_layers=28), True),
+        (AutoConfig.for_model("gpt2"), False),
+    ],
+)
+def test_which_models_have_sliding_windows(config: PreTrainedConfig, refused: bool) -> None:
+    model = SimpleNamespace(config=config, named_parameters=lambda: (), dtype=torch.float32)
+    setting = Attention(implementation="flex_attention")
+    if refused:
+        with pytest.raises(StageError, match=r"tokens back"):
+            setting.on_load(model, "cpu")
+    else:
+        assert setting.on_load(model, "cpu") is model
+    assert setting.on_load(model, "cuda") is model
 
 
 def test_unknown_implementations_and_fields_are_refused() -> None:

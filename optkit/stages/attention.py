@@ -50,9 +50,26 @@ class Attention(Setting):
                     where="attention",
                     remedy="Use eager, or a GPU",
                 )
+            if device == "cpu" and (window := _sliding_window(model.config.get_text_config(decoder=True))):
+                raise StageError(
+                    "flex_attention cannot generate with a sliding window on the CPU",
+                    where="attention",
+                    why=f"What torch 2.13 writes for such a step does not compile, and layers here see {window:,} tokens back",
+                    remedy="Use sdpa or eager, or a GPU",
+                )
             silence_advice()
         return model
 
     def describe(self, device: str) -> str:
         """Return e.g. `attention: sdpa`."""
         return f"attention: {self.implementation}"
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Return how many tokens back the layers with a sliding window see, None where every layer sees all."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or (kinds is not None and "sliding_attention" not in kinds):
+        return None
+    positions = getattr(config, "max_position_embeddings", None)
+    return window if positions is None or window < positions else None
