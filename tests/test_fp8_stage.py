@@ -181,9 +181,10 @@ def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"calibration": TEXT}, "activations: dynamic needs no calibration: take it out, or set activations: static"),
+        ({"calibration": TEXT}, "the calibration text would not be read: take it out, or set rounding: gptq, or activations: static"),
         ({"scales": "block", **STATIC}, "no static activations beside weights in blocks: set activations: dynamic, or"),
-        ({"activations": "static"}, "activations: static needs a text: add calibration: {dataset: c4}, or set activations: dynamic"),
+        ({"activations": "static"}, "activations: static needs a text: add calibration: {dataset: c4}, or take it out"),
+        ({"rounding": "gptq"}, "rounding: gptq needs a text: add calibration: {dataset: c4}, or take it out"),
         ({"scales": "row"}, "'channel', 'tensor' or 'block'"),
     ],
 )

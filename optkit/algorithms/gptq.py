@@ -53,12 +53,12 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> G
 
     An input that was always 0 keeps its rounded weights. Raises ValueError where no damping makes the Hessian positive definite.
     """
-    damped, factor, damping = _damped_inverse_factor(hessian, options)
+    damped, factor, damping = damped_inverse_factor(hessian, options)
     if options.scale_search == "minmax":
         scales, zeros = minmax_scales(weight, grid)
     else:
         scales, zeros = search_scales(weight, grid, damped.diagonal() if options.scale_search == "hessian" else None)
-    order = _order(hessian, options)
+    order = rounding_order(hessian, options)
     back = order.argsort()
     group_of_input = order // (weight.shape[1] // scales.shape[1])
     target, ordered = weight.T[order], damped[order][:, order]
@@ -85,15 +85,16 @@ def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     return max(0.0, (difference @ hessian).mul_(difference).sum().item()) / size if size else 0.0
 
 
-def _order(hessian: Tensor, options: GptqOptions) -> Tensor:
+def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
+    """Return the inputs in the order in which they are rounded, int64 [in]."""
     if options.activation_order:
         return hessian.diagonal().argsort(descending=True, stable=True)
     return torch.arange(len(hessian), device=hessian.device)
 
 
-def _damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
+def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
     """Return the damped Hessian, the upper Cholesky factor of its inverse in the order of rounding, and the damping that worked."""
-    order = _order(hessian, options)
+    order = rounding_order(hessian, options)
     mean = hessian.diagonal().mean()
     damping = options.damping
     while damping <= HARDEST_DAMPING:

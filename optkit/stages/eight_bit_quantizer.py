@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from functools import partial
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"
 """Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the block, layer -> range of its inputs;
 returns the tensors of the checkpoint that have another value now and are not rounded."""
+FEW_TOKENS = 128
+"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
 FLOAT_COPIES = 5
 """Float32 copies of a layer's weights that rounding holds at once."""
 
@@ -39,6 +42,9 @@ class EightBitQuantizer(LayerQuantizer):
 
     scale_search: Literal["amax", "mse"] = "mse"
     """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach every weight."""
+    rounding: Literal["gptq", "nearest"] = "gptq"
+    """`gptq`: each weight makes up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323). `nearest`: to the
+    nearest number, without looking at any text."""
     batch_size: int = Field(default=8, ge=1)
     """Sequences of the calibration text that run through a block at once."""
 
@@ -79,23 +85,38 @@ class EightBitQuantizer(LayerQuantizer):
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return joined_differently(selection, formats)
 
-    def _rounded(self, job: Job, name: str, weight: Tensor, input_amax: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the tensors of a layer by their last name, and its weight as they hold it, float32 [out, in].
+    def _rounded(self, job: Job, name: str, weight: Tensor, inputs: InputRange | None) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the tensors of a layer, weight float32 [out, in], by their last name, and the weight as they hold it, float32 [out, in].
 
-        weight: float32 [out, in]; input_amax: the largest input, for static activations.
+        A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
         from optkit.algorithms.eight_bit import amax_scales, dequantize, quantize, search_scales, tile_of
         from optkit.model.skeleton import TORCH_DTYPES
 
-        outputs, inputs = weight.shape
-        tile, numbers = tile_of(self._scales, (outputs, inputs)), self._numbers()
+        tile, numbers = tile_of(self._scales, (weight.shape[0], weight.shape[1])), self._numbers()
         dtype = TORCH_DTYPES[job.skeleton.checkpoint.tensors[job.weight(name)].dtype]
         scales = (search_scales if self.scale_search == "mse" else amax_scales)(weight, tile, numbers, dtype)
-        codes = quantize(weight, scales, tile, numbers)
+        hessian = None if inputs is None else inputs.hessian()
+        if inputs is None or hessian is None or inputs.tokens < FEW_TOKENS:
+            codes = quantize(weight, scales, tile, numbers)
+            if hessian is not None:
+                job.details.setdefault("rounded_to_nearest", {})[name] = inputs.tokens if inputs else 0
+        else:
+            codes = self._compensated(name, weight, hessian, scales)
         tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self._scales == "tensor" else scales).to(dtype)}
-        if input_amax is not None:
-            tensors["input_scale"] = amax_scales(input_amax.view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
+        if inputs is not None and self._activations == "static":
+            tensors["input_scale"] = amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
         return tensors, dequantize(codes, scales, tile)
+
+    def _compensated(self, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
+        from optkit.algorithms.eight_bit import tile_of
+        from optkit.algorithms.eight_bit_gptq import compensated_codes
+
+        tile = tile_of(self._scales, (weight.shape[0], weight.shape[1]))
+        try:
+            return compensated_codes(weight, hessian, scales, tile, self._numbers())
+        except ValueError as error:
+            raise StageError(str(error), where=name, remedy=f"Set {self._kind}.rounding to nearest, or calibrate on more text") from error
 
     def _calibrated_blocks(self, job: Job, text: Calibration) -> Iterator[BlockOutput]:
         """Quantize block after block, each on what the quantized blocks before it make of the calibration text."""
@@ -124,8 +145,7 @@ class EightBitQuantizer(LayerQuantizer):
         for name, module in modules.items():
             job.task.advance(0, note=name)
             weight: Tensor = module.weight  # type: ignore[assignment]
-            amax = ranges[name].amax.amax() if self._activations == "static" else None
-            layers[name], rounded = self._rounded(job, name, weight.float(), amax)
+            layers[name], rounded = self._rounded(job, name, weight.float(), ranges[name])
             weight.copy_(rounded)
         return BlockOutput(layers, replaced)
 
@@ -145,7 +165,7 @@ class EightBitQuantizer(LayerQuantizer):
                 partial(job.skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index]),
                 modules,
                 seen,
-                lambda given: InputRange(given.shape[-1], given.device, rows),
+                lambda given: InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq"),
             )
         for name, each in seen.items():
             if not bool(each.amax.isfinite().all()):
@@ -203,5 +223,10 @@ class EightBitQuantizer(LayerQuantizer):
         widest = max(layer.inputs for layer in layers.values())
         hidden = self._text.samples * self._text.sequence_length * width * element
         batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
+        if self.rounding == "gptq":
+            squares: Counter[Any] = Counter()
+            for layer in layers.values():
+                squares[shape.block(f"{layer.name}.weight")] += layer.inputs**2 * DTYPE_BITS["F32"] // 8
+            batch += 2 * max(squares.values())
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + work + batch
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)

@@ -29,15 +29,20 @@ class Fp8(EightBitQuantizer):
     activations: Literal["dynamic", "static", "none"] = "dynamic"
     """`dynamic`: rounded with a scale for each token (for 128 inputs of it where `scales: block`), no calibration. `static`: with one
     scale for all tokens, calibrated; a little faster and a little worse. `none`: not rounded, weights alone are small."""
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes up for the errors of those rounded before
+    it, on the calibration text (arXiv:2210.17323)."""
     calibration: Calibration | None = None
-    """The text that `activations: static` is calibrated on; the others need none."""
+    """The text for `activations: static` and `rounding: gptq`; nothing else needs one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Fp8:
-        if self.calibration and self.activations != "static":
-            raise ValueError(f"activations: {self.activations} needs no calibration: take it out, or set activations: static")
-        if self.activations == "static" and not self.calibration:
-            raise ValueError("activations: static needs a text: add calibration: {dataset: c4}, or set activations: dynamic")
+        reads = {"activations: static": self.activations == "static", "rounding: gptq": self.rounding == "gptq"}
+        needed = next((field for field, is_set in reads.items() if is_set), None)
+        if self.calibration and not needed:
+            raise ValueError("the calibration text would not be read: take it out, or set rounding: gptq, or activations: static")
+        if needed and not self.calibration:
+            raise ValueError(f"{needed} needs a text: add calibration: {{dataset: c4}}, or take it out")
         if self.scales == "block" and self.activations == "static":
             raise ValueError("vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel")
         return self

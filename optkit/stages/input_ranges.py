@@ -1,33 +1,51 @@
-"""How large the inputs of a layer are, channel by channel, and a sample of them."""
+"""What the inputs of a layer are like: the largest of each channel, a sample of them, and their Hessian."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from optkit.algorithms.hessian import Hessian
+
 
 class InputRange:
-    """The largest inputs of a layer, and a few of its inputs."""
+    """Sums up the inputs of a layer."""
 
-    def __init__(self, inputs: int, device: torch.device | str, rows_of_a_call: int = 0) -> None:
+    def __init__(self, inputs: int, device: torch.device | str, rows_of_a_call: int = 0, hessian: bool = False) -> None:
         self.amax = torch.zeros(inputs, device=device)
         """float32 [in]: the largest magnitude of each channel; NaN or Inf where an input was."""
         self.tokens = 0
         self._rows: list[Tensor] = []
         self._rows_of_a_call = rows_of_a_call
+        self._hessian = Hessian(inputs, device) if hessian else None
+        self._scales: Tensor | None = None
 
     def add(self, inputs: Tensor) -> None:
-        """Take float [..., in]."""
+        """Take in float [..., in]."""
         rows = inputs.flatten(0, -2)
         if not len(rows):
             return
         self.tokens += len(rows)
         self.amax = torch.maximum(self.amax, rows.abs().amax(0).float())
+        if self._hessian is not None:
+            self._hessian.add(rows)
         if self._rows_of_a_call:
             step = max(1, len(rows) // self._rows_of_a_call)
             self._rows.append(rows[step // 2 :: step][: self._rows_of_a_call].float())
 
     @property
     def rows(self) -> Tensor:
-        """The inputs that were kept, evenly spread over each call: float32 [rows, in]."""
+        """The inputs that were kept, evenly spread over each call: float32 [rows, in]; as they came, not divided by scales."""
         return torch.cat(self._rows) if self._rows else self.amax.new_zeros(0, len(self.amax))
+
+    def divide_(self, scales: Tensor) -> None:
+        """Take the inputs for divided by scales, float32 [in]."""
+        self.amax = self.amax / scales
+        self._scales = scales
+
+    def hessian(self) -> Tensor | None:
+        """Return the mean of x x^T, float32 [in, in], every token of the same weight; None where it was not summed."""
+        if self._hessian is None:
+            return None
+        matrix = self._hessian.matrix()
+        return matrix if self._scales is None else matrix.div_(self._scales).div_(self._scales[:, None])

@@ -136,7 +136,7 @@ class _Smoothing:
             return {}
         changed = fold_(skeleton, group, scales)
         for each in {id(ranges[name]): ranges[name] for name in readers}.values():
-            each.amax = each.amax / scales
+            each.divide_(scales)
         return {tensor: self._value(group, tensor) for tensor in changed}
 
     def _value(self, group: FoldGroup, tensor: str) -> Tensor:

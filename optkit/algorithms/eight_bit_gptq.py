@@ -1,0 +1,46 @@
+"""GPTQ for weights of 8 bits: round one input at a time, and let the inputs that are left make up for each error (arXiv:2210.17323)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.eight_bit import NumberFormat
+from optkit.algorithms.gptq import GptqOptions, damped_inverse_factor, rounding_order
+from optkit.algorithms.threads import one_thread
+
+BLOCK = 128
+"""Inputs whose errors are carried to the inputs after them at once."""
+DAMPING = 0.01
+"""Added to the Hessian's diagonal, as a fraction of its mean."""
+
+
+def compensated_codes(weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat) -> Tensor:
+    """Return codes [out, in] in the format's dtype, for a weight float32 [out, in] and the Hessian of its inputs, float32 [in, in].
+
+    scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are rounded first. Raises ValueError where no
+    damping makes the Hessian positive definite.
+    """
+    options = GptqOptions(damping=DAMPING)
+    _, factor, _ = damped_inverse_factor(hessian, options)
+    order = rounding_order(hessian, options)
+    rest = weight.T[order].contiguous()  # [in, out]
+    steps = scales.repeat_interleave(tile[0], 0)[: weight.shape[0]].T[torch.div(order, tile[1], rounding_mode="floor")]
+    codes = torch.empty(rest.shape, dtype=numbers.dtype, device=rest.device)
+    with one_thread():
+        for start in range(0, len(rest), BLOCK):
+            part = slice(start, min(start + BLOCK, len(rest)))
+            errors = _round_block(rest[part], steps[part], factor[part, part], codes[part], numbers)
+            rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
+    return codes[order.argsort()].T.contiguous()
+
+
+def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, codes: Tensor, numbers: NumberFormat) -> Tensor:
+    """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block whose weights `rest` are used up."""
+    errors = torch.empty_like(rest)
+    diagonal = factor.diagonal().tolist()
+    for index, (value, step) in enumerate(zip(rest, steps, strict=True)):
+        codes[index] = numbers.round(value / step)
+        errors[index] = (value - codes[index].to(rest.dtype) * step) / diagonal[index]
+        rest[index + 1 :].addr_(factor[index, index + 1 :], errors[index], alpha=-1)
+    return errors
