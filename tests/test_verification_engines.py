@@ -59,6 +59,8 @@ def test_a_process_that_fails_says_its_last_lines(tmp_path: Path) -> None:
 def test_a_refusal_is_its_first_line(tmp_path: Path) -> None:
     answer = asked(tmp_path, program(tmp_path, r"""printf '%s' '{"versions": {}, "refused": "\nValueError: no\nand more"}' > $4"""))
     assert answer.problem == "ValueError: no"
+    told = r"""printf '%s' '{"versions": {}, "refused": "ValueError: no kernel. Reasons:\n  A: 3 bits\n  B: no GPU"}' > $4"""
+    assert asked(tmp_path, program(tmp_path, told)).problem == "ValueError: no kernel. Reasons: A: 3 bits B: no GPU"
 
 
 def test_what_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from optkit.scorecard.loading import EngineName
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 WORKERS = Path(__file__).parent / "workers"
 LAST_LINES = 3
+LONGEST_REASON = 400
+"""Characters of what an engine said."""
 """Lines of what an engine printed last that a reason repeats."""
 
 
@@ -123,7 +125,7 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
     said = json.loads(answer.read_text(encoding="utf-8"))
     if missing := tuple(said.get("missing", ())):
         return Answer(seconds, said, _not_installed(engine, python, missing), missing)
-    return Answer(seconds, said, _first_line(said.get("refused", "")))
+    return Answer(seconds, said, _reason(said.get("refused", "")))
 
 
 def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
@@ -153,8 +155,15 @@ def _ending(status: int) -> str:
     return f"it was ended by {name}" + (" (perhaps out of memory)" if name == "SIGKILL" else "")
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+def _reason(text: str) -> str:
+    """Return the first line of what an engine said, and where that only announces the reason, as many more as fit."""
+    first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if first.endswith(":") or "validation error" in first:
+        for line in rest:
+            if len(first) + len(line) > LONGEST_REASON:
+                break
+            first += f" {line}"
+    return first
 
 
 def _last_lines(path: Path) -> str:
