@@ -22,9 +22,9 @@ from optkit.scorecard.loading import EngineName
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 WORKERS = Path(__file__).parent / "workers"
 LAST_LINES = 3
+"""Lines of what an engine printed last that a reason repeats."""
 LONGEST_REASON = 400
 """Characters of what an engine said."""
-"""Lines of what an engine printed last that a reason repeats."""
 
 
 @dataclass(frozen=True)
