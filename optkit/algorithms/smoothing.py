@@ -1,6 +1,9 @@
 """SmoothQuant: move the outliers of activations into the weights, so that both can be rounded to 8 bits (arXiv:2211.10438).
 
-Input channel j of a layer is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and column j of its weight multiplied by it.
+Input channel j of a layer is divided by s_j and column j of its weight multiplied by it. The paper has s_j = max|X_j|^alpha /
+max|W_j|^(1 - alpha). `search_smoothing` starts from the best alpha and then moves each s_j down the slope of the error that rounding is
+expected to leave in the outputs: steps of size d leave errors of variance d^2 / 12, a token's step is set by the largest of its
+channels, an output's by the largest of its weights, and all of them are differentiable in s.
 """
 
 from __future__ import annotations
@@ -13,10 +16,16 @@ from torch import Tensor
 
 from optkit.algorithms.eight_bit import INT8, amax_scales, dequantize, quantize, rounded_inputs
 
-ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Tried by `search_alpha`, beside no smoothing at all."""
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Where the search may start."""
 LIMIT = 2.0**15
 """Scales are between 1 / LIMIT and LIMIT."""
+STEPS = 60
+RATE = 0.05
+"""The first step of each logarithm; the last is 0."""
+OUTPUTS = 512
+"""Outputs of the readers, evenly spread, that stand for all of them."""
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,14 @@ class Reader:
     rows: Tensor
     """float32 [rows, in]: inputs that it was seen with."""
 
+    def inverse_size(self) -> Tensor:
+        """Return 1 / the root mean square of each row, float32 [rows, 1]."""
+        return self.rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
+
+    def even_rows(self) -> Tensor:
+        """Return the rows, each divided by its root mean square, so that all of them count the same."""
+        return self.rows * self.inverse_size()
+
 
 def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same: Tensor | None = None) -> Tensor:
     """Return the scales of the input channels, float32 [in], their geometric mean 1; 1 for a channel without inputs or weights.
@@ -38,40 +55,93 @@ def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same
     if same is not None:
         input_amax, weight_amax = _shared(input_amax, same), _shared(weight_amax, same)
     known = (input_amax > 0) & (weight_amax > 0)
-    logs = torch.where(known, alpha * input_amax.clamp(min=1e-30).log() - (1 - alpha) * weight_amax.clamp(min=1e-30).log(), 0)
+    logs = torch.where(known, alpha * input_amax.clamp(min=TINY).log() - (1 - alpha) * weight_amax.clamp(min=TINY).log(), 0)
     logs = torch.where(known, logs - logs.sum() / known.sum().clamp(min=1), 0)
     return logs.exp().clamp(1 / LIMIT, LIMIT)
 
 
-def search_alpha(
-    readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool
-) -> tuple[float | None, Tensor]:
-    """Return the alpha whose scales leave the smallest error in the outputs of the readers once everything is rounded, and its scales.
+def search_smoothing(
+    readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool, weight_share: float
+) -> tuple[str, Tensor]:
+    """Return the scales, float32 [in], that leave the smallest error in the outputs of the readers once all is rounded, and their name.
 
-    None stands for no smoothing. The error of a reader is that of its outputs on its rows, relative to them; static: inputs are rounded
-    with one scale for all of them. Arguments as for `smoothing_scales`.
+    The name is `none`, `alpha 0.8` or `descent`: whichever is best on the rows of the readers. static: inputs are rounded with one scale
+    for all of them; weight_share: how much of the error of weights that are rounded to nearest will be left. The others are those of
+    `smoothing_scales`.
     """
-    wanted = [each.rows @ each.weight.T for each in readers]
-    best: tuple[float | None, Tensor] = None, torch.ones_like(input_amax)
-    least = _error(readers, wanted, best[1], input_amax if static else None)
-    for alpha in ALPHAS:
-        scales = smoothing_scales(input_amax, weight_amax, alpha, same)
-        error = _error(readers, wanted, scales, input_amax if static else None)
-        if error < least:
-            best, least = (alpha, scales), error
-    return best
+    expected = _Expected.of(readers, input_amax if static else None, weight_share)
+    starts = {alpha: smoothing_scales(input_amax, weight_amax, alpha, same) for alpha in ALPHAS}
+    best = min(starts, key=lambda alpha: float(expected.error(starts[alpha])))
+    tried = {
+        "none": torch.ones_like(input_amax),
+        f"alpha {best}": starts[best],
+        "descent": _descend(expected, starts[best], same),
+    }
+    errors = {name: _error(readers, scales, input_amax if static else None, weight_share) for name, scales in tried.items()}
+    least = min(errors, key=lambda name: errors[name])
+    return least, tried[least]
 
 
-def _error(readers: Sequence[Reader], wanted: Sequence[Tensor], scales: Tensor, input_amax: Tensor | None) -> float:
-    """Return the sum over the readers of the squared error of their outputs, each relative to the squared outputs."""
+@dataclass(frozen=True)
+class _Expected:
+    """What rounding is expected to leave in the outputs of some readers, as a function of the scales."""
+
+    rows: Tensor
+    """float32 [rows, in]: magnitudes of inputs, each row divided by its root mean square; one row of the largest where that is static."""
+    squares: Tensor
+    """float32 [in]: the mean square of the inputs."""
+    columns: Tensor
+    """float32 [in]: the squared columns of the readers, relative to the square of their outputs."""
+    weights: Tensor
+    """float32 [some outputs, in]: magnitudes of weights, each relative to the size of its reader's outputs."""
+    weight_share: float
+
+    @staticmethod
+    def of(readers: Sequence[Reader], input_amax: Tensor | None, weight_share: float) -> _Expected:
+        rows = torch.cat([each.even_rows() for each in {id(each.rows): each for each in readers}.values()])
+        sizes = [(each.even_rows() @ each.weight.T).square().sum(1).mean().clamp(min=TINY) for each in readers]
+        relative = torch.cat([each.weight / size.sqrt() for each, size in zip(readers, sizes, strict=True)])
+        step = max(1, len(relative) // OUTPUTS)
+        some = relative[::step].abs() * (len(relative) / len(relative[::step])) ** 0.5
+        largest = rows.abs()
+        if input_amax is not None:
+            by_row = torch.cat([each.inverse_size() for each in {id(each.rows): each for each in readers}.values()])
+            largest = input_amax[None] * by_row.square().mean().sqrt()
+        return _Expected(largest, rows.square().mean(0), relative.square().sum(0), some, weight_share)
+
+    def error(self, scales: Tensor) -> Tensor:
+        """Return the expected squared error, relative to the squared outputs, but for a constant factor."""
+        activations = (self.rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()
+        weights = (self.weights * scales).amax(1).square().sum() * (self.squares / scales.square()).sum()
+        return activations + self.weight_share * weights
+
+
+def _descend(expected: _Expected, scales: Tensor, same: Tensor | None) -> Tensor:
+    """Move the scales down the slope of the expected error (Adam on their logarithms)."""
+    group = torch.arange(len(scales), device=scales.device) if same is None else same
+    start = scales.new_zeros(int(group.max()) + 1).scatter_(0, group, scales.log())
+    with torch.enable_grad():
+        logs = start.clone().requires_grad_(True)
+        optimizer = torch.optim.Adam([logs], lr=RATE)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+            optimizer.zero_grad()
+            expected.error(logs[group].exp()).log().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return logs.detach()[group].exp().clamp(1 / LIMIT, LIMIT)
+
+
+def _error(readers: Sequence[Reader], scales: Tensor, input_amax: Tensor | None, weight_share: float) -> float:
+    """Return the squared error that rounding leaves in the outputs, relative to them, tokens counting the same; the sum of readers."""
     step = None if input_amax is None else amax_scales((input_amax / scales).amax().view(1, 1), (1, 1), INT8, torch.float32).view(1)
     total = 0.0
-    for each, outputs in zip(readers, wanted, strict=True):
+    for each in readers:
         smoothed, tile = each.weight * scales, (1, each.weight.shape[1])
         steps = amax_scales(smoothed, tile, INT8, torch.float32)
-        rounded = dequantize(quantize(smoothed, steps, tile, INT8), steps, tile)
-        found = rounded_inputs(each.rows / scales, INT8, scale=step) @ rounded.T
-        total += float((found - outputs).square().sum() / outputs.square().sum().clamp(min=1e-30))
+        off_weight = dequantize(quantize(smoothed, steps, tile, INT8), steps, tile) / scales - each.weight
+        off_inputs = (rounded_inputs(each.rows / scales, INT8, scale=step) * scales - each.rows) * each.inverse_size()
+        error = (off_inputs @ each.weight.T).square().sum() + weight_share * (each.even_rows() @ off_weight.T).square().sum()
+        total += float(error / (each.even_rows() @ each.weight.T).square().sum().clamp(min=TINY))
     return total
 
 

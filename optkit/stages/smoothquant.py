@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from optkit.stages.input_ranges import InputRange
 
 SEARCH_ROWS = 256
-"""Inputs of each layer that alpha is searched on."""
+"""Inputs of each layer that scales are searched on."""
+WEIGHT_SHARE = 0.3
+"""What GPTQ leaves of the error of rounding weights to nearest, about."""
 PROBE = 2, 32
 """Sequences and tokens of each that the wiring of a block is found with."""
 
@@ -37,8 +39,8 @@ class Smoothquant(EightBitQuantizer):
     number: ClassVar[Number] = "int"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
-    """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the paper. `search`: for each norm or
-    layer that takes scales the value with the least error of the rounded outputs; no smoothing where that is better."""
+    """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the paper. `search`: the best alpha for each
+    norm or layer that takes scales, and then each scale for itself, so that the outputs of the rounded layers are as near as can be."""
     folding: Literal["all", "norms"] = "all"
     """What takes the scales: `norms` alone, as in the paper, or linear layers too, where one makes the input (up_proj, v_proj)."""
     activations: Literal["dynamic", "static"] = "dynamic"
@@ -69,7 +71,7 @@ class Smoothquant(EightBitQuantizer):
             job.notes.append(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
 
     def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
-        job.details |= {"alphas": {}, "unsmoothed": {}}
+        job.details |= {"smoothing": {}, "unsmoothed": {}}
         probe = job.skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], job.context.device)
         return _Smoothing(self, job, probe)
 
@@ -114,7 +116,7 @@ class _Smoothing:
         """Smooth the layers of a group that are rounded; returns the tensors of the checkpoint that changed."""
         import torch
 
-        from optkit.algorithms.smoothing import Reader, search_alpha, smoothing_scales
+        from optkit.algorithms.smoothing import Reader, search_smoothing, smoothing_scales
         from optkit.model.wiring import fold_
 
         skeleton = self.job.skeleton
@@ -125,14 +127,14 @@ class _Smoothing:
         input_amax = torch.stack([ranges[name].amax for name in readers]).amax(0)
         weight_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0)
         same = None if group.rows is None else group.rows.to(input_amax.device)
-        alpha: float | None
         if self.stage.alpha == "search":
             seen = [Reader(weights[name], ranges[name].rows) for name in readers]
-            alpha, scales = search_alpha(seen, input_amax, weight_amax, same, self.stage.activations == "static")
+            share = WEIGHT_SHARE if self.stage.rounding == "gptq" else 1.0
+            chosen, scales = search_smoothing(seen, input_amax, weight_amax, same, self.stage.activations == "static", share)
         else:
-            alpha, scales = self.stage.alpha, smoothing_scales(input_amax, weight_amax, self.stage.alpha, same)
-        self.job.details["alphas"][group.producer] = alpha
-        if alpha is None:
+            chosen, scales = f"alpha {self.stage.alpha}", smoothing_scales(input_amax, weight_amax, self.stage.alpha, same)
+        self.job.details["smoothing"][group.producer] = chosen
+        if chosen == "none":
             return {}
         changed = fold_(skeleton, group, scales)
         for each in {id(ranges[name]): ranges[name] for name in readers}.values():
