@@ -201,7 +201,7 @@ def test_a_signal_unwinds_and_says_how_to_go_on(number: signal.Signals, word: st
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == status
     assert out == "cleared\n"
     assert err.strip() == f"{word}; finished steps are kept, run the same command again to go on"

@@ -33,9 +33,13 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def python() -> str:
+    return os.environ.get("OPTKIT_VLLM_PYTHON") or pytest.skip("set OPTKIT_VLLM_PYTHON to an interpreter")
+
+
 @pytest.mark.parametrize("weights", ["float", "packed"])
-def test_vllm_reads_the_scales_and_writes_sensible_text(smol: Path, tmp_path: Path, weights: str) -> None:
-    python = os.environ.get("OPTKIT_VLLM_PYTHON") or pytest.skip("set OPTKIT_VLLM_PYTHON to an interpreter")
+def test_vllm_reads_the_scales_and_writes_sensible_text(python: str, smol: Path, tmp_path: Path, weights: str) -> None:
     source, target = smol, tmp_path / "scaled"
     if weights == "packed":
         source = tmp_path / "packed"

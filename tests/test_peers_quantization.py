@@ -55,11 +55,23 @@ if __name__ == "__main__":
 """
 
 
-def run(variable: str, program: str, directory: Path, *arguments: Path) -> None:
-    """Run a program with the interpreter that an environment variable names."""
-    python = os.environ.get(variable)
-    if not python:
-        pytest.skip(f"set {variable} to an interpreter")
+@pytest.fixture
+def peers() -> str:
+    return interpreter("OPTKIT_PEERS_PYTHON")
+
+
+@pytest.fixture
+def vllm() -> str:
+    return interpreter("OPTKIT_VLLM_PYTHON")
+
+
+def interpreter(variable: str) -> str:
+    """Return what an environment variable names; skips without."""
+    return os.environ.get(variable) or pytest.skip(f"set {variable} to an interpreter")
+
+
+def run(python: str, program: str, directory: Path, *arguments: Path) -> None:
+    """Run a program with an interpreter."""
     (directory / "program.py").write_text(program, encoding="utf-8")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [python, str(directory / "program.py"), *map(str, arguments)]
@@ -68,14 +80,14 @@ def run(variable: str, program: str, directory: Path, *arguments: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_bytes_equal_gptqmodel(bits: int, tmp_path: Path) -> None:
+def test_bytes_equal_gptqmodel(peers: str, bits: int, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (64, 96), generator=generator)
     zeros = torch.randint(1, 1 << bits, (64, 3), generator=generator)
     scales = torch.rand(64, 3, generator=generator).half().float() + 0.5
     weight = (codes - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1)
     torch.save({"weight": weight, "scales": scales, "zeros": zeros.float(), "bits": bits}, tmp_path / "given.pt")
-    run("OPTKIT_PEERS_PYTHON", GPTQMODEL_PACK, tmp_path, tmp_path / "given.pt", tmp_path / "packed.pt")
+    run(peers, GPTQMODEL_PACK, tmp_path, tmp_path / "given.pt", tmp_path / "packed.pt")
     theirs = torch.load(tmp_path / "packed.pt")
     assert torch.equal(theirs["qweight"], pack(codes.to(torch.uint8), bits, 1).T)
     assert torch.equal(theirs["qzeros"], pack(zeros.T.to(torch.uint8), bits, 1))  # in memory it does not subtract the one
@@ -91,11 +103,11 @@ def test_bytes_equal_gptqmodel(bits: int, tmp_path: Path) -> None:
         ("gpt2", {}),
     ],
 )
-def test_gptqmodel_gives_the_same_logits(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_gptqmodel_gives_the_same_logits(peers: str, tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     source, packed = tiny_model(kind), tmp_path / "packed"
     packed.mkdir()
     Rtn(format="gptq", **fields).run(source, packed, Context())
-    run("OPTKIT_PEERS_PYTHON", GPTQMODEL_LOGITS, tmp_path, packed, tmp_path / "logits.pt")
+    run(peers, GPTQMODEL_LOGITS, tmp_path, packed, tmp_path / "logits.pt")
     theirs = torch.load(tmp_path / "logits.pt")
     checkpoint = Checkpoint(packed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -122,18 +134,18 @@ MIXED = {"*.down_proj": {"group_size": 64}, "model.layers.0.*": "keep", "model.l
         {"lm_head": True, "overrides": {"lm_head": {"group_size": 32}}},
     ],
 )
-def test_vllm_writes_sensible_text(smol: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_vllm_writes_sensible_text(vllm: str, smol: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     packed = tmp_path / "packed"
     packed.mkdir()
     Rtn(**fields).run(smol, packed, Context())
-    run("OPTKIT_VLLM_PYTHON", VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
+    run(vllm, VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
     assert "Paris" in json.loads((tmp_path / "text.json").read_text())
 
 
-def test_vllm_refuses_layers_that_it_joins_in_two_forms(smol: Path, tmp_path: Path) -> None:
+def test_vllm_refuses_layers_that_it_joins_in_two_forms(vllm: str, smol: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     packed.mkdir()
     report = Rtn(overrides={"model.layers.0.self_attn.q_proj": {"group_size": 32}}).run(smol, packed, Context())
     assert "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj" in report.notes[0]
     with pytest.raises(AssertionError, match="load_qkv_weight"):
-        run("OPTKIT_VLLM_PYTHON", VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
+        run(vllm, VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
