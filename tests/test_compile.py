@@ -91,3 +91,8 @@ def test_only_the_advice_on_tensorfloat32_is_silenced() -> None:
         say("another warning")
         say("TensorFloat32 tensor cores", "elsewhere")
     assert [str(warning.message) for warning in heard] == ["another warning", "TensorFloat32 tensor cores"]
+
+
+def test_flex_attention_has_no_compiled_step_on_the_cpu() -> None:
+    with pytest.raises(StageError, match=r"^compile: a compiled step cannot use flex_attention on the CPU\. .*Use sdpa, or take cpu out"):
+        Compile(devices=("cpu",)).on_load(Model("flex_attention"), "cpu")

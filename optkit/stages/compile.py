@@ -42,6 +42,13 @@ class Compile(Setting):
                 why="Its KV cache is as long as the request from the start, and these kernels would attend to the empty part",
                 remedy="Use sdpa or flex_attention with compile, or take one of the two settings out of the recipe",
             )
+        if _kind(device) == "cpu" and model.config._attn_implementation == "flex_attention":
+            raise StageError(
+                "a compiled step cannot use flex_attention on the CPU",
+                where="compile",
+                why="The C++ that torch 2.13 writes for it does not compile",
+                remedy="Use sdpa, or take cpu out of `devices`",
+            )
         if _kind(device) == "cuda":
             _require_triton()
         _require_compiler(_kind(device))
