@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import field_validator
 
@@ -26,6 +26,8 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 class Cast(Transform):
     """Store every float tensor as `dtype`; integers and float8 stay as they are."""
+
+    shorthand: ClassVar[str] = "dtype"
 
     dtype: Literal["bfloat16", "float16", "float32"]
     """The dtype to store the weights in; `bf16`, `fp16` and `fp32` are understood as well."""
