@@ -45,7 +45,7 @@ LIBRARIES: Mapping[str, Library] = {
         Library(
             "auto_round",
             "auto-round",
-            "rounding learned by signed gradient descent (SignRound, arXiv:2309.05516)",
+            "AWQ by auto-round, rounded to nearest; writes AutoAWQ's GEMM layout",
             (*TRANSFORMERS_5, "auto-round==0.15.1", "datasets==5.2.0"),
         ),
         Library(

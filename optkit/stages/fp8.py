@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Fp8(EightBitQuantizer):
-    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of bfloat16, hardly any loss."""
+    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of bfloat16, no text needed."""
 
     number: ClassVar[Number] = "float"
 
