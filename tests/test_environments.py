@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
 import threading
 from importlib import metadata
@@ -72,6 +73,34 @@ def test_a_failed_build_leaves_nothing(toys: Environments, monkeypatch: pytest.M
     with pytest.raises(OptkitError, match="no network"):
         toys.build("toy", SilentProgress())
     assert [path.name for path in toys.root.iterdir()] == ["toy.lock"]
+
+
+def test_an_interrupted_removal_does_not_stay_in_the_way(toys: Environments, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(directory: Path) -> None:
+        (directory / "optkit.json").unlink()
+        raise KeyboardInterrupt
+
+    built = toys.build("toy", SilentProgress())
+    with monkeypatch.context() as patched:
+        patched.setattr(environments.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            toys.remove("toy", SilentProgress())
+    assert toys.list() == []
+    assert not built.directory.exists()
+    assert toys.build("toy", SilentProgress()).directory == built.directory
+    assert sorted(path.name for path in toys.root.iterdir()) == [built.directory.name, "toy.lock"]
+
+
+def test_a_directory_without_a_record_is_built_again(toys: Environments) -> None:
+    built = toys.build("toy", SilentProgress())
+    (built.directory / "optkit.json").unlink()
+    (built.directory / "left").write_text("")
+    assert toys.build("toy", SilentProgress()).state == "ready"
+    assert not (built.directory / "left").exists()
+
+
+def test_each_process_has_a_log_of_its_own(toys: Environments) -> None:
+    assert toys.log("toy") == toys.root / "logs" / f"toy-{os.getpid()}.log"
 
 
 def test_one_builder_waits_for_the_other(toys: Environments, monkeypatch: pytest.MonkeyPatch) -> None:

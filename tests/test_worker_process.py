@@ -120,6 +120,15 @@ def test_a_worker_that_dies_says_how(toy: Toy, body: str, said: str) -> None:
         run(toy(body))
 
 
+def test_a_result_counts_without_its_log(toy: Toy, tmp_path: Path) -> None:
+    assert run(toy(f"os.unlink({str(tmp_path / 'workers' / 'toy.log')!r}); return {{'done': 1}}")) == {"done": 1}
+
+
+def test_a_death_without_a_log_says_how(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"status 3 and without a result. Its output was deleted meanwhile.$"):
+        run(toy(f"os.unlink({str(tmp_path / 'workers' / 'toy.log')!r}); os._exit(3)"))
+
+
 def test_an_exception_without_a_word_says_where(toy: Toy) -> None:
     with pytest.raises(StageError, match=r"AssertionError: assert job.blocks == 7 \(toy.py, line 3\). The library stopped there"):
         run(toy("assert job.blocks == 7"))

@@ -1,9 +1,9 @@
 """Isolated environments, one per library, built once and found again by what they were made of.
 
     ROOT/NAME-KEY/            a virtual environment; optkit.json in it says what it holds
-    ROOT/draft-NAME-RANDOM/   one that is being built; renamed when it is finished, deleted when it fails
+    ROOT/draft-NAME-RANDOM/   one that is being built (renamed when it is finished, deleted when it fails) or removed
     ROOT/NAME.lock            held (flock) by the process that builds or removes
-    ROOT/logs/NAME.log        what the library printed in its last run that failed
+    ROOT/logs/NAME-PID.log    what the library printed in a run that failed, with the id of optkit's process
 
 A key is made of the requirements, the Python and the installed torch: where one of them changes, another environment is built.
 """
@@ -95,8 +95,10 @@ class Environments:
                 return found
             for abandoned in self.root.glob(f"draft-{name}-*"):
                 shutil.rmtree(abandoned, ignore_errors=True)
+            if directory.exists():
+                shutil.rmtree(directory)
             progress.say(f"{name}: building its environment in {directory} (once; minutes)")
-            started, draft = time.monotonic(), self.root / f"draft-{name}-{secrets.token_hex(4)}"
+            started, draft = time.monotonic(), self._draft(name)
             try:
                 versions = install(library, draft, torch, progress)
                 record = {
@@ -128,15 +130,19 @@ class Environments:
         with self._lock(name, progress):
             found = tuple(each for each in self.list() if each.name == name)
             for each in found:
-                (each.directory / RECORD).unlink()
-                shutil.rmtree(each.directory)
+                each.directory.rename(self._draft(name))
+            for removed in self.root.glob(f"draft-{name}-*"):
+                shutil.rmtree(removed)
         if not found:
             raise OptkitError(f"no environment of '{name}' is built", where=str(self.root))
         return found
 
     def log(self, name: str) -> Path:
-        """Return where the output of a library's failed run is kept."""
-        return self.root / "logs" / f"{name}.log"
+        """Return where the output of a library's run in this process is kept if it fails."""
+        return self.root / "logs" / f"{name}-{os.getpid()}.log"
+
+    def _draft(self, name: str) -> Path:
+        return self.root / f"draft-{name}-{secrets.token_hex(4)}"
 
     def _directory(self, library: Library, torch: SharedTorch) -> Path:
         return self.root / f"{library.name}-{_key(library, torch)}"

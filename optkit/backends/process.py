@@ -57,9 +57,12 @@ def run_worker(
             _end(process)
         if details is None:
             raise StageError(
-                _how_it_ended(process.returncode), where=f"backend {name}", why=_last_line(log), remedy=f"Its output is in {log}"
+                _how_it_ended(process.returncode),
+                where=f"backend {name}",
+                why=_last_line(log),
+                remedy=f"Its output is in {log}" if log.exists() else "",
             )
-    log.unlink()
+    log.unlink(missing_ok=True)
     return details
 
 
@@ -128,7 +131,11 @@ def _how_it_ended(status: int) -> str:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return "Its output was deleted meanwhile"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"Its last words: {lines[-1]}" if lines else "It said nothing"
 
 
