@@ -4,6 +4,7 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
 
     model      see `optkit.source.models.model_key`: its content, or its repository and commit
     step       {schema, kind, version, fields, source: key of the input, seed}
+               and {packages} of the library where another one than optkit does the work
     artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
     metric     {schema, eval, version, fields, seed, weights: key, settings}
                and {baseline: key of the model} where the eval compares,
@@ -169,7 +170,7 @@ def settings_identity(settings: Sequence[SettingEntry]) -> list[dict[str, Any]]:
 
 
 def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
-    return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json")}
+    return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json"), **entry.value.made_with()}
 
 
 def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:

@@ -74,6 +74,10 @@ class Stage(Frozen):
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond optkit's own dependencies, as given to `pip install`, e.g. `("bitsandbytes>=0.50",)`."""
 
+    def made_with(self) -> dict[str, Any]:
+        """Return what decides the result beside version and fields, as JSON values for the key; empty where nothing does."""
+        return {}
+
 
 class Transform(Stage):
     """A stage that reads a model directory and fills another."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from optkit.backends.libraries import LIBRARIES
 from optkit.errors import RecipeError, StageError
+from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
+from optkit.plan import SCHEMA, make_step_key
 from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
@@ -35,6 +39,23 @@ def test_only_what_decides_the_result_is_in_the_fields() -> None:
     assert set(dumped) == offers.OFFERS["gptq", "gptqmodel"].fields
     assert (dumped["backend"], dumped["damping"], dumped["format"], dumped["true_sequential"]) == ("gptqmodel", 0.05, "gptq", True)
     assert Gptq(**dumped) == Gptq(backend="gptqmodel", damping=0.05)
+
+
+def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(backend: str) -> str:
+        recipe = load_recipe({"name": "r", "model": "smollm2-135m", "stages": [{"awq": {"backend": backend}}]})
+        return make_step_key(recipe.transforms[0], "source", 0)
+
+    backends = ("optkit", "autoawq", "gptqmodel")
+    before = [key(backend) for backend in backends]
+    own = {"kind": "awq", "version": Awq.version, "fields": Awq().model_dump(mode="json"), "source": "source", "seed": 0}
+    assert before[0] == digest({"schema": SCHEMA, **own})
+    raised = {
+        "autoawq": replace(LIBRARIES["autoawq"], bare=("autoawq==0.3.0",)),
+        "gptqmodel": replace(LIBRARIES["gptqmodel"], requirements=("gptqmodel==8.0.0",)),
+    }
+    monkeypatch.setattr(foreign, "LIBRARIES", raised)
+    assert [key(backend) == old for backend, old in zip(backends, before, strict=True)] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +231,7 @@ def test_a_library_that_needs_a_gpu_says_why(tiny_model: TinyModel, tmp_path: Pa
 
 
 def test_shapes_that_a_library_cannot_take_are_refused_before_it_is_asked(tiny_model: TinyModel, tmp_path: Path) -> None:
-    said = (
-        r"^model.layers.0.self_attn.k_proj: 32 outputs are not a multiple of 64. autoawq searches the clipping of so many at once."
-    )
+    said = r"^model.layers.0.self_attn.k_proj: 32 outputs are not a multiple of 64. autoawq searches the clipping of so many at once."
     with pytest.raises(StageError, match=said):
         Awq(backend="autoawq", group_size=32).run(tiny_model("llama"), tmp_path, Context())
 

@@ -6,7 +6,7 @@ A stage takes part by deriving from `Backed` and naming its backends:
         backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
 
 What each library makes of the stage's fields stands in `offers.py`; a field that it cannot honour is refused by name. A recipe without
-`backend`, or with `backend: optkit`, is what it was: the field is then in no key.
+`backend`, or with `backend: optkit`, is what it was: the field is then in no key. With a library, its pinned packages are in the key too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 
 from optkit.backends.environments import Environment, Environments
 from optkit.backends.handover import PROBE_TOKENS, check_same_model, hand_over, logits_here
+from optkit.backends.libraries import LIBRARIES
 from optkit.backends.process import run_worker, work_directory
 from optkit.backends.written import DTYPE_NAMES, take_over
 from optkit.errors import StageError
@@ -66,6 +67,13 @@ class Backed(LayerQuantizer):
             dumped.pop("backend", None)
             return dumped
         return {name: value for name, value in dumped.items() if name in offer.fields}
+
+    def made_with(self) -> dict[str, Any]:
+        """Return the pinned packages of the library that does the work: another version makes other weights."""
+        if self._offer is None:
+            return {}
+        library = LIBRARIES[self._offer.library]
+        return {"packages": [*library.requirements, *library.bare]}
 
     @property
     def _offer(self) -> Offer | None:
