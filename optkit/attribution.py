@@ -5,11 +5,12 @@ Their numbers have the keys that they would have in a recipe that ends there, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from optkit.errors import ResourceError
 from optkit.execute import materialize
 from optkit.measure import EvalContext, Metric
 from optkit.measuring import Bench, Measurement, Subject, known
@@ -56,11 +57,28 @@ def attribute(
 ) -> tuple[Rung, ...]:
     """Return the accuracy of the model, after each stage and of the artifact, measuring what the store does not hold.
 
-    Raises what evals and stages raise.
+    Without the memory for it, it is left out with a warning: everything that the recipe asked for is measured already. Raises what else
+    evals and stages raise.
     """
     rungs = between(plan)
     if not rungs:
         return ()
+    try:
+        _measure(plan, rungs, store, context, calibrated_on)
+    except ResourceError as error:
+        context.progress.warn(f"what each stage added is left out: {error}")
+        return ()
+    first = {each.eval.metrics[0] for rung in rungs for each in rung.evals}
+    last = SETTINGS if rungs[-1].index == len(plan.steps) - 1 else plan.steps[-1].kind
+    return (
+        Rung(stage=UNMODIFIED, metrics=_named(first, measured.baseline)),
+        *(Rung(stage=rung.kind, metrics=_named(first, _stored(store, rung))) for rung in rungs),
+        Rung(stage=last, metrics=_named(first, measured.metrics)),
+    )
+
+
+def _measure(plan: Plan, rungs: Sequence[Between], store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]) -> None:
+    """Measure what the store does not hold; the unmodified model is open beside the others where an eval compares with it."""
     missing = {rung.index: [each for each in rung.evals if not known(store, each.key)] for rung in rungs}
     bench = Bench(
         store, plan.device, EvalContext(seed=plan.recipe.seed, progress=context.progress, data=context.data, calibrated_on=calibrated_on)
@@ -80,13 +98,6 @@ def attribute(
                 context.progress.say(f"what {rung.kind} added")
                 with bench.opened(subject(rung.index)) as session:
                     bench.measure(session, [(each.key, each) for each in missing[rung.index]], beside=unmodified)
-    first = {each.eval.metrics[0] for rung in rungs for each in rung.evals}
-    last = SETTINGS if rungs[-1].index == len(plan.steps) - 1 else plan.steps[-1].kind
-    return (
-        Rung(stage=UNMODIFIED, metrics=_named(first, measured.baseline)),
-        *(Rung(stage=rung.kind, metrics=_named(first, _stored(store, rung))) for rung in rungs),
-        Rung(stage=last, metrics=_named(first, measured.metrics)),
-    )
 
 
 def _stored(store: Store, rung: Between) -> list[Metric]:

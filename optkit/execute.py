@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,7 +56,7 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     made: set[str] = set()
     last = len(plan.steps) - 1
     weights = materialize(plan, last, store, context, made)
-    outcomes = tuple(_outcome(step, store, made) for step in plan.steps if step.stage is not None)
+    outcomes = tuple(_outcomes(plan.steps[1:], store, made))
     in_store = store.get(plan.steps[last].key) == weights
     return Execution(weights, store.record(plan.steps[last].key)["files"] if in_store else None, outcomes)
 
@@ -89,6 +89,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 environment=describe_environment(context.device),
                 report=asdict(report),
+                earlier=[asdict(each) for each in _outcomes(plan.steps[1:index], store, set())],
             )
         made.add(step.key)
     return store.get(step.key) or locate_model(plan.recipe.model) or _lost(step)
@@ -132,9 +133,15 @@ def check_disk(plan: Plan, store: Store) -> None:
         )
 
 
-def _outcome(step: Step, store: Store, made: set[str]) -> StepOutcome:
-    record = store.record(step.key)
-    return StepOutcome(step.kind, step.key, step.key not in made, record["seconds"], record["report"])
+def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepOutcome]:
+    """Return what the transforms did; of one that was pruned, what the record of a step after it says."""
+    told: dict[str, Mapping[str, Any]] = {}
+    for step in reversed(steps):
+        if store.get(step.key):
+            record = store.record(step.key)
+            told[step.key] = record
+            told |= {each["key"]: each for each in record.get("earlier", ()) if each["key"] not in told}
+    return [StepOutcome(step.kind, step.key, step.key not in made, told[step.key]["seconds"], told[step.key]["report"]) for step in steps]
 
 
 def _lost(step: Step) -> Path:

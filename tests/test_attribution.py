@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import optkit
+from optkit.errors import ResourceError
 from optkit.measure import Metric
 from optkit.scorecard import Rung, read_json, to_json, to_markdown, waterfall
+from optkit.store import Store
 
 TinyModel = Callable[[str], Path]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it all. "
@@ -59,6 +61,29 @@ def test_what_was_measured_once_is_not_measured_again(
     monkeypatch.setattr("optkit.session.open_session", lambda *_, **__: pytest.fail("a model was opened"))
     second = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     assert second.attribution == first.attribution
+
+
+def test_a_pruned_step_between_is_told_of_by_the_one_after_it(tiny_model: TinyModel, tmp_path: Path, text: Path) -> None:
+    stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
+    wanted = recipe(tiny_model("llama"), text, stages)
+    first = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    Store(tmp_path / "store").delete(first.steps[0].key)
+    second = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    assert [(step.kind, step.report) for step in second.steps] == [(step.kind, step.report) for step in first.steps]
+    assert second.attribution == first.attribution
+
+
+def test_without_memory_it_is_left_out_and_the_scorecard_stands(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise ResourceError("the main memory is full", where="x")
+
+    monkeypatch.setattr("optkit.attribution._measure", full)
+    stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
+    scorecard = optkit.run(recipe(tiny_model("llama"), text, stages), out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    assert scorecard.attribution == ()
+    assert scorecard.rows
 
 
 def losses(*values: float) -> Metric:

@@ -94,6 +94,8 @@ def stored_weight(layer: QuantizedLayer, device: str) -> Tensor:
     import torch
 
     module, _ = layer.build(None, torch.float32, device)
+    if "input_scale" in module._buffers:
+        module._buffers["input_scale"] = None  # a scale for each token rounds the rows of the identity exactly, a calibrated one does not
     with torch.no_grad():
         columns: Tensor = module(torch.eye(layer.shape[1], device=device))
     return columns.T
