@@ -9,6 +9,7 @@
     ├── ResourceError           memory or disk ran out
     ├── StoreError              the store or an output directory is in use, damaged or not ours
     ├── ArtifactError           a directory that is not an artifact, or one that was damaged
+    │   └── UnsoundError        exit status 3: an artifact that was made and does not pass its checks
     └── EvalError               a measurement that cannot be made, or would not be honest
 
 A message reads `<where>: <what, with the values>. <Why.> <What to do.>`
@@ -98,6 +99,12 @@ class StoreError(OptkitError):
 
 class ArtifactError(OptkitError):
     """A directory that is not an artifact, or one that was damaged."""
+
+
+class UnsoundError(ArtifactError):
+    """An artifact that was made, and that does not pass the checks of `verify`."""
+
+    exit_status = 3
 
 
 class EvalError(OptkitError):

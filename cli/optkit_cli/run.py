@@ -46,23 +46,28 @@ def command(
     What was finished before is not done again. Exit status: 0 all gates pass, 3 a gate failed, 4 a gate is inconclusive.
     """
     from optkit import pipeline
+    from optkit.errors import UnsoundError
     from optkit.recipe import load_recipe
     from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
 
-    with only_the_result_on_stdout():
-        wanted = load_recipe(recipe, overrides=overrides, model=model)
-        target = out or Path("artifacts") / wanted.name
-        scorecard = pipeline.run(
-            wanted,
-            out=target,
-            device=device,
-            store=store,
-            data=data,
-            retime=retime,
-            verified=verified,
-            progress=open_progress(quiet=quiet),
-        )
+    try:
+        with only_the_result_on_stdout():
+            wanted = load_recipe(recipe, overrides=overrides, model=model)
+            target = out or Path("artifacts") / wanted.name
+            scorecard = pipeline.run(
+                wanted,
+                out=target,
+                device=device,
+                store=store,
+                data=data,
+                retime=retime,
+                verified=verified,
+                progress=open_progress(quiet=quiet),
+            )
+    except UnsoundError:
+        print_scorecard(pipeline.read_scorecard(target), target, as_json=as_json)
+        raise
     print_scorecard(scorecard, target, as_json=as_json)
     if verified and any(each.failed for each in scorecard.loading):
         return 3

@@ -77,9 +77,9 @@ class Answer:
 
 
 def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
-    """Return the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or of another engine), else our own.
+    """Return the whole path of the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else our own.
 
-    Raises UsageError where there is no such program.
+    A link is not followed: it would lead out of its environment. Raises UsageError where there is no such program.
     """
     variable = f"OPTKIT_{engine.upper()}_PYTHON"
     where = f"--engine-python {engine}" if engine in named else f"${variable}"
@@ -87,7 +87,7 @@ def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
     found = shutil.which(python)
     if found is None:
         raise UsageError(f"there is no program {python}", where=where, remedy=f"Name the Python of an environment with {engine}")
-    return found
+    return str(Path(found).absolute())
 
 
 def install_command(python: str, missing: Sequence[str]) -> str:
@@ -96,16 +96,20 @@ def install_command(python: str, missing: Sequence[str]) -> str:
 
 
 def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
-    """Run an engine's worker on a request in a session of its own, with `folder` as its working directory, and return how it ended."""
+    """Run an engine's worker on a request in a session of its own, with `folder` as its working directory, and return how it ended.
+
+    It ends with this process, however that ends. Of the GPUs it sees the one that the request names alone, or none.
+    """
     question, answer, printed = (folder / f"{engine.name}.{name}" for name in ("request.json", "answer.json", "log"))
-    question.write_text(json.dumps(request), encoding="utf-8")
+    device = str(request["device"])
+    question.write_text(json.dumps({**request, "device": device.partition(":")[0]}), encoding="utf-8")
     started = time.monotonic()
     with printed.open("wb") as log:
         process = subprocess.Popen(
             [python, str(WORKERS / "worker.py"), engine.worker, str(question), str(answer)],
             cwd=folder,
-            env=_environment(python),
-            stdin=subprocess.DEVNULL,
+            env=_environment(python, device),
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -132,13 +136,21 @@ def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
     return f"not installed: {', '.join(missing)}. Run: {install_command(python, missing)}{engine.advice}"
 
 
-def _environment(python: str) -> dict[str, str]:
-    """Return our own environment, offline; what it says about Python's paths only for our own interpreter."""
+def _environment(python: str, device: str) -> dict[str, str]:
+    """Return our own environment, offline, without GPUs but the one asked for; of Python's paths only for our own interpreter."""
     kept = dict(os.environ)
     if python != sys.executable:
         for name in ("PYTHONPATH", "PYTHONHOME"):
             kept.pop(name, None)
-    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    index = int(device.partition(":")[2] or 0)
+    return {
+        **kept,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "" if device == "cpu" else (visible[index] if index < len(visible) else str(index)),
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -146,6 +158,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _ending(status: int) -> str:

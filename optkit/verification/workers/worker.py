@@ -3,11 +3,15 @@
 python worker.py MODULE REQUEST.json ANSWER.json
 
 MODULE, a file beside this one, has PACKAGES (whose versions are told), `missing(request, versions)` (what is not installed) and
-`answer_to(request)`. The answer is there whole or not at all.
+`answer_to(request)`. The answer is there whole or not at all. stdin stays open for as long as the parent lives.
 """
 
+import contextlib
 import json
+import os
+import signal
 import sys
+import threading
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,21 @@ def versions_of(names: tuple[str, ...]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def end_with_parent() -> None:
+    """Leave the engine an empty stdin, and end this process and its children when the parent's end of the real one is gone."""
+    parent = os.dup(0)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(parent, 4096):
+            pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main(module: str, question: Path, answer: Path) -> None:
@@ -44,4 +63,5 @@ def main(module: str, question: Path, answer: Path) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
