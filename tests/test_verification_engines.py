@@ -111,9 +111,7 @@ def test_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert interpreter("transformers", {}) == sys.executable
 
 
-def test_a_relative_interpreter_is_found_from_anywhere_and_its_link_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_interpreter_is_found_from_anywhere_and_its_link_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(program(tmp_path, """echo '{"versions": {}, "refused": "found"}' > $4"""))
     monkeypatch.chdir(tmp_path)
