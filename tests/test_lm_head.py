@@ -87,8 +87,21 @@ def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(
     assert error(tmp_path / "gptq") < 0.7 * error(tmp_path / "rtn")
 
 
+def test_gptq_format_says_that_lm_head_is_packed(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("qwen2")
+    Rtn(lm_head=True, format="gptq", group_size=32, bits=8).run(source, tmp_path, Context())
+    written = Checkpoint(tmp_path)
+    assert written.quantization is not None
+    assert written.quantization["lm_head"] is True
+    assert "lm_head.qweight" in written.tensors
+    apart = open_session(tmp_path).logits(TOKENS) - open_session(source).logits(TOKENS)
+    assert float(apart.abs().max()) < 0.1
+
+
 def test_a_model_without_lm_head_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="rtn.lm_head: the model has no layer lm_head. Set lm_head: false"):
         Rtn(lm_head=True)._select({}, {})
+    with pytest.raises(StageError, match="rtn.lm_head: lm_head is not included. Add lm_head to `include`, or set lm_head: false"):
+        Rtn(lm_head=True, include=("*.mlp.*",)).run(tiny_model("llama"), tmp_path, Context())
     with pytest.raises(StageError, match="`lm_head` is outside the decoder blocks"):
         Rtn(include=("lm_head",)).run(tiny_model("llama"), tmp_path, Context())

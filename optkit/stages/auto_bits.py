@@ -113,6 +113,7 @@ class AutoBits(Transform):
         started = time.monotonic()
         problem = self._problem(Checkpoint(source).shape)
         tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+        held_out = self._held_out(source, tokens, context) if self.held_out_samples else None
         costs = self._costs(source, problem.items, _spread(tokens, self.sensitivity_samples), context)
         picked = choose(costs, [item.sizes for item in problem.items], problem.budget.size_bytes)
         mixed = {layer.name: item.choices[index] for item, index in zip(problem.items, picked, strict=True) for layer in item.layers}
@@ -131,9 +132,9 @@ class AutoBits(Transform):
             },
             "kept": "chosen",
         }
-        if self.held_out_samples and uniform and len(set(mixed.values())) > 1:
+        if held_out is not None and uniform and len(set(mixed.values())) > 1:
             best = min(uniform, key=lambda choice: uniform[choice])
-            report = self._keep_the_better(source, target, context, report, dict.fromkeys(mixed, best), tokens, details)
+            report = self._keep_the_better(source, target, context, report, dict.fromkeys(mixed, best), held_out, details)
         details = {**report.details, **details, "seconds": round(time.monotonic() - started, 2)}
         return replace(report, details=details, calibrated_on=(self.calibration.identity(),))
 
@@ -194,7 +195,7 @@ class AutoBits(Transform):
         context: Context,
         report: Report,
         uniform: Mapping[str, Choice],
-        tokens: Tensor,
+        windows: Tensor,
         details: dict[str, Any],
     ) -> Report:
         """Quantize with a single form too, and leave in `target` the model that diverges less on held-out windows; returns its report."""
@@ -205,7 +206,6 @@ class AutoBits(Transform):
 
         label = next(iter(uniform.values())).form.label
         context.progress.say(f"{KIND}: quantizing with {label} throughout, to compare")
-        windows = self._held_out(source, tokens, context)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.uniform-") as directory:
             other = Path(directory)
             simpler = self._stage(uniform).run(source, other, context)

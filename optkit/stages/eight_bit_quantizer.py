@@ -13,7 +13,7 @@ from pydantic import Field
 from optkit.errors import StageError
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stages.eight_bit_format import Activations, EightBitFormat, Number, Scales
+from optkit.stages.eight_bit_format import BLOCK, Activations, EightBitFormat, Number, Scales
 from optkit.stages.fitting import joined_differently, refuse_some_experts
 from optkit.stages.layer_format import LayerFormat
 from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer, out_of_memory
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"
 """Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the block, layer -> range of its inputs;
 returns the tensors of the checkpoint that have another value now and are not rounded."""
-FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
 FLOAT_COPIES = 5
 """Float32 copies of a layer's weights that rounding holds at once."""
 
@@ -85,13 +83,14 @@ class EightBitQuantizer(LayerQuantizer):
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return joined_differently(selection, formats)
 
-    def _rounded(self, job: Job, name: str, weight: Tensor, inputs: InputRange | None) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the tensors of a layer, weight float32 [out, in], by their last name, and the weight as they hold it, float32 [out, in].
+    def _rounded(self, job: Job, name: str, weight: Tensor, inputs: InputRange | None) -> dict[str, Tensor]:
+        """Return the tensors of a layer, weight float32 [out, in], by their last name.
 
         A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
-        from optkit.algorithms.eight_bit import amax_scales, dequantize, quantize, search_scales, tile_of
+        from optkit.algorithms.eight_bit import amax_scales, quantize, search_scales, tile_of
         from optkit.model.skeleton import TORCH_DTYPES
+        from optkit.stages.input_ranges import FEW_TOKENS
 
         tile, numbers = tile_of(self._scales, (weight.shape[0], weight.shape[1])), self._numbers()
         dtype = TORCH_DTYPES[job.skeleton.checkpoint.tensors[job.weight(name)].dtype]
@@ -106,7 +105,7 @@ class EightBitQuantizer(LayerQuantizer):
         tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self._scales == "tensor" else scales).to(dtype)}
         if inputs is not None and self._activations == "static":
             tensors["input_scale"] = amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
-        return tensors, dequantize(codes, scales, tile)
+        return tensors
 
     def _compensated(self, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
         from optkit.algorithms.eight_bit import tile_of
@@ -137,7 +136,7 @@ class EightBitQuantizer(LayerQuantizer):
             yield output
 
     def _calibrated_block(self, job: Job, index: int, inputs: BlockInputs, prepare: Preparation) -> BlockOutput:
-        """Quantize a loaded block; its modules hold the rounded weights afterwards."""
+        """Quantize a loaded block."""
         modules = job.modules(index)
         ranges = self._ranges(job, index, inputs, modules)
         replaced = prepare(index, ranges) if modules else {}
@@ -145,8 +144,7 @@ class EightBitQuantizer(LayerQuantizer):
         for name, module in modules.items():
             job.task.advance(0, note=name)
             weight: Tensor = module.weight  # type: ignore[assignment]
-            layers[name], rounded = self._rounded(job, name, weight.float(), ranges[name])
-            weight.copy_(rounded)
+            layers[name] = self._rounded(job, name, weight.float(), ranges[name])
         return BlockOutput(layers, replaced)
 
     def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
@@ -188,25 +186,32 @@ class EightBitQuantizer(LayerQuantizer):
         return seen
 
     def _advance_(self, job: Job, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the inputs of a block by its outputs, its layers rounding their inputs as they will when the model is opened."""
+        """Replace the inputs of a block by its outputs, its layers computing as they will when the model is opened."""
         modules = job.modules(index)
-        handles = [module.register_forward_pre_hook(self._rounding(layers[name].get("input_scale"))) for name, module in modules.items()]
+        for name, module in modules.items():
+            module.forward = self._opened(module, layers[name]).forward
         try:
             for batch in inputs.batches:
                 inputs.hidden[batch.rows] = job.skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
         finally:
-            for handle in handles:
-                handle.remove()
+            for module in modules.values():
+                del module.forward
 
-    def _rounding(self, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-        from optkit.algorithms.eight_bit import rounded_inputs
+    def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return the layer that a session would build for a quantized one."""
+        from optkit.algorithms.eight_bit import tile_of
+        from optkit.kernels.float8_linear import Float8Linear, WidenedLinear
+        from optkit.kernels.int8_linear import Int8Linear
 
-        numbers = self._numbers()
-
-        def replace(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (rounded_inputs(arguments[0], numbers, scale=scale), *arguments[1:])
-
-        return replace
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        codes, scales = tensors["weight"], tensors["weight_scale"]
+        if self._scales == "block" or self._activations == "none":
+            tile = tile_of(self._scales, (codes.shape[0], codes.shape[1]))
+            grid = scales.view(1, 1) if self._scales == "tensor" else scales
+            return WidenedLinear(codes, grid, tile, BLOCK if self._activations == "dynamic" else None, bias, weight.dtype)
+        kind = Int8Linear if self.number == "int" else Float8Linear
+        return kind(codes, scales, tensors.get("input_scale"), bias, weight.dtype)
 
     def _numbers(self) -> NumberFormat:
         from optkit.algorithms.eight_bit import FLOAT8, INT8

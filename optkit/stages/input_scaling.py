@@ -98,7 +98,11 @@ class BlockScaler:
         found = []
         for group in wiring.groups:
             if readers := _readers(group, linears, grids, known, matrices):
-                found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
+                try:
+                    found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
+                except ValueError as error:
+                    remedy = "Set rounding: nearest, or calibrate on more text"
+                    raise StageError(str(error), where=f"{stage}: {group.producer}", remedy=remedy) from error
         refused = {name: reason for name, reason in wiring.refused.items() if name in grids}
         if grids and not found:
             name, reason = next(iter(refused.items()), (block.name, f"its layers saw fewer than {FEW_TOKENS} calibration tokens"))

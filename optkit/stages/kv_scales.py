@@ -59,7 +59,7 @@ class KvScales(Transform):
         started = time.monotonic()
         checkpoint = Checkpoint(source)
         layers = _layers(checkpoint.shape)
-        tokens = self.calibration.tokens(source, context.data)
+        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
         with out_of_memory("kv_scales", context.device, "Lower kv_scales.batch_size or kv_scales.calibration.sequence_length"):
             recorded = self._record(checkpoint, tokens, context)
         if len(recorded) != len(layers):

@@ -113,7 +113,7 @@ class Mx(LayerQuantizer):
         for index in range(len(job.skeleton.blocks)):
             layers: dict[str, Mapping[str, Tensor]] = {}
             # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them: those of one module share it.
-            for _, names in groupby(sorted(job.modules(index)), key=lambda name: name.rpartition(".")[0]):
+            for _, names in groupby(sorted(job.modules(index), key=lambda name: name.rpartition(".")[::2]), key=_parent):
                 layers |= self._quantize(job, list(names))
             yield BlockOutput(layers)
 
@@ -154,3 +154,7 @@ def _refuse_any(names: list[str], what: str, *, where: str, why: str, remedy: st
     if names:
         shown = names[0] + (", ..." if len(names) > 1 else "")
         raise StageError(f"{len(names):,} layers {what} ({shown})", where=where, why=why, remedy=remedy)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from optkit.environment import package_version
 from optkit.model.shape import TensorInfo
-from optkit.stages.layer_format import COMPRESSED_TENSORS, LayerFormat
+from optkit.stages.layer_format import COMPRESSED_TENSORS, HEAD, LayerFormat
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ class GptqPacked:
             "group_size": self.group_size or -1,
             "sym": True,
             "desc_act": False,
-            "lm_head": False,
+            "lm_head": HEAD in formats,
             "checkpoint_format": "gptq",
             "pack_dtype": "int32",
             "dynamic": {f"-:^{re.escape(name)}$": {} for name in kept} | others,

@@ -69,6 +69,10 @@ class WeightQuantizer(LayerQuantizer):
             outside = {name: layer for name, layer in outside.items() if name != HEAD}
         refuse_unmatched(f"{self._kind}.overrides", tuple(self.overrides), layers, tuple(outside))
         selection = super()._select(layers, outside)
+        if self.lm_head and selection.skipped.get(HEAD) == "not included":
+            raise StageError(
+                "lm_head is not included", where=f"{self._kind}.lm_head", remedy="Add lm_head to `include`, or set lm_head: false"
+            )
         kept = {name: "kept by overrides" for name in selection.layers if self._override(name) == KEEP}
         return selection.without(kept, self._kind)
 
