@@ -192,7 +192,7 @@ def test_the_search_beats_every_alpha(static: bool, same: torch.Tensor | None) -
     rows[:, 5] *= 80
     rows /= rows.norm(dim=1, keepdim=True)  # tokens count the same in the search
     amaxes = rows.abs().amax(0), weight.abs().amax(0)
-    name, scales = search_smoothing([Reader(weight, rows)], *amaxes, same, static, 1.0)
+    name, scales = search_smoothing([Reader(weight, rows, rows.square().mean(0) * 96)], *amaxes, same, static)
     assert name == "descent"
     if same is not None:
         assert torch.equal(scales, scales[::4].repeat_interleave(4))
@@ -203,6 +203,6 @@ def test_the_search_beats_every_alpha(static: bool, same: torch.Tensor | None) -
 
 
 def test_nothing_is_smoothed_where_nothing_is_gained() -> None:
-    rows, weight = torch.ones(8, 4), torch.ones(3, 4)  # every value is on its grid already
-    name, scales = search_smoothing([Reader(weight, rows)], rows[0], weight[0], None, False, 1.0)
+    rows, weight = torch.ones(8, 4), torch.ones(3, 4)
+    name, scales = search_smoothing([Reader(weight, rows, torch.ones(4))], rows[0], weight[0], None, False)
     assert (name, scales.tolist()) == ("none", [1.0] * 4)

@@ -9,13 +9,15 @@ from rich.text import Text
 from optkit.doctor import Diagnosis, Part
 from optkit_cli.tables import heading, indented, size_text
 
+ROLES = ("stage", "eval", "engine", "backend")
+
 
 def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
     """Return what to print, top to bottom."""
     sections: list[tuple[str, Table | None]] = [
         ("machine", indented(_machine(diagnosis))),
         ("packages", indented(_packages(diagnosis))),
-        *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ("stage", "eval", "engine", "backend")),
+        *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ROLES),
         ("problems", indented([(Text("!!", style="bold red"), problem) for problem in diagnosis.problems])),
     ]
     return [part for title, section in sections if section is not None for part in (heading(title), section)]

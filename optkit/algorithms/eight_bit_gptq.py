@@ -35,6 +35,16 @@ def compensated_codes(weight: Tensor, hessian: Tensor, scales: Tensor, tile: tup
     return codes[order.argsort()].T.contiguous()
 
 
+def left_variances(hessian: Tensor) -> Tensor:
+    """Return the part of each input's mean square that the inputs rounded after it cannot make up for, float32 [in].
+
+    hessian: float32 [in, in]. Raises ValueError where no damping makes the Hessian positive definite.
+    """
+    options = GptqOptions(damping=DAMPING)
+    _, factor, _ = damped_inverse_factor(hessian, options)
+    return factor.diagonal().square().reciprocal()[rounding_order(hessian, options).argsort()]
+
+
 def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, codes: Tensor, numbers: NumberFormat) -> Tensor:
     """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block whose weights `rest` are used up."""
     errors = torch.empty_like(rest)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optkit.algorithms.eight_bit import INT8, amax_scales, dequantize, quantize, rounded_inputs
+from optkit.algorithms.eight_bit import INT8
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Where the search may start."""
@@ -36,6 +36,10 @@ class Reader:
     """float32 [out, in]."""
     rows: Tensor
     """float32 [rows, in]: inputs that it was seen with."""
+    variances: Tensor
+    """float32 [in]: what an error of 1 in the weight of an input adds to the squared error of an output, tokens divided by their root mean
+    square. It is the mean square of the input where weights are rounded to nearest, and where GPTQ rounds them the share of it that the
+    inputs after it cannot make up for."""
 
     def inverse_size(self) -> Tensor:
         """Return 1 / the root mean square of each row, float32 [rows, 1]."""
@@ -61,25 +65,20 @@ def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same
 
 
 def search_smoothing(
-    readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool, weight_share: float
+    readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool
 ) -> tuple[str, Tensor]:
     """Return the scales, float32 [in], that leave the smallest error in the outputs of the readers once all is rounded, and their name.
 
-    The name is `none`, `alpha 0.8` or `descent`: whichever is best on the rows of the readers. static: inputs are rounded with one scale
-    for all of them; weight_share: how much of the error of weights that are rounded to nearest will be left. The others are those of
-    `smoothing_scales`.
+    The name is `none`, `alpha 0.8` or `descent`, whichever is expected to be best. static: inputs are rounded with one scale for all of
+    them. The others are those of `smoothing_scales`.
     """
-    expected = _Expected.of(readers, input_amax if static else None, weight_share)
-    starts = {alpha: smoothing_scales(input_amax, weight_amax, alpha, same) for alpha in ALPHAS}
-    best = min(starts, key=lambda alpha: float(expected.error(starts[alpha])))
-    tried = {
-        "none": torch.ones_like(input_amax),
-        f"alpha {best}": starts[best],
-        "descent": _descend(expected, starts[best], same),
-    }
-    errors = {name: _error(readers, scales, input_amax if static else None, weight_share) for name, scales in tried.items()}
-    least = min(errors, key=lambda name: errors[name])
-    return least, tried[least]
+    expected = _Expected.of(readers, input_amax if static else None)
+    tried = {"none": torch.ones_like(input_amax)}
+    tried |= {f"alpha {alpha}": smoothing_scales(input_amax, weight_amax, alpha, same) for alpha in ALPHAS}
+    start = min(tried, key=lambda name: float(expected.error(tried[name])))
+    tried["descent"] = _descend(expected, tried[start], same)
+    best = min(tried, key=lambda name: float(expected.error(tried[name])))
+    return best, tried[best]
 
 
 @dataclass(frozen=True)
@@ -88,32 +87,34 @@ class _Expected:
 
     rows: Tensor
     """float32 [rows, in]: magnitudes of inputs, each row divided by its root mean square; one row of the largest where that is static."""
-    squares: Tensor
-    """float32 [in]: the mean square of the inputs."""
     columns: Tensor
     """float32 [in]: the squared columns of the readers, relative to the square of their outputs."""
-    weights: Tensor
-    """float32 [some outputs, in]: magnitudes of weights, each relative to the size of its reader's outputs."""
-    weight_share: float
+    weights: tuple[Tensor, ...]
+    """float32 [some outputs, in] for each reader: magnitudes of weights, relative to the size of its outputs."""
+    variances: tuple[Tensor, ...]
+    """float32 [in] for each reader."""
 
     @staticmethod
-    def of(readers: Sequence[Reader], input_amax: Tensor | None, weight_share: float) -> _Expected:
-        rows = torch.cat([each.even_rows() for each in {id(each.rows): each for each in readers}.values()])
-        sizes = [(each.even_rows() @ each.weight.T).square().sum(1).mean().clamp(min=TINY) for each in readers]
-        relative = torch.cat([each.weight / size.sqrt() for each, size in zip(readers, sizes, strict=True)])
-        step = max(1, len(relative) // OUTPUTS)
-        some = relative[::step].abs() * (len(relative) / len(relative[::step])) ** 0.5
+    def of(readers: Sequence[Reader], input_amax: Tensor | None) -> _Expected:
+        seen = list({id(each.rows): each for each in readers}.values())
+        rows = torch.cat([each.even_rows() for each in seen])
+        relative = [each.weight / (each.even_rows() @ each.weight.T).square().sum(1).mean().clamp(min=TINY).sqrt() for each in readers]
         largest = rows.abs()
         if input_amax is not None:
-            by_row = torch.cat([each.inverse_size() for each in {id(each.rows): each for each in readers}.values()])
-            largest = input_amax[None] * by_row.square().mean().sqrt()
-        return _Expected(largest, rows.square().mean(0), relative.square().sum(0), some, weight_share)
+            largest = input_amax[None] * torch.cat([each.inverse_size() for each in seen]).square().mean().sqrt()
+        return _Expected(
+            largest,
+            torch.stack([weight.square().sum(0) for weight in relative]).sum(0),
+            tuple(_some(weight.abs()) for weight in relative),
+            tuple(each.variances for each in readers),
+        )
 
     def error(self, scales: Tensor) -> Tensor:
-        """Return the expected squared error, relative to the squared outputs, but for a constant factor."""
-        activations = (self.rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()
-        weights = (self.weights * scales).amax(1).square().sum() * (self.squares / scales.square()).sum()
-        return activations + self.weight_share * weights
+        """Return the expected squared error, relative to the squared outputs."""
+        error: Tensor = (self.rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()
+        for weights, variances in zip(self.weights, self.variances, strict=True):
+            error = error + (weights * scales).amax(1).square().sum() * (variances / scales.square()).sum()
+        return error / (12 * INT8.reach**2)
 
 
 def _descend(expected: _Expected, scales: Tensor, same: Tensor | None) -> Tensor:
@@ -131,18 +132,11 @@ def _descend(expected: _Expected, scales: Tensor, same: Tensor | None) -> Tensor
     return logs.detach()[group].exp().clamp(1 / LIMIT, LIMIT)
 
 
-def _error(readers: Sequence[Reader], scales: Tensor, input_amax: Tensor | None, weight_share: float) -> float:
-    """Return the squared error that rounding leaves in the outputs, relative to them, tokens counting the same; the sum of readers."""
-    step = None if input_amax is None else amax_scales((input_amax / scales).amax().view(1, 1), (1, 1), INT8, torch.float32).view(1)
-    total = 0.0
-    for each in readers:
-        smoothed, tile = each.weight * scales, (1, each.weight.shape[1])
-        steps = amax_scales(smoothed, tile, INT8, torch.float32)
-        off_weight = dequantize(quantize(smoothed, steps, tile, INT8), steps, tile) / scales - each.weight
-        off_inputs = (rounded_inputs(each.rows / scales, INT8, scale=step) * scales - each.rows) * each.inverse_size()
-        error = (off_inputs @ each.weight.T).square().sum() + weight_share * (each.even_rows() @ off_weight.T).square().sum()
-        total += float(error / (each.even_rows() @ each.weight.T).square().sum().clamp(min=TINY))
-    return total
+def _some(weight: Tensor) -> Tensor:
+    """Return some of the rows, evenly spread, of the same summed square as all of them."""
+    some = weight[:: max(1, len(weight) // OUTPUTS)]
+    share: float = (len(weight) / len(some)) ** 0.5
+    return some * share
 
 
 def _shared(values: Tensor, same: Tensor) -> Tensor:

@@ -82,5 +82,5 @@ class Fp8(EightBitQuantizer):
                 job.task.advance(0, note=name)
                 with out_of_memory(name, job.context.device, "Use a machine with more memory"):
                     weight = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
-                    layers[name] = self._rounded(job, name, weight, None)[0]
+                    layers[name] = self._rounded(job, name, weight, None)
             yield BlockOutput(layers)

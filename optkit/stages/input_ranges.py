@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optkit.algorithms.eight_bit_gptq import left_variances
 from optkit.algorithms.hessian import Hessian
+
+FEW_TOKENS = 128
+"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
 
 
 class InputRange:
@@ -49,3 +53,12 @@ class InputRange:
             return None
         matrix = self._hessian.matrix()
         return matrix if self._scales is None else matrix.div_(self._scales).div_(self._scales[:, None])
+
+    def variances(self) -> Tensor:
+        """Return what an error of 1 in the weight of each input adds to the squared error of an output: float32 [in], of undivided inputs.
+
+        With a Hessian, what the inputs rounded after it cannot make up for. Raises ValueError for a Hessian that is none.
+        """
+        if self._hessian is None or self.tokens < FEW_TOKENS:
+            return self.rows.square().div_(self.rows.square().mean(1, keepdim=True).clamp(min=1e-30)).mean(0)
+        return left_variances(self._hessian.matrix())

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from optkit.model.wiring import FoldGroup
     from optkit.stages.input_ranges import InputRange
 
-SEARCH_ROWS = 256
-"""Inputs of each layer that scales are searched on."""
-WEIGHT_SHARE = 0.3
-"""What GPTQ leaves of the error of rounding weights to nearest, about."""
+SEARCH_ROWS = 1024
+"""Inputs of each layer that scales are searched on: with a quarter of them the scales fit these inputs and not others."""
 PROBE = 2, 32
 """Sequences and tokens of each that the wiring of a block is found with."""
 
@@ -36,6 +34,7 @@ class Smoothquant(EightBitQuantizer):
     what makes them, a norm or a linear layer. The embedding in front and lm_head behind stay as they are.
     """
 
+    version: ClassVar[int] = 2
     number: ClassVar[Number] = "int"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
@@ -128,9 +127,9 @@ class _Smoothing:
         weight_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0)
         same = None if group.rows is None else group.rows.to(input_amax.device)
         if self.stage.alpha == "search":
-            seen = [Reader(weights[name], ranges[name].rows) for name in readers]
-            share = WEIGHT_SHARE if self.stage.rounding == "gptq" else 1.0
-            chosen, scales = search_smoothing(seen, input_amax, weight_amax, same, self.stage.activations == "static", share)
+            given = {id(each): (each.rows, each.variances()) for each in (ranges[name] for name in readers)}
+            seen = [Reader(weights[name], *given[id(ranges[name])]) for name in readers]
+            chosen, scales = search_smoothing(seen, input_amax, weight_amax, same, self.stage.activations == "static")
         else:
             chosen, scales = f"alpha {self.stage.alpha}", smoothing_scales(input_amax, weight_amax, self.stage.alpha, same)
         self.job.details["smoothing"][group.producer] = chosen
