@@ -12,6 +12,7 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
 from optkit.model.skeleton import Skeleton
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
@@ -85,6 +86,16 @@ def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(
         return float(((found - weight) @ hessian.matrix() * (found - weight)).sum())
 
     assert error(tmp_path / "gptq") < 0.7 * error(tmp_path / "rtn")
+
+
+def test_nested_configs_are_untied_too(tiny_model: TinyModel) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    nested = {key: value for key, value in shape.config.items() if key not in ("vocab_size", "tie_word_embeddings")}
+    nested["text_config"] = {"vocab_size": shape.config["vocab_size"], "tie_word_embeddings": True}
+    _, left = Rtn(lm_head=True).predict(ModelShape(config=nested, tensors=shape.tensors), "cpu")
+    assert "lm_head.weight_packed" in left.tensors
+    assert left.config["text_config"]["tie_word_embeddings"] is False
+    assert left.config["tie_word_embeddings"] is False
 
 
 def test_gptq_format_says_that_lm_head_is_packed(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ class LayerQuantizer(Transform):
         write_config(target, self._config(job.skeleton.checkpoint.config, job.selection, job.formats))
 
     def _config(self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
-        untied = {"tie_word_embeddings": False} if HEAD in formats else {}
-        return {**config, **untied, "quantization_config": quantization_config(formats, selection.skipped)}
+        told = with_own_head(config) if HEAD in formats else config
+        return {**told, "quantization_config": quantization_config(formats, selection.skipped)}
 
     def _write(self, job: Job, target: Path) -> None:
         checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
@@ -240,7 +240,7 @@ def _layer_of(tensor: str) -> str:
 def tied_embedding(shape: ModelShape) -> str:
     """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for each token (GPT-2's wpe has one for each
     position)."""
-    rows = shape.config.get("vocab_size")
+    rows = (shape.config.get("text_config") or shape.config).get("vocab_size")
     outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
     return next((name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), "")
 
@@ -256,7 +256,13 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
 
 def tied(config: Mapping[str, Any]) -> bool:
     """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
-    return bool(config.get("tie_word_embeddings", True))
+    return bool((config.get("text_config") or config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+
+
+def with_own_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with an lm_head of its own, in nested configs too."""
+    nested = {key: with_own_head(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value}
+    return {**config, **nested, "tie_word_embeddings": False}
 
 
 def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
-from optkit.stages.layer_quantizer import out_of_memory, tied_embedding
+from optkit.stages.layer_quantizer import out_of_memory, tied_embedding, with_own_head
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +107,7 @@ class Rotate(Transform):
             why = next(iter(job.unrotated_heads.values()))
             raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Take rotate out of the recipe")
         copy_companions(source, target)
-        write_config(target, _untied(checkpoint.config) if untied else checkpoint.config)
+        write_config(target, with_own_head(checkpoint.config) if untied else checkpoint.config)
         lm_head_bytes = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
         details: dict[str, Any] = {"largest_difference": job.difference, "seconds": round(time.monotonic() - started, 2)}
         if self.residual:
@@ -121,8 +120,13 @@ class Rotate(Transform):
         """Return the exact tensors that it leaves: a tied model gets an `lm_head` of its own."""
         tensors, config = dict(shape.tensors), shape.config
         if self.residual and LM_HEAD not in tensors:
-            tensors[LM_HEAD] = tensors[tied_embedding(shape)]
-            config = _untied(config)
+            embedding = tied_embedding(shape)
+            if not embedding:
+                raise StageError(
+                    "the model has neither lm_head nor an embedding that was found", where="rotate", remedy="Set residual: false"
+                )
+            tensors[LM_HEAD] = tensors[embedding]
+            config = with_own_head(config)
         left = ModelShape(config=config, tensors=tensors)
         widest = max(32 // DTYPE_BITS[info.dtype] for info in tensors.values() if info.dtype in ("F32", "BF16", "F16"))
         work = 2 * widest * max(shape.block_bytes, shape.outside_bytes)
@@ -279,9 +283,3 @@ def _refuse_fused(skeleton: Skeleton) -> None:
             why="They may read the residual stream or write to it, and would be left in the old basis",
             remedy="Set rotate.residual to false, or use a checkpoint of the language model alone",
         )
-
-
-def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with an lm_head of its own, in nested configs too."""
-    nested = {key: _untied(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value}
-    return {**config, **nested, "tie_word_embeddings": False}
