@@ -12,6 +12,7 @@ from optkit.algorithms.grid import Grid
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.algorithms.sensitivity import fisher_probe
+from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
@@ -82,3 +83,10 @@ def test_probes_have_the_covariance_of_the_fisher_information() -> None:
     likely = logits.softmax(-1)
     assert drawn.mean(0).abs().max() < 3e-3
     assert (drawn.T @ drawn / len(drawn) - (likely.diag() - likely.outer(likely))).abs().max() < 3e-3
+
+
+def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    skeleton = Skeleton(Checkpoint(tiny_model("llama")))
+    grids = {"vision.blocks.0.mlp.up": [Grid(4, 32, True)]}
+    with pytest.raises(StageError, match=r"^sensitivity: 1 layers are no part of the language model's decoder blocks \(vision"):
+        measure_sensitivity(skeleton, torch.zeros(1, 8, dtype=torch.int64), grids, "rtn", "cpu", SilentProgress())

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.sensitivity import Seen, rounding_divergences
+from optkit.errors import StageError
 from optkit.model.skeleton import TORCH_DTYPES
 from optkit.stages.block_gradients import BlockGradients
 from optkit.stages.layer_quantizer import out_of_memory
@@ -40,8 +41,16 @@ def measure_sensitivity(
     """Return layer -> the predicted divergence, nats per token, of quantizing it alone to each of its grids.
 
     tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0 throughout. Raises what `Skeleton` raises,
-    ResourceError without memory.
+    StageError for a layer that the language model does not run, ResourceError without memory.
     """
+    inside = {name for block in skeleton.blocks for name in skeleton.linears(block)}
+    if outside := [name for name in grids if name not in inside]:
+        raise StageError(
+            f"{len(outside):,} layers are no part of the language model's decoder blocks ({outside[0]}, ...)",
+            where="sensitivity",
+            why="Text does not reach them",
+            remedy="Exclude them",
+        )
     found: dict[str, list[float]] = {}
     for name, weight, seen in layer_gradients(skeleton, tokens, grids, device, progress, seed):
         nats = rounding_divergences(weight, seen, grids[name], rounding == "gptq")
