@@ -181,7 +181,8 @@ def test_debug_shows_the_traceback(
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs, and so this test in one, ignore it
 from optkit_cli import validate
 from optkit_cli.main import main
 def slow(**_):

