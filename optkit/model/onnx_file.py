@@ -1,0 +1,232 @@
+"""Read model.onnx without its weights: graph, initializers, and whether the external data that they lie in is whole.
+
+ONNX IR specification: https://github.com/onnx/onnx/blob/main/docs/IR.md, external data: .../docs/ExternalData.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import MissingPackageError, SourceError
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+MODEL = "model.onnx"
+RENAMED = {"float": "float32", "double": "float64"}
+BITS = {
+    "float32": 32, "float64": 64, "float16": 16, "bfloat16": 16, "bool": 8, "complex64": 64, "complex128": 128,
+    "int64": 64, "int32": 32, "int16": 16, "int8": 8, "int4": 4, "int2": 2,
+    "uint64": 64, "uint32": 32, "uint16": 16, "uint8": 8, "uint4": 4, "uint2": 2,
+    "float8e4m3fn": 8, "float8e4m3fnuz": 8, "float8e5m2": 8, "float8e5m2fnuz": 8, "float8e8m0": 8, "float4e2m1": 4,
+}  # fmt: skip
+"""Bits of one element, by ONNX's names of dtypes in lower case; `float` is `float32` here and `double` is `float64`."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of the graph."""
+
+    name: str
+    dtype: str
+    """As in `BITS`."""
+    shape: tuple[int | str, ...]
+    """A size, the name of one that is free, or "" where it has none."""
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """A constant tensor of the graph: a weight, a scale, a table."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    location: str | None
+    """The external file that it lies in, as the graph names it; None where model.onnx holds it."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.elements * BITS[self.dtype] + 7) // 8
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation."""
+
+    kind: str
+    domain: str
+    """Empty for ONNX's own operators, e.g. `com.microsoft` for those of ONNX Runtime."""
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, int | float | str | tuple[int, ...]]
+    """Numbers, texts and lists of integers; tensors and graphs are left out."""
+
+
+class OnnxFile:
+    """A model.onnx and its external data. Weights are not read, and not held where the file itself contains them."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises SourceError where the file is missing, cut off or no ONNX, or external data is missing or too short."""
+        self.path = path
+        model = read_proto(path)
+        self.ir_version: int = model.ir_version
+        self.opsets: dict[str, int] = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+        self.producer: str = f"{model.producer_name} {model.producer_version}".strip()
+        graphs = list(_graphs(model.graph))
+        held = {tensor.name for graph in graphs for tensor in graph.initializer}
+        self.inputs = {port.name: port for each in model.graph.input if each.name not in held for port in [_port(each)]}
+        self.outputs = {port.name: port for port in map(_port, model.graph.output)}
+        self.nodes: tuple[Node, ...] = tuple(
+            _node(each) for nodes in (*(graph.node for graph in graphs), *(each.node for each in model.functions)) for each in nodes
+        )
+        tensors = [*(tensor for graph in graphs for tensor in graph.initializer), *_constants(graphs)]
+        self.initializers: dict[str, Initializer] = {tensor.name: self._initializer(tensor) for tensor in tensors}
+        self._check_data(tensors)
+
+    @cached_property
+    def data_files(self) -> tuple[Path, ...]:
+        """The external data files, each once."""
+        named = sorted({each.location for each in self.initializers.values() if each.location})
+        return tuple(self.path.parent / name for name in named)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The graph and its external data."""
+        return (self.path, *self.data_files)
+
+    def _initializer(self, tensor: TensorProto) -> Initializer:
+        dtype, shape = _dtype(tensor.data_type), tuple(tensor.dims)
+        if dtype != "string" and dtype not in BITS:
+            raise SourceError(f"{tensor.name} has the dtype {dtype}, which optkit does not know", where=str(self.path))
+        location = _external(tensor).get("location") if tensor.data_location == tensor.EXTERNAL else None
+        if tensor.data_location == tensor.EXTERNAL and not location:
+            raise SourceError(f"{tensor.name} lies in a file without a name", where=str(self.path), remedy="Export it again")
+        found = Initializer(tensor.name, dtype, shape, location)
+        if tensor.HasField("raw_data") and len(tensor.raw_data) != found.size_bytes:
+            raise SourceError(
+                f"{tensor.name} has {len(tensor.raw_data):,} bytes, and {dtype} {list(shape)} needs {found.size_bytes:,}",
+                where=str(self.path),
+                why="The file was damaged",
+                remedy="Copy or export it again",
+            )
+        return found
+
+    def _check_data(self, tensors: Iterable[TensorProto]) -> None:
+        root = self.path.parent.resolve()
+        needed: dict[str, int] = {}
+        for tensor in tensors:
+            known = self.initializers[tensor.name]
+            if known.location is None:
+                continue
+            place = PurePosixPath(known.location)
+            if place.is_absolute() or ".." in place.parts:
+                why = "Data outside of the directory would not travel with it"
+                raise SourceError(f"{tensor.name} lies in {place}", where=str(self.path), why=why, remedy="Export it again")
+            entry = _external(tensor)
+            length = int(entry.get("length") or known.size_bytes)
+            if length != known.size_bytes:
+                raise SourceError(
+                    f"{tensor.name} has {length:,} bytes in {place}, and {known.dtype} {list(known.shape)} needs {known.size_bytes:,}",
+                    where=str(self.path),
+                    why="The file was damaged",
+                    remedy="Copy or export it again",
+                )
+            needed[known.location] = max(needed.get(known.location, 0), int(entry.get("offset") or 0) + length)
+        missing = [name for name in needed if not (root / name).is_file()]
+        if missing:
+            raise SourceError(
+                f"{len(missing)} of {len(needed)} files with its weights are missing: {', '.join(missing[:3])}",
+                where=str(self.path),
+                why=f"{MODEL} holds the graph alone, the weights lie beside it",
+                remedy="Copy them into the same directory, or export it again",
+            )
+        for name, least in needed.items():
+            size = (root / name).stat().st_size
+            if size < least:
+                raise SourceError(
+                    f"the file has {size:,} bytes and the graph asks for {least:,}",
+                    where=str(self.path.parent / name),
+                    why="It was cut off, or belongs to another model",
+                    remedy="Copy or export it again",
+                )
+
+
+def read_proto(path: Path) -> ModelProto:
+    """Return a parsed ONNX file without its external data. Raises SourceError where it is none, MissingPackageError without `onnx`."""
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError
+    except ImportError as error:
+        raise MissingPackageError("onnx", where=str(path), install="optkit[onnx]") from error
+    if not path.is_file():
+        raise SourceError(f"there is no {path.name}", where=str(path.parent))
+    try:
+        model: ModelProto = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError, ValueError) as error:
+        raise _no_onnx(path, str(error) or type(error).__name__) from error
+    if not (model.ir_version and model.graph.output):
+        raise _no_onnx(path, "It holds no graph with outputs")
+    return model
+
+
+def _no_onnx(path: Path, why: str) -> SourceError:
+    return SourceError(f"not a whole ONNX file ({path.stat().st_size:,} bytes)", where=str(path), why=why, remedy="Copy or export it again")
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """Yield a graph and those inside its nodes (If, Loop, Scan)."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _constants(graphs: Iterable[GraphProto]) -> Iterator[TensorProto]:
+    """Yield the tensors of Constant nodes, named as what the nodes put out."""
+    for graph in graphs:
+        for node in graph.node:
+            for attribute in node.attribute if node.op_type == "Constant" else ():
+                if attribute.HasField("t"):
+                    attribute.t.name = node.output[0]
+                    yield attribute.t
+
+
+def _node(node: NodeProto) -> Node:
+    from onnx import AttributeProto
+
+    read: dict[int, Any] = {
+        AttributeProto.INT: lambda each: int(each.i),
+        AttributeProto.FLOAT: lambda each: float(each.f),
+        AttributeProto.STRING: lambda each: each.s.decode("utf-8", "replace"),
+        AttributeProto.INTS: lambda each: tuple(each.ints),
+    }
+    attributes = {each.name: read[each.type](each) for each in node.attribute if each.type in read}
+    return Node(node.op_type, node.domain, node.name, tuple(node.input), tuple(node.output), attributes)
+
+
+def _port(value: ValueInfoProto) -> Port:
+    tensor = value.type.tensor_type
+    sizes = (each.dim_value if each.HasField("dim_value") else each.dim_param for each in tensor.shape.dim)
+    return Port(value.name, _dtype(tensor.elem_type), tuple(sizes))
+
+
+def _dtype(number: int) -> str:
+    from onnx import TensorProto
+
+    name = TensorProto.DataType.Name(number).lower() if number in TensorProto.DataType.values() else str(number)
+    return RENAMED.get(name, name)
+
+
+def _external(tensor: TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}

@@ -1,0 +1,110 @@
+"""An ONNX directory: model.onnx, its external data, and the files beside it that say how it is run; no weights are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port
+
+__all__ = ["MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
+
+GENAI_CONFIG = "genai_config.json"
+SHARING = frozenset({"GroupQueryAttention"})
+"""Operations that write new keys and values into the memory of the past ones, where both are bound to it."""
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One tensor of the KV cache: what the graph reads and what it leaves in its place."""
+
+    past: Port
+    present: str
+    shared: bool
+    """The operation behind it can write into the memory that it reads from; else it leaves a longer copy."""
+
+
+class OnnxDirectory:
+    """A directory with model.onnx."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises SourceError where the graph or its data is missing, cut off or damaged, MissingPackageError without `onnx`."""
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise SourceError("no such directory", where=str(directory))
+        self.graph = OnnxFile(self.directory / MODEL)
+        """Inputs, outputs, nodes, initializers, opsets, IR version, producer and files of the model."""
+        self.config = self._read_json("config.json")
+        """The parsed config.json; empty where there is none."""
+        self.genai_config = self._read_json(GENAI_CONFIG)
+        """The parsed genai_config.json of ONNX Runtime GenAI; empty where there is none."""
+
+    @property
+    def path(self) -> Path:
+        """model.onnx itself."""
+        return self.graph.path
+
+    @cached_property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """The tensors of the KV cache, in the order of the inputs; empty for a model without.
+
+        Raises SourceError where what is read has nothing that takes its place.
+        """
+        pasts = [port for name, port in self.graph.inputs.items() if "past" in name and len(port.shape) == 4]
+        pairs = [(past, self._present(past)) for past in pasts]
+        return tuple(CacheLayer(past, present, self._is_shared(past.name, present)) for past, present in pairs)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Width of the logits; None where neither the graph nor a config says it."""
+        last = self.graph.outputs["logits"].shape[-1] if "logits" in self.graph.outputs else None
+        if isinstance(last, int) and last:
+            return last
+        found = self._text_config.get("vocab_size") or self._genai_model.get("vocab_size")
+        return int(found) if found else None
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence that the model was built for, in tokens; None where neither config says it."""
+        config = self._text_config
+        found = config.get("max_position_embeddings") or config.get("n_positions") or self._genai_model.get("context_length")
+        return int(found) if found else None
+
+    @property
+    def _genai_model(self) -> dict[str, Any]:
+        return dict(self.genai_config.get("model") or {})
+
+    @property
+    def _text_config(self) -> dict[str, Any]:
+        return dict(self.config.get("text_config") or self.config)
+
+    def _present(self, past: Port) -> str:
+        """Return the output that takes the place of a past input."""
+        for before, after in (("past_key_values", "present"), ("past_key_values", "present_key_values"), ("past", "present")):
+            if before in past.name and (name := past.name.replace(before, after, 1)) in self.graph.outputs:
+                return name
+        raise SourceError(
+            f"the input {past.name} has no output that would take its place",
+            where=str(self.path),
+            why=f"Its outputs are {', '.join([*self.graph.outputs][:4])}, ...",
+            remedy="Export it with names like past_key_values.0.key and present.0.key",
+        )
+
+    def _is_shared(self, past: str, present: str) -> bool:
+        return any(node.kind in SHARING and past in node.inputs and present in node.outputs for node in self.graph.nodes)
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
+        if not isinstance(found, dict):
+            raise SourceError("is not a JSON object", where=str(path))
+        return found
