@@ -38,16 +38,20 @@ def package_version(name: str) -> str | None:
 
 
 def unmet(requires: Iterable[str]) -> list[str]:
-    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed or not in a version that will do."""
+    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed or not in a version that will do.
+
+    Of `onnxruntime>=1.22 | onnxruntime-gpu>=1.22`, distributions of one package, any will do; the first is returned where none is there.
+    """
+    choices = [text.split(" | ") for text in requires]
+    return [each[0] for each in choices if not any(_is_met(text) for text in each)]
+
+
+def _is_met(requirement: str) -> bool:
     from packaging.requirements import Requirement
 
-    missing = []
-    for text in requires:
-        need = Requirement(text)
-        version = package_version(need.name)
-        if version is None or not need.specifier.contains(version, prereleases=True):
-            missing.append(text)
-    return missing
+    need = Requirement(requirement)
+    version = package_version(need.name)
+    return version is not None and need.specifier.contains(version, prereleases=True)
 
 
 def best_device() -> str:

@@ -116,8 +116,8 @@ def check_packages(plan: Plan) -> None:
     wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.requires]
     wanted += [(entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires]
     for kind, need in wanted:
-        if unmet([need]):
-            raise MissingPackageError(need, where=kind)
+        for missing in unmet([need]):
+            raise MissingPackageError(missing, where=kind)
 
 
 def check_disk(plan: Plan, store: Store) -> None:

@@ -72,7 +72,10 @@ class Stage(Frozen):
 
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
-    """Packages beyond optkit's own dependencies, as given to `pip install`, e.g. `("bitsandbytes>=0.50",)`."""
+    """Packages beyond optkit's own dependencies, as given to `pip install`, e.g. `("bitsandbytes>=0.50",)`.
+
+    Distributions of which any will do are one string: `"onnxruntime>=1.22 | onnxruntime-gpu>=1.22"`, the one to install first.
+    """
 
     def made_with(self) -> dict[str, Any]:
         """Return what decides the result beside version and fields, as JSON values for the key; empty where nothing does."""

@@ -66,6 +66,10 @@ def test_unmet_compares_versions() -> None:
     assert unmet(("numpy>=1", "numpy>=99", "no-such-package")) == ["numpy>=99", "no-such-package"]
 
 
+def test_of_several_distributions_any_will_do() -> None:
+    assert unmet(("no-such-package | numpy>=1", "no-such-package>=2 | numpy>=99")) == ["no-such-package>=2"]
+
+
 def test_compile_needs_a_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
