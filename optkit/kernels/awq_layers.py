@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from optkit.algorithms.packing import pack, unpack_awq
 from optkit.errors import SourceError
 from optkit.kernels.integer import integer_layer, packed_weight
+from optkit.kernels.packed import PackedWeight
 from optkit.kernels.stored import StoredLayer
 from optkit.model.checkpoint import Checkpoint
 
@@ -42,6 +43,10 @@ class AwqLayer(StoredLayer):
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
         """Return the fastest layer for it, on the device. Raises SourceError where its tensors do not fit each other."""
+        return integer_layer(self.integers(device), bias, dtype, device)
+
+    def integers(self, device: str) -> PackedWeight:
+        """Return its codes, scales and zero points on the device. Raises SourceError where its tensors do not fit each other."""
         parts = self.read(LEAVES, device, required=("qzeros", "scales"))
         outputs, inputs = self.shape
         groups = len(parts["scales"])
@@ -55,5 +60,4 @@ class AwqLayer(StoredLayer):
                 remedy="Make the artifact again",
             )
         weight = unpack_awq(parts)
-        packed = packed_weight(pack(weight.codes, weight.bits, 1), weight.scales, weight.zeros, None, weight.bits, inputs)
-        return integer_layer(packed, bias, dtype, device)
+        return packed_weight(pack(weight.codes, weight.bits, 1), weight.scales, weight.zeros, None, weight.bits, inputs)

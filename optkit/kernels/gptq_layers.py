@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from optkit.algorithms.packing import unpack
 from optkit.kernels.integer import bits_of, integer_layer, packed_weight
+from optkit.kernels.packed import PackedWeight
 from optkit.kernels.stored import StoredLayer
 from optkit.model.checkpoint import Checkpoint
 
@@ -42,10 +43,14 @@ class GptqLayer(StoredLayer):
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
         """Return the fastest layer for it, on the device. Raises SourceError where its tensors do not fit each other."""
+        return integer_layer(self.integers(device), bias, dtype, device)
+
+    def integers(self, device: str) -> PackedWeight:
+        """Return its codes, scales and zero points on the device. Raises SourceError where its tensors do not fit each other."""
         parts = self.read(LEAVES, device, required=("qzeros", "scales"))
         words, scales = parts["qweight"].T.contiguous(), parts["scales"].T.contiguous()
         outputs, inputs = self.shape
         bits = bits_of(words, scales, (outputs, inputs), self.where)
         below = 0 if self.scheme.get("checkpoint_format") == "gptq_v2" else 1
         zeros = unpack(parts["qzeros"], bits, outputs, 1).T.contiguous() + below
-        return integer_layer(packed_weight(words, scales, zeros, parts.get("g_idx"), bits, inputs), bias, dtype, device)
+        return packed_weight(words, scales, zeros, parts.get("g_idx"), bits, inputs)

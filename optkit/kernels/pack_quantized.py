@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from optkit.algorithms.packing import unpack
 from optkit.kernels.integer import bits_of, integer_layer, packed_weight
+from optkit.kernels.packed import PackedWeight
 from optkit.kernels.stored import StoredLayer
 from optkit.model.shape import TensorInfo
 
@@ -42,9 +43,13 @@ class PackQuantizedLayer(StoredLayer):
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
         """Return the fastest layer for it, on the device. Raises SourceError where its tensors do not fit each other."""
+        return integer_layer(self.integers(device), bias, dtype, device)
+
+    def integers(self, device: str) -> PackedWeight:
+        """Return its codes, scales and zero points on the device. Raises SourceError where its tensors do not fit each other."""
         parts = self.read(LEAVES, device, required=("weight_scale", "weight_shape"))
         words, scales, packed = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
         outputs, inputs = self.shape
         bits = bits_of(words, scales, (outputs, inputs), self.where)
         zeros = None if packed is None else unpack(packed, bits, outputs, 0)
-        return integer_layer(packed_weight(words, scales, zeros, parts.get("weight_g_idx"), bits, inputs), bias, dtype, device)
+        return packed_weight(words, scales, zeros, parts.get("weight_g_idx"), bits, inputs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.errors import SourceError
+from optkit.kernels.packed import PackedWeight
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
 
@@ -39,6 +40,13 @@ class QuantizedLayer(Protocol):
         """
         ...
 
+    def integers(self, device: str) -> PackedWeight | None:
+        """Return its codes, scales and zero points on the device; None for a format whose weight is not integer codes in groups of inputs.
+
+        Raises SourceError where its tensors do not fit each other.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class StoredLayer:
@@ -53,6 +61,10 @@ class StoredLayer:
     def where(self) -> str:
         """Directory and layer, for errors."""
         return f"{self.checkpoint.directory}: {self.name}"
+
+    def integers(self, device: str) -> PackedWeight | None:
+        """Return None: a format that has integer codes says so itself."""
+        return None
 
     def info(self, leaf: str) -> TensorInfo | None:
         """Return dtype and shape of one of its tensors, None where it has none of that name."""
