@@ -118,6 +118,8 @@ class Eval(Frozen):
     timed: ClassVar[bool] = False
     """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns: `run` makes
     `context.turn.share(repeats)` of its repeats, and the `value` of a metric with samples is their mean."""
+    reads_weights: ClassVar[bool] = False
+    """Reads the tensors of a checkpoint, so that it cannot measure an ONNX model."""
     attributed: ClassVar[bool] = False
     """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
     metrics: ClassVar[tuple[str, ...]] = ()

@@ -123,9 +123,31 @@ def check_order(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
         if before and before[1].produces not in model.accepts:
             reads = " or ".join(FORMATS[each] for each in sorted(model.accepts))
             message = f"{item.kind} reads {reads} and {before[0]} leaves {FORMATS[before[1].produces]}."
-            remedy = "Keep one of them." if before[1].produces is model.produces else f"Put {item.kind} before {before[0]}."
-            yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
+            yield recipe.key_place(item.steps).problem(f"{message} {_remedy_of_order(item.kind, model, *before)}")
         before = item.kind, model
+
+
+def _remedy_of_order(kind: str, model: type[Transform], before: str, earlier: type[Transform]) -> str:
+    if model.accepts == {Format.ONNX}:
+        return f"Put onnx between them: it exports what {before} leaves."
+    return "Keep one of them." if earlier.produces is model.produces else f"Put {kind} before {before}."
+
+
+def check_onnx(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the settings and evals that an ONNX model, where the stages leave one, has no place for."""
+    made = [(item, item.model.produces) for item in stages if issubclass(item.model, Transform)]
+    if not made or made[-1][1] is not Format.ONNX:
+        return
+    export = made[-1][0]
+    leaves = f"and {export.kind} ({recipe.key_place(export.steps).short}) leaves an ONNX model"
+    for item in stages:
+        if issubclass(item.model, Setting) and Format.ONNX not in item.model.accepts:
+            message = f"the setting {item.kind} is applied to a torch model when it is opened, {leaves}, which ONNX Runtime opens."
+            yield recipe.key_place(item.steps).problem(f"{message} Take it out.")
+    for item in evals:
+        if issubclass(item.model, Eval) and item.model.reads_weights:
+            message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
+            yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before the export.")
 
 
 def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:

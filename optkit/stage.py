@@ -106,6 +106,8 @@ class Transform(Stage):
 class Setting(Stage):
     """A stage that changes no weights: recorded in the artifact and applied when it is opened."""
 
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    """What it can be applied to when it is opened; the built-in ones know torch models alone."""
     exact: ClassVar[bool] = True
     """Leaves what the model computes as it is, but for the order of rounding."""
 

@@ -51,6 +51,32 @@ class Halve(Transform):
             raise OptkitError("thirteen is not allowed", where="halve")
 
 
+class Export(Transform):
+    """Makes an ONNX model."""
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    produces: ClassVar[Format] = Format.ONNX
+
+
+class Fuse(Transform):
+    """Changes an ONNX model."""
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
+    produces: ClassVar[Format] = Format.ONNX
+
+
+class Threads(Setting):
+    """Means something to ONNX Runtime."""
+
+    accepts: ClassVar[frozenset[Format]] = frozenset(Format)
+
+
+class Weigh(Eval):
+    """Reads weights."""
+
+    reads_weights: ClassVar[bool] = True
+
+
 class Tone(Setting):
     """Sets a tone."""
 
@@ -90,6 +116,13 @@ def register_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in list(registry.PRESETS):
         monkeypatch.delitem(registry.PRESETS, kind)
     monkeypatch.setitem(registry.PRESETS, "major", {"tone": {"key": "major"}})
+
+
+def register_onnx_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let recipes know, beside the stand-ins, those that have to do with ONNX; as `onnx` the export, whatever has that name."""
+    for known, classes in ((registry.STAGES, {"onnx": Export, "fuse": Fuse, "threads": Threads}), (registry.EVALS, {"weigh": Weigh})):
+        for kind, each in classes.items():
+            monkeypatch.setitem(known, kind, f"{__name__}:{each.__name__}")
 
 
 GOOD = """\

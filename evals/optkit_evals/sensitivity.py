@@ -29,6 +29,7 @@ class Sensitivity(WindowedText, Eval):
     """
 
     compares: ClassVar[bool] = True
+    reads_weights: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("predicted_kl_divergence", "layer_kl_divergence")
 
     window: int = Field(default=512, ge=2)
