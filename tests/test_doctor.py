@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from optkit_cli.doctor_view import diagnosis_view
@@ -12,8 +13,9 @@ from optkit_cli.main import main
 from optkit_cli.output import plain_text
 
 from optkit import doctor, registry
-from optkit.doctor import ENGINES, Diagnosis, cpu_features, diagnose, find_compiler
+from optkit.doctor import ENGINES, Diagnosis, Part, cpu_features, diagnose, find_compiler
 from optkit.environment import unmet
+from optkit.onnx import builds
 from optkit.stage import Transform
 
 
@@ -109,6 +111,63 @@ def test_a_driver_without_a_cuda_torch_is_a_problem(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "there is an NVIDIA driver (590.1) and this torch was built without CUDA" in diagnose().problems[0]
+
+
+def stand(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...] | Exception, **versions: str) -> None:
+    """Let these be the builds of ONNX Runtime that are installed, and what they can compute on."""
+
+    def get_available_providers() -> list[str]:
+        if isinstance(found, Exception):
+            raise found
+        return [f"{name}ExecutionProvider" for name in found]
+
+    monkeypatch.setattr(builds, "package_version", {name.replace("_", "-"): version for name, version in versions.items()}.get)
+    runtime = SimpleNamespace(get_available_providers=get_available_providers)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+
+
+def engine(name: str) -> Part:
+    return next(part for part in diagnose().parts if part.role == "engine" and part.name == name)
+
+
+def test_onnxruntime_says_what_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: None)
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_genai="0.14.1")
+    assert engine("onnxruntime").note == "1.31.0: runs ONNX exports, on CPU"
+    assert engine("onnxruntime-genai").note == "0.14.1: makes ONNX exports, and generates with them"
+    assert builds.problems() == []
+    stand(monkeypatch, ("CUDA", "CPU"), onnxruntime_gpu="1.31.0")
+    assert engine("onnxruntime").note == "onnxruntime-gpu 1.31.0: runs ONNX exports, on CUDA, CPU"
+    assert not engine("onnxruntime-genai").works
+    assert engine("onnxruntime-genai").remedy == "pip install 'optkit[onnx]'"
+
+
+def test_a_gpu_that_onnxruntime_does_not_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: "590.1")
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0")
+    more = "for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'"
+    assert engine("onnxruntime").note == f"1.31.0: runs ONNX exports, on CPU; {more}"
+
+
+def test_two_builds_of_onnxruntime_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_gpu="1.30.0", onnxruntime_genai="0.14.1")
+    assert diagnose().problems[-1] == (
+        "onnxruntime 1.31.0 and onnxruntime-gpu 1.30.0 are installed over each other, and what was installed last decides which providers "
+        "there are. Run: pip uninstall -y onnxruntime onnxruntime-gpu onnxruntime-genai && pip install 'optkit[onnx-gpu]'"
+    )
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_genai="0.14.1", onnxruntime_genai_directml="0.14.1")
+    (problem,) = builds.problems()
+    assert problem.startswith("onnxruntime-genai 0.14.1 and onnxruntime-genai-directml 0.14.1 are installed over each other")
+    assert problem.endswith("&& pip install 'optkit[onnx]'")
+
+
+def test_an_onnxruntime_without_its_files_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand(monkeypatch, AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'"), onnxruntime="1.31.0")
+    assert diagnose().problems[-1] == (
+        "onnxruntime cannot be imported: module 'onnxruntime' has no attribute 'get_available_providers'. "
+        "Run: pip install --force-reinstall onnxruntime"
+    )
+    assert (engine("onnxruntime").works, engine("onnxruntime").note) == (False, "1.31.0 cannot be imported")
 
 
 def test_the_view_fits_the_page(here: Diagnosis) -> None:
