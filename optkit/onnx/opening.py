@@ -1,0 +1,155 @@
+"""Open an ONNX file with ONNX Runtime on the provider that was asked for, and say in our words what went wrong."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError
+from optkit.model.memory import NO_MEMORY
+
+SILENT = 4
+"""ONNX Runtime's log level for fatal errors alone: every other error is raised, and told by us."""
+MEMORY_SIGNS = (*NO_MEMORY, "Failed to allocate memory", "bad allocation", "bad_alloc", "Available memory of")
+NEWER = ("Unsupported model IR version", "Current official support for domain", "is under development and support")
+
+
+@dataclass(frozen=True)
+class Provider:
+    """What computes a graph."""
+
+    name: str
+    """As ONNX Runtime calls it."""
+    package: str
+    """The distribution that brings it."""
+
+
+PROVIDERS = {
+    "cpu": Provider("CPUExecutionProvider", "onnxruntime"),
+    "cuda": Provider("CUDAExecutionProvider", "onnxruntime-gpu"),
+    "tensorrt": Provider("TensorrtExecutionProvider", "onnxruntime-gpu"),
+    "openvino": Provider("OpenVINOExecutionProvider", "onnxruntime-openvino"),
+    "directml": Provider("DmlExecutionProvider", "onnxruntime-directml"),
+    "coreml": Provider("CoreMLExecutionProvider", "onnxruntime"),
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A session of ONNX Runtime and what it really runs on."""
+
+    session: Any
+    """`onnxruntime.InferenceSession`"""
+    providers: tuple[str, ...]
+    """In their order; the first is the one that was asked for."""
+    nodes: dict[str, int]
+    """How many nodes of the optimised graph each provider computes; empty where ONNX Runtime does not tell."""
+
+
+def open_model(model: Path, device: str = "cpu", threads: int | None = None, provider: str | None = None) -> Opened:
+    """Open an ONNX file on a device; `provider` is a key of `PROVIDERS`, by default that of the device's name.
+
+    `threads`: those within one operation, torch's own number where None. Nodes that the provider has no kernel for run on the CPU.
+    Raises MissingPackageError where the provider is not installed, ResourceError without memory, SourceError where ONNX Runtime refuses
+    the graph: too new for it, an operation or dtype without a kernel, damage; OptkitError where it could not start the provider.
+    """
+    kind, _, index = device.partition(":")
+    wanted = _provider(provider or kind, str(model))
+    ort = import_runtime(str(model))
+    if wanted.name not in ort.get_available_providers():
+        raise MissingPackageError(wanted.package, where=f"{wanted.name} of ONNX Runtime")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or _torch_threads()
+    options.log_severity_level = SILENT
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    order: list[Any] = [(wanted.name, {"device_id": int(index or 0)} if kind == "cuda" else {})]
+    if wanted is not PROVIDERS["cpu"]:
+        order.append(PROVIDERS["cpu"].name)
+    if kind == "cuda" and hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    with runtime_errors("while it was opened", str(model), device, "Open it on a device with more memory, or export it in a smaller dtype"):
+        session = ort.InferenceSession(str(model), options, providers=order)
+    providers = tuple(session.get_providers())
+    if providers[0] != wanted.name:
+        raise OptkitError(
+            f"ONNX Runtime could not start {wanted.name} and fell back to {providers[0]}",
+            where=str(model),
+            why=f"A library that {wanted.package} {ort.__version__} needs (its CUDA and cuDNN) is not there, or the driver is too old",
+            remedy=f"Install what {wanted.package} {ort.__version__} asks for, or use --device cpu",
+        )
+    return Opened(session, providers, _assigned(session))
+
+
+@contextmanager
+def runtime_errors(what: str, where: str, device: str, remedy: str) -> Iterator[None]:
+    """Turn the errors of ONNX Runtime into ours; `remedy` is what to do without memory."""
+    try:
+        yield
+    except OptkitError:
+        raise
+    except MemoryError as error:
+        raise ResourceError(f"out of memory {what} on {device}", where=where, remedy=remedy) from error
+    except Exception as error:  # the classes of ONNX Runtime's errors have no parent of their own
+        reason = _reason(error)
+        if any(sign in str(error) for sign in MEMORY_SIGNS):
+            raise ResourceError(f"out of memory {what} on {device}", where=where, why=reason, remedy=remedy) from error
+        if any(sign in reason for sign in NEWER):
+            ours = f"onnxruntime {import_runtime(where).__version__}"
+            raise SourceError(
+                f"the graph is newer than {ours}",
+                where=where,
+                why=reason,
+                remedy="Run: pip install -U onnxruntime; or export it again for an older opset",
+            ) from error
+        if missing := re.search(r"Could not find an implementation for (\S+) node", reason):
+            raise SourceError(
+                f"ONNX Runtime has no kernel of {missing[1]} for the dtypes that it gets here on {device}",
+                where=where,
+                why=reason,
+                remedy="Export it in float32 or float16, or run it on another device",
+            ) from error
+        raise SourceError(f"ONNX Runtime failed {what}", where=where, why=reason) from error
+
+
+def import_runtime(where: str) -> Any:
+    """Return the module `onnxruntime`; raises MissingPackageError where it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingPackageError("onnxruntime", where=where, install="optkit[onnx]") from error
+    return onnxruntime
+
+
+def _provider(name: str, where: str) -> Provider:
+    if name not in PROVIDERS:
+        raise OptkitError(f"there is no provider '{name}'", where=where, remedy=f"Known: {', '.join(PROVIDERS)}")
+    return PROVIDERS[name]
+
+
+def _torch_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _assigned(session: Any) -> dict[str, int]:
+    try:
+        parts = session.get_provider_graph_assignment_info()
+    except (AttributeError, RuntimeError):
+        return {}
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts[part.ep_name] += len(part.get_nodes())
+    return dict(counts)
+
+
+def _reason(error: Exception) -> str:
+    """Return what ONNX Runtime says, without codes, source files and signatures."""
+    text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error)).strip()
+    text = re.sub(r"/\S+\.(?:cc|h|cu):\d+ .*?\) (?=[A-Z])", "", text)
+    return " ".join(text.split())[:400] or type(error).__name__

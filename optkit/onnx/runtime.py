@@ -1,0 +1,272 @@
+"""Run a decoder with ONNX Runtime alone: logits of whole sequences, and decode steps whose KV cache stays where it is.
+
+    prompt   input_ids [b, s]  attention_mask [b, s]       past [b, h, length, d] (empty)  -> logits [b, s, v], present
+    step     input_ids [b, 1]  attention_mask [b, s + 1]   past                            -> logits [b, 1, v], present
+
+Where the operation behind a cache can (GroupQueryAttention), past and present are one buffer of full length; elsewhere each step leaves a
+longer copy, which the next one reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.errors import OptkitError, SourceError
+from optkit.model.memory import return_freed_memory
+from optkit.onnx.directory import CacheLayer, OnnxDirectory, Port
+from optkit.onnx.opening import Opened, open_model, runtime_errors
+
+DTYPES = {
+    "float32": (torch.float32, 1), "uint8": (torch.uint8, 2), "int8": (torch.int8, 3), "int32": (torch.int32, 6), "int64": (torch.int64, 7),
+    "float16": (torch.float16, 10), "float64": (torch.float64, 11), "bfloat16": (torch.bfloat16, 16),
+}  # fmt: skip
+"""Dtypes of inputs and outputs: torch's, and the number that ONNX has for it."""
+SEEN_WHOLE = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
+"""Operations whose result for a token depends on the tokens that it is computed with: one scale is chosen for all of them."""
+TOKENS_AT_ONCE = 512
+"""Tokens of a sequence that are computed together where the KV cache can carry those before: memory for the attention scores stays small."""
+
+
+class OnnxRunner:
+    """An opened decoder. Several `Decoding`s may be under way at once."""
+
+    def __init__(
+        self, directory: OnnxDirectory | Path, device: str = "cpu", threads: int | None = None, provider: str | None = None
+    ) -> None:
+        """Open it on `cpu`, `cuda` or `cuda:1`; see `optkit.onnx.opening.open_model` for the other arguments and what is raised."""
+        self.directory = directory if isinstance(directory, OnnxDirectory) else OnnxDirectory(directory)
+        self.device = device
+        graph = self.directory.graph
+        self.cache = self.directory.cache
+        self.logits_port = self._output("logits")
+        self._check_inputs()
+        self._opened: Opened | None = open_model(graph.path, device, threads, provider)
+        self.vocabulary = self._vocabulary()
+        kind, _, index = device.partition(":")
+        self.memory = (kind, int(index or 0))
+        """ONNX Runtime's name and number of the device that tensors are bound on."""
+        self.sliceable = bool(self.cache) and not any(node.kind in SEEN_WHOLE for node in graph.nodes)
+        """Logits of a long sequence may be computed in parts, with equal results."""
+
+    @property
+    def opened(self) -> Opened:
+        """The session and what it runs on; raises OptkitError after `close`."""
+        if self._opened is None:
+            raise OptkitError("the session was closed", where=str(self.directory.directory), remedy="Open it again")
+        return self._opened
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The providers really used, the first one before the others."""
+        return self.opened.providers
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [b, s] -> float32 [b, s, v], on the device of the runner.
+
+        A long sequence is computed in parts of `TOKENS_AT_ONCE` through the KV cache, where the graph has one. Raises ResourceError.
+        """
+        batch, sequence = tokens.shape
+        with self.errors(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"):
+            found = torch.empty(batch, sequence, self.vocabulary, dtype=torch.float32, device=self.device)
+            if sequence <= TOKENS_AT_ONCE or not self.sliceable:
+                Decoding(self, batch, sequence).feed(tokens, found)
+                return found
+            for row in range(batch):
+                one = Decoding(self, 1, sequence)
+                for start in range(0, sequence, TOKENS_AT_ONCE):
+                    part = slice(start, start + TOKENS_AT_ONCE)
+                    one.feed(tokens[row : row + 1, part], found[row : row + 1, part])
+        return found
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, length: int) -> Decoding:
+        """Return a decoding that has read the prompts, int64 [b, s] with s <= length: `.logits` [b, v], then `.step(tokens [b])`.
+
+        `length` is the most tokens that it will ever hold. Raises ResourceError without memory, OptkitError for a model without KV cache.
+        """
+        if not self.cache:
+            raise OptkitError(
+                "the graph has no KV cache",
+                where=str(self.directory.path),
+                why="None of its inputs holds past keys and values",
+                remedy="Export it with a KV cache to decode token by token",
+            )
+        batch, sequence = tokens.shape
+        with self.errors(f"at {batch} x {sequence} tokens, {length} in all", "Lower the batch, the prompt or the new tokens"):
+            found = Decoding(self, batch, length)
+            found.read(tokens)
+        return found
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._opened = None
+        return_freed_memory()
+
+    def errors(self, what: str, remedy: str) -> Any:
+        """Turn what ONNX Runtime raises into our errors."""
+        return runtime_errors(what, str(self.directory.directory), self.device, remedy)
+
+    def _output(self, name: str) -> Port:
+        outputs = self.directory.graph.outputs
+        if name not in outputs:
+            raise SourceError(
+                f"the graph has no output '{name}' but {', '.join([*outputs][:4])}",
+                where=str(self.directory.path),
+                why="It is not a causal language model",
+                remedy="Export it as one",
+            )
+        return outputs[name]
+
+    def _vocabulary(self) -> int:
+        if found := self.directory.vocabulary:
+            return found
+        raise SourceError(
+            "neither the graph nor a config says how many logits a token has", where=str(self.directory.directory), remedy="Add config.json"
+        )
+
+    def _check_inputs(self) -> None:
+        known = {"input_ids", "attention_mask", "position_ids", "token_type_ids", *(layer.past.name for layer in self.cache)}
+        unknown = [name for name in self.directory.graph.inputs if name not in known]
+        if unknown or "input_ids" not in self.directory.graph.inputs:
+            raise SourceError(
+                f"the graph wants {', '.join(unknown[:4]) or 'no input_ids'}, which optkit cannot fill in",
+                where=str(self.directory.path),
+                why=f"It knows {', '.join(sorted(known)[:4])} and the KV cache",
+                remedy="Export it as a decoder of text",
+            )
+        ports = (self.logits_port, *self.directory.graph.inputs.values())
+        if strange := next((port for port in ports if port.dtype not in DTYPES), None):
+            raise SourceError(f"{strange.name} has the dtype {strange.dtype}, which optkit cannot bind", where=str(self.directory.path))
+        for layer in self.cache:
+            if not all(isinstance(layer.past.shape[axis], int) for axis in (1, 3)):
+                raise SourceError(
+                    f"{layer.past.name} has the shape {list(layer.past.shape)}, without a number of heads and their size",
+                    where=str(self.directory.path),
+                    remedy="Export it again with fixed heads",
+                )
+
+
+class Decoding:
+    """Sequences of one length that are read and continued together, with their KV cache."""
+
+    def __init__(self, runner: OnnxRunner, batch: int, length: int) -> None:
+        self._runner, self._batch, self._length = runner, batch, length
+        self._binding = runner.opened.session.io_binding()
+        device = runner.device
+        self._inputs = runner.directory.graph.inputs
+        self._ones = torch.ones(batch * length, dtype=self._dtype("attention_mask"), device=device)
+        self._buffers = {layer: self._buffer(layer) for layer in runner.cache if self._in_place(layer)}
+        self._copies: dict[CacheLayer, Any] = {}
+        self._alive: list[Tensor] = []
+        self._step_logits = torch.empty(batch, 1, runner.vocabulary, dtype=DTYPES[runner.logits_port.dtype][0], device=device)
+        self.position = 0
+        """Tokens read so far."""
+        self.logits = torch.empty(0)
+        """Of the last token that was read, float32 [b, v]."""
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one more token of each sequence, int64 [b], and return its logits, float32 [b, v]."""
+        with self._runner.errors(f"at token {self.position + 1} of {self._batch} sequences", "Lower the batch or the new tokens"):
+            self._run(tokens.reshape(self._batch, 1), self._step_logits)
+        self.logits = self._step_logits[:, -1].float().clone()
+        return self.logits
+
+    def read(self, tokens: Tensor) -> None:
+        """Read prompts, int64 [b, s], and keep the logits of their last tokens."""
+        width = TOKENS_AT_ONCE if self._runner.sliceable and self._batch == 1 else tokens.shape[1]
+        for start in range(0, tokens.shape[1], width):
+            part = tokens[:, start : start + width]
+            found = torch.empty(*part.shape, self._runner.vocabulary, dtype=self._step_logits.dtype, device=self._step_logits.device)
+            self._run(part, found)
+        self.logits = found[:, -1].float()
+
+    def feed(self, tokens: Tensor, logits: Tensor) -> None:
+        """Read tokens, int64 [b, s], and leave their logits in `logits`, float32 [b, s, v]."""
+        if logits.dtype == self._step_logits.dtype and logits.is_contiguous():
+            self._run(tokens, logits)
+            return
+        found = torch.empty_like(logits, dtype=self._step_logits.dtype)
+        self._run(tokens, found)
+        logits.copy_(found)
+
+    def _run(self, tokens: Tensor, logits: Tensor) -> None:
+        batch, sequence = tokens.shape
+        total = self.position + sequence
+        if total > self._length:
+            raise OptkitError(
+                f"{total} tokens do not fit into a KV cache of {self._length}",
+                where=str(self._runner.directory.directory),
+                remedy="Give prefill the length that it will reach",
+            )
+        self._alive = []
+        self._bind_input("input_ids", tokens)
+        self._bind_input("attention_mask", self._ones[: batch * total].view(batch, total))
+        self._bind_input("position_ids", torch.arange(self.position, total).expand(batch, sequence))
+        self._bind_input("token_type_ids", torch.zeros(batch, sequence))
+        self._bind_output("logits", logits)
+        self._bind_cache()
+        if self._runner.memory[0] == "cuda":
+            torch.cuda.synchronize(self._runner.device)  # ONNX Runtime computes on a stream of its own
+        self._runner.opened.session.run_with_iobinding(self._binding)
+        self._keep_copies()
+        self.position = total
+
+    def _bind_input(self, name: str, value: Tensor) -> None:
+        if name not in self._inputs:
+            return
+        ready = value.to(self._runner.device, self._dtype(name)).contiguous()
+        self._alive.append(ready)
+        kind, index = self._runner.memory
+        self._binding.bind_input(name, kind, index, DTYPES[self._inputs[name].dtype][1], list(ready.shape), ready.data_ptr())
+
+    def _bind_output(self, name: str, value: Tensor) -> None:
+        kind, index = self._runner.memory
+        self._binding.bind_output(name, kind, index, DTYPES[self._runner.logits_port.dtype][1], list(value.shape), value.data_ptr())
+
+    def _bind_cache(self) -> None:
+        """Bind the buffers once, and the copies, which move, before every run."""
+        kind, index = self._runner.memory
+        for layer in self._runner.cache:
+            number = DTYPES[layer.past.dtype][1]
+            if (buffer := self._buffers.get(layer)) is not None:
+                if self.position == 0:
+                    self._binding.bind_input(layer.past.name, kind, index, number, list(buffer.shape), buffer.data_ptr())
+                    self._binding.bind_output(layer.present, kind, index, number, list(buffer.shape), buffer.data_ptr())
+                continue
+            if layer in self._copies:
+                self._binding.bind_ortvalue_input(layer.past.name, self._copies[layer])
+            else:
+                empty = self._empty(layer)
+                self._alive.append(empty)
+                shape = [self._batch, int(layer.past.shape[1]), 0, int(layer.past.shape[3])]
+                self._binding.bind_input(layer.past.name, kind, index, number, shape, empty.data_ptr())
+            self._binding.bind_output(layer.present, kind, index)
+
+    def _keep_copies(self) -> None:
+        moving = [layer for layer in self._runner.cache if layer not in self._buffers]
+        if moving:
+            made = dict(zip(self._binding_names(), self._binding.get_outputs(), strict=True))
+            self._copies = {layer: made[layer.present] for layer in moving}
+
+    def _binding_names(self) -> list[str]:
+        return ["logits", *(layer.present for layer in self._runner.cache)]
+
+    def _in_place(self, layer: CacheLayer) -> bool:
+        return layer.shared and self._runner.providers[0] in ("CPUExecutionProvider", "CUDAExecutionProvider")
+
+    def _buffer(self, layer: CacheLayer) -> Tensor:
+        heads, size = int(layer.past.shape[1]), int(layer.past.shape[3])
+        return torch.zeros(self._batch, heads, self._length, size, dtype=DTYPES[layer.past.dtype][0], device=self._runner.device)
+
+    def _empty(self, layer: CacheLayer) -> Tensor:
+        """Return memory to point at where the cache holds nothing yet."""
+        return torch.zeros(1, dtype=DTYPES[layer.past.dtype][0], device=self._runner.device)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self._inputs[name].dtype][0] if name in self._inputs else torch.int64
