@@ -1,0 +1,184 @@
+"""An ONNX model that is being changed: its graph in memory, its weights on disk, read and written one at a time.
+
+What is written has one data file beside the graph, so that no model is too large for a protobuf (2 GB), and no model has to fit into
+memory. Data files are read through a memory map: `onnx.load` refuses those with several hard links, as artifacts and stores have them.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optkit.model.onnx_file import MODEL, OnnxFile, read_proto
+from optkit.model.writer import disk_space_for
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DATA = "model.onnx.data"
+INLINE_BYTES = 1024
+"""Tensors up to this size stay in the graph: shapes and constants, which shape inference wants to see."""
+PAGE_BYTES = 4096
+"""Tensors in the data file begin at multiples of it, as a memory map wants them."""
+EXTERNAL = 1
+"""TensorProto.EXTERNAL."""
+
+
+class ModelFile:
+    """The model of a directory: `proto` is the graph, to be changed at will; weights are read when they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises SourceError where the graph or its data is missing or damaged, MissingPackageError without `onnx`."""
+        self.directory = Path(directory)
+        self.files = OnnxFile(self.directory / MODEL).files
+        self.proto = read_proto(self.directory / MODEL)
+        self.initializers = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+        self._maps: dict[Path, Any] = {}
+        _name_nodes_(self.proto.graph)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the graph and of its data files."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return an initializer as a NumPy array, not to be written to."""
+        from onnx import TensorProto, helper, numpy_helper
+
+        tensor = self.initializers[name]
+        if tensor.data_location != EXTERNAL:
+            return np.asarray(numpy_helper.to_array(tensor))
+        dtype: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        if len(raw := self.raw(tensor)) == math.prod(tensor.dims) * dtype.itemsize:
+            return raw.view(dtype).reshape(tensor.dims)
+        filled = TensorProto(name=name, data_type=tensor.data_type, dims=tensor.dims)
+        filled.raw_data = raw.tobytes()
+        return np.asarray(numpy_helper.to_array(filled))
+
+    def raw(self, tensor: Any) -> NDArray[np.uint8]:
+        """Return the bytes of a tensor whose data is external, uint8 [bytes]."""
+        fields = {entry.key: entry.value for entry in tensor.external_data}
+        path = self.directory / fields["location"]
+        if path not in self._maps:
+            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+        start = int(fields.get("offset", 0))
+        stop = start + int(fields["length"]) if "length" in fields else None
+        return np.asarray(self._maps[path][start:stop])
+
+    def node_kinds(self) -> dict[str, int]:
+        """Return how many nodes of each kind the graph has, the most frequent first."""
+        return dict(Counter(node.op_type for node in self.proto.graph.node).most_common())
+
+    def uses(self) -> Counter[str]:
+        """Return how often each value is read by a node or given out by the graph."""
+        inside = [name for graph in all_graphs(self.proto.graph) for node in graph.node for name in node.input if name]
+        return Counter([*inside, *(output.name for output in self.proto.graph.output)])
+
+
+class ModelWriter:
+    """Writes a changed model to `target`: new arrays as they come, then `finish` copies what is still used and the graph."""
+
+    def __init__(self, model: ModelFile, target: Path) -> None:
+        self.model = model
+        self.target = Path(target)
+        self._new: dict[str, Any] = {}
+        self._end = 0
+        (self.target / DATA).write_bytes(b"")
+
+    def add(self, name: str, array: NDArray[Any]) -> str:
+        """Take an array as the initializer `name` and return that; raises ResourceError when the disk is full."""
+        from onnx import numpy_helper
+
+        array = np.ascontiguousarray(array)
+        tensor = numpy_helper.from_array(array if array.nbytes <= INLINE_BYTES else array.reshape(-1)[:0], name)
+        if array.nbytes > INLINE_BYTES:
+            del tensor.dims[:]
+            tensor.dims.extend(array.shape)
+            self._place(tensor, array.reshape(-1).view(np.uint8))
+        self._new[name] = tensor
+        return name
+
+    def finish(self) -> None:
+        """Write the rest of the weights and the graph, without initializers that no node reads any more.
+
+        Raises ResourceError when the disk is full.
+        """
+        graph = self.model.proto.graph
+        kept = [tensor for tensor in graph.initializer if tensor.name not in self._new]
+        del graph.initializer[:]
+        graph.initializer.extend([*kept, *self._new.values()])
+        used = self.model.uses()
+        kept = [tensor for tensor in graph.initializer if tensor.name in used]
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+        for tensor in all_tensors(graph):
+            if tensor.data_location == EXTERNAL and tensor.name not in self._new:
+                self._place(tensor, self.model.raw(tensor))
+        text = self.model.proto.SerializeToString()
+        with disk_space_for(self.target / MODEL, len(text)):
+            (self.target / MODEL).write_bytes(text)
+        if not self._end:
+            (self.target / DATA).unlink()
+
+    def _place(self, tensor: Any, data: NDArray[np.uint8]) -> None:
+        offset = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+        path = self.target / DATA
+        with disk_space_for(path, len(data)), path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data.data)
+        self._end = offset + len(data)
+        tensor.ClearField("raw_data")
+        del tensor.external_data[:]
+        tensor.data_location = EXTERNAL
+        for key, value in (("location", DATA), ("offset", offset), ("length", len(data))):
+            entry = tensor.external_data.add()
+            entry.key, entry.value = key, str(value)
+
+
+def copy_files_beside(source: Path, target: Path) -> None:
+    """Copy every file of an ONNX directory but the models and their data: config.json, genai_config.json, tokenizer, licence, subfolders.
+
+    Raises ResourceError when the disk is full.
+    """
+    data = {path.resolve() for path in OnnxFile(source / MODEL).files}
+    for path in sorted(Path(source).rglob("*")):
+        if not path.is_file() or path.suffix == ".onnx" or path.resolve() in data:
+            continue
+        copy = Path(target) / path.relative_to(source)
+        with disk_space_for(copy, path.stat().st_size):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def all_graphs(graph: Any) -> Iterator[Any]:
+    """Yield a graph and those inside its nodes (the branches of an If, the body of a Loop)."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                yield from all_graphs(inner)
+
+
+def all_tensors(graph: Any) -> Iterator[Any]:
+    """Yield every tensor that a graph holds, in initializers and in attributes."""
+    for inner in all_graphs(graph):
+        yield from inner.initializer
+        for node in inner.node:
+            for attribute in node.attribute:
+                yield from attribute.tensors
+                if attribute.HasField("t"):
+                    yield attribute.t
+
+
+def _name_nodes_(graph: Any) -> None:
+    """Give every node a name of its own, after what it puts out, so that patterns and reports can tell them apart."""
+    taken = Counter(node.name for node in graph.node)
+    for node in graph.node:
+        if not node.name or taken[node.name] > 1:
+            node.name = f"{node.op_type}:{node.output[0]}"
