@@ -28,6 +28,11 @@ BITS = {
 """Bits of one element, by ONNX's names of dtypes in lower case; `float` is `float32` here and `double` is `float64`."""
 
 
+def is_onnx(directory: Path) -> bool:
+    """Say whether a directory holds model.onnx and no safetensors, which are preferred where both are there."""
+    return (directory / MODEL).is_file() and not any(directory.glob("*.safetensors"))
+
+
 @dataclass(frozen=True)
 class Port:
     """An input or output of the graph."""

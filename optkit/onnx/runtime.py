@@ -28,7 +28,7 @@ DTYPES = {
 SEEN_WHOLE = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
 """Operations whose result for a token depends on the tokens that it is computed with: one scale is chosen for all of them."""
 TOKENS_AT_ONCE = 512
-"""Tokens of a sequence that are computed together where the KV cache can carry those before: memory for the attention scores stays small."""
+"""Tokens of a sequence that are computed together where the KV cache can carry those before; memory for attention scores stays small."""
 
 
 class OnnxRunner:

@@ -1,6 +1,11 @@
-"""Open a model directory and run it with torch: what evals measure and what users of the library call."""
+"""Open a model directory and run it, with torch or with ONNX Runtime: what evals measure and what users of the library call."""
+
+from typing import TYPE_CHECKING
 
 from optkit.session.opening import open_session
 from optkit.session.torch_session import TorchSession
+
+if TYPE_CHECKING:
+    from optkit.session.onnx_session import OnnxSession as OnnxSession
 
 __all__ = ["TorchSession", "open_session"]

@@ -1,10 +1,10 @@
-"""Open a model directory as a `TorchSession`: a plain checkpoint, packed weights, or what transformers itself can open."""
+"""Open a model directory: ONNX with ONNX Runtime; a plain checkpoint, packed weights, or what transformers itself can open with torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,12 +17,16 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import is_out_of_memory, return_freed_memory
 from optkit.model.names import is_ignorable
+from optkit.model.onnx_file import is_onnx
 from optkit.model.skeleton import stored_dtype
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Setting
+
+if TYPE_CHECKING:
+    from optkit.session.onnx_session import OnnxSession
 
 PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
 """What transformers needs to open the quantization methods that optkit does not read itself."""
@@ -35,13 +39,15 @@ def open_session(
     dtype: str | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
-) -> TorchSession:
+) -> TorchSession | OnnxSession:
     """Open a model directory with its settings applied; packed weights are used as they are.
 
     `dtype` is the torch name of the float dtype to compute in, the checkpoint's own where None. Raises SourceError where weights are
     missing or do not fit the model, MissingPackageError where a format or setting needs a package that is not there, StageError for a
     setting that cannot be applied, ResourceError without memory.
     """
+    if is_onnx(Path(directory)):
+        return _open_onnx(Path(directory), settings, device, dtype, trust_remote_code)
     checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
@@ -58,6 +64,21 @@ def open_session(
         new_cache, note = _cache(model, settings, scales)
     return_freed_memory()
     return TorchSession(model, Path(directory), device, (*notes, *note), trust_remote_code, new_cache)
+
+
+def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool) -> OnnxSession:
+    from optkit.session.onnx_session import OnnxSession
+
+    if settings:
+        raise StageError(
+            f"{type(settings[0]).__name__.lower()} cannot be applied to ONNX",
+            where=str(directory),
+            why="It changes a model of torch, and ONNX Runtime runs the graph as it is",
+            remedy="Take it out of the recipe",
+        )
+    if dtype:
+        raise OptkitError(f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in")
+    return OnnxSession(directory, device, trust_remote_code)
 
 
 def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None) -> tuple[CacheFactory | None, list[str]]:

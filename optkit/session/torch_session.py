@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from optkit.errors import EvalError, OptkitError, SourceError
+from optkit.errors import EvalError, OptkitError
 from optkit.model.memory import return_freed_memory
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
-from optkit.source.quiet import quiet_transformers
+from optkit.session.tokenizer import encode, open_tokenizer
 
 LOGITS_BYTES = 64 << 20
 """Most bytes of logits that are computed at once where they have to be cast to float32."""
@@ -56,19 +56,19 @@ class TorchSession:
             raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
         return self._opened
 
+    @property
+    def dtype(self) -> str:
+        """What the model computes its states in, e.g. `float16`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the directory; raises SourceError where there is none."""
-        try:
-            with quiet_transformers():
-                return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self._trust_remote_code)
-        except (ValueError, OSError, KeyError, ImportError) as error:
-            first = next(iter(str(error).strip().splitlines()), repr(error))
-            raise SourceError("there is no tokenizer that transformers can open", where=str(self.directory), why=first) from error
+        return open_tokenizer(self.directory, self._trust_remote_code)
 
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
-        return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+        return encode(self.tokenizer, text)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; attention sees keys and values as a cache of codes holds them.

@@ -100,8 +100,7 @@ def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> t
 
     session = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
-        dtype = str(session.model.dtype).removeprefix("torch.")
-        return agreement.measure_reference(session, dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
+        return agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
     finally:
         session.close()
 

@@ -1,0 +1,121 @@
+"""A model that ONNX Runtime runs: what `TorchSession` is for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.errors import EvalError
+from optkit.onnx.decode_bytes import decode_bytes
+from optkit.onnx.directory import OnnxDirectory
+from optkit.onnx.opening import import_runtime
+from optkit.onnx.runtime import OnnxRunner
+from optkit.session.tokenizer import encode, open_tokenizer
+
+NO_POSITIONS = 1 << 31
+
+
+class OnnxSession:
+    """An opened ONNX directory; implements `optkit.measure.Session`."""
+
+    def __init__(self, directory: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
+        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise."""
+        self.directory, self.device = Path(directory), device
+        self._trust_remote_code = trust_remote_code
+        self.runner = OnnxRunner(OnnxDirectory(self.directory), device)
+        self.vocabulary = self.runner.vocabulary
+        self.positions = self.runner.directory.positions or NO_POSITIONS
+        self.notes: tuple[str, ...] = tuple(self._notes())
+
+    @property
+    def dtype(self) -> str:
+        """What the graph computes its states in, e.g. `float16`."""
+        ports = (*(layer.past for layer in self.runner.cache), self.runner.logits_port)
+        return next((port.dtype for port in ports if "float" in port.dtype), self.runner.logits_port.dtype)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the directory; raises SourceError where there is none."""
+        return open_tokenizer(self.directory, self._trust_remote_code)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+        return encode(self.tokenizer, text)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check(tokens, 0)
+        return self.runner.logits(tokens)
+
+    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
+        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
+        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
+        return torch.cat([tokens.to(self.device), *steps], dim=1)
+
+    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check(tokens, new_tokens)
+        return self._cached_stream(tokens, new_tokens) if self.runner.cache else self._plain_stream(tokens, new_tokens)
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
+        return decode_bytes(self.runner.directory, batch, context)
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        self.runner.close()
+
+    def _cached_stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        if not new_tokens:
+            return
+        decoding = self.runner.prefill(tokens, tokens.shape[1] + new_tokens)
+        chosen = self._finished(decoding.logits)
+        yield chosen
+        for _ in range(new_tokens - 1):
+            chosen = self._finished(decoding.step(chosen))
+            yield chosen
+
+    def _plain_stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Without a KV cache every token is computed from the whole sequence."""
+        sequence = tokens.to(self.device)
+        for _ in range(new_tokens):
+            chosen = self._finished(self.runner.logits(sequence)[:, -1])
+            sequence = torch.cat([sequence, chosen.unsqueeze(1)], dim=1)
+            yield chosen
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """float32 [batch, vocabulary] -> int64 [batch], the most likely tokens, when the device has them."""
+        chosen = logits.argmax(-1)
+        if chosen.is_cuda:
+            torch.cuda.synchronize(chosen.device)
+        return chosen
+
+    def _check(self, tokens: Tensor, new_tokens: int) -> None:
+        length = tokens.shape[1] + new_tokens
+        if length > self.positions:
+            raise EvalError(
+                f"{length:,} tokens are more than the model's {self.positions:,} positions",
+                where=str(self.directory),
+                remedy="Use a shorter window or prompt",
+            )
+
+    def _notes(self) -> Iterator[str]:
+        version = import_runtime(str(self.directory)).__version__
+        counts = self.runner.opened.nodes
+        shares = [f"{name} ({counts[name]} nodes)" if name in counts else name for name in self.runner.providers if counts.get(name, 1)]
+        yield f"onnxruntime {version}: computed by {', '.join(shares)}"
+        if not self.runner.cache:
+            yield "onnxruntime: the graph has no KV cache, so that each new token is computed from the whole sequence"
+        elif not all(layer.shared for layer in self.runner.cache):
+            yield "onnxruntime: the graph copies its KV cache at each token, because its attention cannot write into it"
