@@ -116,13 +116,16 @@ def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
     return str(gather.name)
 
 
-def fold_transposes_(model: ModelFile, writer: ModelWriter) -> None:
-    """Store weights as they are read where nothing but a Transpose reads them: ONNX Runtime would turn them at every start."""
+def fold_transposes_(model: ModelFile, writer: ModelWriter, shared: bool = False) -> None:
+    """Store weights as they are read where nothing but a Transpose reads them: ONNX Runtime would turn them at every start.
+
+    `shared`: those that others read as well, too, which then lie there twice.
+    """
     uses = model.uses()
     graph = model.proto.graph
     for node in list(graph.node):
         name = node.input[0] if node.op_type == "Transpose" else ""
-        if name not in model.initializers or uses[name] > 1:
+        if name not in model.initializers or (uses[name] > 1 and not shared):
             continue
         order = next((list(attribute.ints) for attribute in node.attribute if attribute.name == "perm"), None)
         writer.add(node.output[0], model.array(name).transpose(order))

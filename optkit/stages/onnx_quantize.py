@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from optkit.errors import StageError
+from optkit.source.calibration import Calibration
 from optkit.stage import Context, Format, Report, Transform
 from optkit.stages.node_selection import choose, listed, refuse_nothing
 
@@ -19,8 +21,18 @@ if TYPE_CHECKING:
 
 FIELDS_OF = {
     "weights": ("bits", "block_size", "symmetric", "algorithm", "lm_head", "embedding", "activations"),
+    "dynamic": ("op_types", "per_channel", "reduce_range"),
+    "static": ("op_types", "per_channel", "reduce_range", "calibration", "ranges", "percentile"),
 }
-"""Fields that mean something for one method alone."""
+"""Fields that do not mean something for every method."""
+Kind = Literal["MatMul", "Gemm", "Conv", "ConvTranspose", "Gather", "Attention", "LSTM", "EmbedLayerNormalization"]
+KINDS_OF: Mapping[str, tuple[Kind, ...]] = {
+    "dynamic": ("MatMul", "Conv", "Gather", "Attention", "LSTM", "EmbedLayerNormalization"),
+    "static": ("MatMul", "Gemm", "Conv", "ConvTranspose", "Gather"),
+}
+"""Operators that onnxruntime's quantizer has a form for."""
+Done = tuple[dict[str, str], dict[str, str], tuple[str, ...]]
+"""Names of the quantized nodes with what they became, the others with the reason, and notes."""
 ASYMMETRIC = ("k_quant", "hqq")
 
 
@@ -34,8 +46,10 @@ class OnnxQuantize(Transform):
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22", "onnxscript>=0.5")
 
-    method: Literal["weights"] = "weights"
-    """`weights`: codes of 4 or 8 bits in blocks, multiplied as they are (MatMulNBits), for language models."""
+    method: Literal["weights", "dynamic", "static"] = "weights"
+    """`weights`: codes of 4 or 8 bits in blocks, multiplied as they are (MatMulNBits), for language models. `dynamic`: int8 weights, and
+    activations whose scale is found at each call, for encoders on CPUs. `static`: int8 weights, and activations whose scales a text gave
+    (QDQ), for accelerators that need them; language models have outliers that such scales do not fit."""
     bits: Literal[4, 8] = 4
     """weights: bits of a weight."""
     block_size: Literal[16, 32, 64, 128, 256] = 32
@@ -52,6 +66,19 @@ class OnnxQuantize(Transform):
     """weights: `shared`: an embedding that is tied to lm_head reads its codes; `keep` leaves it float, a matrix of its own if need be."""
     activations: Literal["int8", "float"] = "int8"
     """weights: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at all."""
+    op_types: tuple[Kind, ...] = ("MatMul",)
+    """dynamic, static: the operators to quantize. Gather is an embedding. dynamic has no Gemm and ConvTranspose, static no Attention, LSTM
+    and EmbedLayerNormalization."""
+    per_channel: bool = True
+    """dynamic, static: one scale per output channel of a weight; false: one for the whole weight."""
+    reduce_range: bool = False
+    """dynamic, static: weights in 7 bits, for CPUs without VNNI, where sums of 8 bit products overflow."""
+    calibration: Calibration = Calibration(dataset="c4", samples=32)
+    """static: the text whose activations are measured."""
+    ranges: Literal["min-max", "entropy", "percentile"] = "min-max"
+    """static: what an activation's scale reaches: all values seen, the range that loses the least entropy, or a share of the values."""
+    percentile: float = Field(default=99.999, gt=50, le=100)
+    """static: the share, in percent, where `ranges` is `percentile`."""
     include: tuple[str, ...] = ("*",)
     """Glob patterns on the names of nodes or of their weights: what to quantize."""
     exclude: tuple[str, ...] = ()
@@ -59,10 +86,15 @@ class OnnxQuantize(Transform):
 
     @model_validator(mode="after")
     def _meaningful(self) -> Self:
-        for method, fields in FIELDS_OF.items():
-            odd = [name for name in fields if name in self.model_fields_set]
-            if odd and method != self.method:
-                raise ValueError(f"{', '.join(odd)} mean nothing for method: {self.method}, only for method: {method}")
+        for name in sorted(self.model_fields_set):
+            methods = [method for method, fields in FIELDS_OF.items() if name in fields]
+            if methods and self.method not in methods:
+                raise ValueError(f"{name} means nothing for method: {self.method}, only for method: {' or '.join(methods)}")
+        if "percentile" in self.model_fields_set and self.ranges != "percentile":
+            raise ValueError(f"percentile means nothing for ranges: {self.ranges}: set ranges: percentile")
+        odd = [kind for kind in self.op_types if self.method in KINDS_OF and kind not in KINDS_OF[self.method]]
+        if odd:
+            raise ValueError(f"method: {self.method} cannot quantize {', '.join(odd)}. It has {', '.join(KINDS_OF[self.method])}")
         if self.symmetric and self.algorithm in ASYMMETRIC:
             raise ValueError(f"{self.algorithm} finds zero points: set symmetric: false, or algorithm: mse")
         if self.embedding == "shared" and self.lm_head == "keep":
@@ -85,7 +117,8 @@ class OnnxQuantize(Transform):
         model = ModelFile(source)
         before, size_before = model.node_kinds(), model.size_bytes
         copy_files_beside(source, target)
-        quantized, skipped, notes = self._quantize_weights(model, target, context)
+        quantize = self._quantize_weights if self.method == "weights" else self._quantize_int8
+        quantized, skipped, notes = quantize(model, target, context)
         written = ModelFile(target)
         prove_it_runs(target, "onnx_quantize")
         opset = next(entry.version for entry in written.proto.opset_import if entry.domain in ("", "ai.onnx"))
@@ -99,10 +132,10 @@ class OnnxQuantize(Transform):
             "opset": opset,
             "ir_version": written.proto.ir_version,
         }
-        return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes)
+        texts = (self.calibration.identity(),) if self.method == "static" else ()
+        return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
 
-    def _quantize_weights(self, model: ModelFile, target: Path, context: Context) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
-        """Return the names of the quantized nodes with what they became, the others with the reason, and notes."""
+    def _quantize_weights(self, model: ModelFile, target: Path, context: Context) -> Done:
         from optkit.onnx.matrices import find_matrices, fold_transposes_, replace_matrices_, share_codes_
         from optkit.onnx.model_file import ModelWriter
 
@@ -121,6 +154,36 @@ class OnnxQuantize(Transform):
         slow = self.algorithm == "hqq"
         note = "ONNX Runtime has no fast CPU kernel for the zero points of HQQ: each step dequantizes every weight"
         return quantized, skipped, (note,) if slow else ()
+
+    def _quantize_int8(self, model: ModelFile, target: Path, context: Context) -> Done:
+        from optkit.onnx.int8 import Int8Form, int8_candidates, quantize_dynamic, quantize_static, settle_weights
+        from optkit.onnx.model_file import ModelFile, ModelWriter
+
+        source = model.directory
+        with TemporaryDirectory(prefix=".int8-", dir=target) as work:
+            settled = settle_weights(model, Path(work) / "read")
+            aliases, skipped = int8_candidates(settled, self.op_types)
+            left_out = choose(aliases, self.include, self.exclude, "onnx_quantize", skipped)
+            skipped |= {name: reason for name, reason in left_out.items() if reason}
+            chosen = [name for name, reason in left_out.items() if not reason]
+            refuse_nothing(chosen, skipped, "onnx_quantize")
+            made = Path(work) / "made"
+            made.mkdir()
+            form = Int8Form(self.op_types, chosen, self.per_channel, self.reduce_range)
+            if self.method == "dynamic":
+                quantize_dynamic(settled, made, form)
+            else:
+                tokens = self.calibration.tokens(source, context.data, context.trust_remote_code).numpy()
+                with context.progress.task("onnx_quantize", len(tokens), "samples") as task:
+                    quantize_static(settled, made, form, tokens, self.ranges, self.percentile, task)
+            written = ModelFile(made)
+            left = set(int8_candidates(written, self.op_types)[0])
+            ModelWriter(written, target).finish()
+        kinds = {node.name: node.op_type for node in settled.proto.graph.node}
+        quantized = {name: f"{kinds[name]}, int8, {self.method}" for name in chosen if name not in left}
+        skipped |= {name: "left by ONNX Runtime's quantizer" for name in chosen if name in left}
+        refuse_nothing(quantized, skipped, "onnx_quantize")
+        return quantized, skipped, ()
 
     def _forms(self, matrices: Matrices) -> tuple[dict[str, BlockForm], dict[str, str]]:
         """Return how each matrix will be stored, and why the others stay as they are."""
