@@ -13,6 +13,7 @@ from typing import Any
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.plan import Plan, Step
 from optkit.source.models import import_model, locate_model
 from optkit.stage import Context, Format, Report
@@ -106,7 +107,9 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
         raise ResourceError("memory ran out", where=step.kind, remedy="Lower the samples or the sequence length") from error
     if report.changed == 0:
         raise StageError("the stage changed nothing", where=step.kind, why=f"{len(report.skipped)} modules were skipped")
-    if step.format is not Format.ONNX:
+    if step.format is Format.ONNX:
+        OnnxFile(target / MODEL)
+    else:
         Checkpoint(target)
     return report
 

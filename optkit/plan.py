@@ -8,7 +8,8 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
     artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
     metric     {schema, eval, version, fields, seed, weights: key, settings}
                and {baseline: key of the model} where the eval compares,
-               and {beside: artifact key of the other, device, cores, torch, transformers} where it is timed
+               and {beside: artifact key of the other, device, cores, torch, transformers} where it is timed,
+               with {onnxruntime} where one of the two is ONNX
 
 Nothing here imports torch or reaches for the network.
 """
@@ -25,14 +26,21 @@ from optkit.environment import cpu_cores, device_name, package_version
 from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
+from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
+from optkit.onnx.builds import RUNTIME_BUILDS, installed
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
 from optkit.source.models import locate_model, model_key, model_shape
 from optkit.stage import Cost, Format, Transform
 from optkit.store import Store
 
+_REASONS = {
+    Format.CHECKPOINT: "is a checkpoint",
+    Format.QUANTIZED: "has no float weights any more",
+    Format.ONNX: "is a graph of ONNX Runtime",
+}
 SCHEMA = 1
 """Raised when the meaning of keys, or of what lies under them, changes: then nothing that was stored is found again."""
 
@@ -125,6 +133,7 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     shape = model_shape(recipe.model, directory)
     _check_lengths(recipe, shape)
     steps = _plan_steps(recipe, store, device, key, directory, shape)
+    _check_onnx(recipe, steps)
     settings = settings_identity(recipe.settings)
     return Plan(
         recipe=recipe,
@@ -132,7 +141,7 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
         steps=steps,
         artifact_key=make_artifact_key(steps[-1].key, settings),
         baseline_key=make_artifact_key(steps[0].key, []),
-        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps[0].key, steps[-1].key, settings) for entry in recipe.evals),
+        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, settings) for entry in recipe.evals),
     )
 
 
@@ -185,17 +194,30 @@ def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:
             )
 
 
+def _check_onnx(recipe: Recipe, steps: Sequence[Step]) -> None:
+    """Refuse what has no place in an ONNX model; `validate` knows it only where a stage of the recipe leaves one."""
+    if steps[-1].format is not Format.ONNX:
+        return
+    for setting in recipe.settings:
+        if Format.ONNX not in setting.value.accepts:
+            raise StageError("is applied to a torch model, and this one is ONNX", where=setting.kind, remedy="Take it out of the recipe")
+    for entry in recipe.evals:
+        if entry.value.reads_weights:
+            why = "Its weights lie in a graph"
+            raise EvalError("reads the weights of a checkpoint, and this model is ONNX", where=entry.kind, why=why, remedy="Take it out")
+
+
 def _plan_steps(recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape) -> tuple[Step, ...]:
     cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=min(shape.size_bytes, SHARD_BYTES))
-    steps = [_step("model", None, key, None, directory, _format_of(shape), cost, shape)]
+    steps = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)]
     for entry in recipe.transforms:
         before = steps[-1]
         if before.format not in entry.value.accepts:
             raise StageError(
                 f"reads {' or '.join(FORMATS[each] for each in sorted(entry.value.accepts))} and gets {FORMATS[before.format]}",
                 where=entry.kind,
-                why=f"{recipe.model.name if before.stage is None else before.kind} has no float weights any more",
-                remedy="Start from the model's float weights",
+                why=f"{recipe.model.name if before.stage is None else before.kind} {_REASONS[before.format]}",
+                remedy=_remedy(entry.value, before.format),
             )
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict(shape, device)
@@ -226,15 +248,24 @@ def _step(
     )
 
 
-def _format_of(shape: ModelShape) -> Format:
+def _remedy(stage: Transform, found: Format) -> str:
+    if stage.accepts == {Format.ONNX}:
+        return "Put the stage `onnx` before it"
+    return "Start from the checkpoint that it was exported from" if found is Format.ONNX else "Start from the model's float weights"
+
+
+def _format_of(shape: ModelShape, directory: Path | None) -> Format:
+    if directory and is_onnx(directory):
+        return Format.ONNX
     return Format.QUANTIZED if shape.config.get("quantization_config") else Format.CHECKPOINT
 
 
 def _plan_eval(
-    entry: EvalEntry, seed: int, store: Store, device: str, model: str, weights: str, settings: list[dict[str, Any]]
+    entry: EvalEntry, seed: int, store: Store, device: str, steps: Sequence[Step], settings: list[dict[str, Any]]
 ) -> PlannedEval:
+    model, weights = steps[0].key, steps[-1].key
     with_baseline = {"baseline": model} if entry.value.compares else {}
-    machine = _machine(device) if entry.value.timed else {}
+    machine = _machine(device, {steps[0].format, steps[-1].format}) if entry.value.timed else {}
 
     def metric_key(of: str, applied: list[dict[str, Any]], beside: str) -> str:
         circumstances = with_baseline | machine | ({"beside": beside} if entry.value.timed else {})
@@ -255,11 +286,12 @@ def _plan_eval(
     )
 
 
-def _machine(device: str) -> dict[str, str | int | None]:
+def _machine(device: str, formats: set[Format]) -> dict[str, Any]:
     cores = cpu_cores() if device == "cpu" else None
-    return {
+    described = {
         "device": device_name(device),
         "cores": cores,
         "torch": package_version("torch"),
         "transformers": package_version("transformers"),
     }
+    return described | ({"onnxruntime": installed(RUNTIME_BUILDS)} if Format.ONNX in formats else {})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import SourceError
+from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ class Checkpoint:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise SourceError("no such directory", where=str(directory))
+        if is_onnx(self.directory):
+            raise SourceError(
+                "the weights are in ONNX",
+                where=str(directory),
+                why="What was asked for works on a checkpoint of safetensors",
+                remedy="Name the checkpoint that the ONNX model was exported from",
+            )
         if not (self.directory / "config.json").is_file():
             raise SourceError("there is no config.json", where=str(directory), why="A model directory needs one")
         self.files: dict[str, Path] = {}

@@ -11,8 +11,9 @@ from typing import Any
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
+    "I4": 4, "U4": 4, "I2": 2, "U2": 2,
 }  # fmt: skip
-"""Bits of one element, by the names that safetensors uses."""
+"""Bits of one element, by the names that safetensors uses; integers of less than 8 bits are ONNX's, named like the others."""
 
 
 @dataclass(frozen=True)

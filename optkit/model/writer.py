@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from optkit.errors import ResourceError, StageError
 from optkit.model.checkpoint import INDEX, SINGLE
+from optkit.model.weight_files import holds_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 4 << 30
 """Largest shard, unless one tensor is larger."""
-WEIGHT_SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz", ".mlmodel"}
-)
 INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".msgpack.index.json")
 
 
@@ -157,7 +155,7 @@ def _existing(path: Path) -> Path:
 def _left_behind(relative: Path) -> bool:
     if relative == Path("config.json") or any(part in {".git", ".cache", "__pycache__"} for part in relative.parts):
         return True
-    return relative.suffix in WEIGHT_SUFFIXES or relative.name.endswith(INDEX_SUFFIXES)
+    return holds_weights(relative) or relative.name.endswith(INDEX_SUFFIXES)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

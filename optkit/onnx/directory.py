@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 from optkit.errors import SourceError
 from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port
+from optkit.model.onnx_shape import GENAI_CONFIG, read_json
 
-__all__ = ["MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
+__all__ = ["GENAI_CONFIG", "MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
 
-GENAI_CONFIG = "genai_config.json"
 SHARING = frozenset({"GroupQueryAttention"})
 """Operations that write new keys and values into the memory of the past ones, where both are bound to it."""
 
@@ -38,9 +37,9 @@ class OnnxDirectory:
             raise SourceError("no such directory", where=str(directory))
         self.graph = OnnxFile(self.directory / MODEL)
         """Inputs, outputs, nodes, initializers, opsets, IR version, producer and files of the model."""
-        self.config = self._read_json("config.json")
+        self.config = read_json(self.directory / "config.json")
         """The parsed config.json; empty where there is none."""
-        self.genai_config = self._read_json(GENAI_CONFIG)
+        self.genai_config = read_json(self.directory / GENAI_CONFIG)
         """The parsed genai_config.json of ONNX Runtime GenAI; empty where there is none."""
 
     @property
@@ -96,15 +95,3 @@ class OnnxDirectory:
 
     def _is_shared(self, past: str, present: str) -> bool:
         return any(node.kind in SHARING and past in node.inputs and present in node.outputs for node in self.graph.nodes)
-
-    def _read_json(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
-        if not path.is_file():
-            return {}
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
-        if not isinstance(found, dict):
-            raise SourceError("is not a JSON object", where=str(path))
-        return found

@@ -11,14 +11,12 @@ from typing import Any
 from optkit.errors import SourceError
 from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
+from optkit.model.weight_files import holds_weights
 from optkit.source.digests import PREFIX, FileDigests
 
 OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md"})
 """What optkit leaves beside the weights of an artifact; it says how they were made and is no part of the model."""
-OTHER_WEIGHTS = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".npz", ".mlmodel"}
-)
-"""Weights that optkit does not read; the safetensors that it does read are those of the checkpoint."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head")
@@ -65,8 +63,10 @@ def is_built_into_transformers(model_type: str) -> bool:
     return bool(model_type) and any((Path(place) / "models" / model_type.replace("-", "_")).is_dir() for place in places or ())
 
 
-def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint:
-    """Return the checkpoint of a directory; raises SourceError where it is incomplete, damaged or of another kind."""
+def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint | OnnxFile:
+    """Return what a directory holds; raises SourceError where it is incomplete, damaged or of another kind."""
+    if is_onnx(directory):
+        return OnnxFile(directory / MODEL)
     if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
         raise SourceError(
             f"there is no config.json but {len(files)} GGUF file{'s' if len(files) > 1 else ''}",
@@ -78,13 +78,13 @@ def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint:
     return checkpoint
 
 
-def directory_revision(checkpoint: Checkpoint, digests: FileDigests) -> str:
+def directory_revision(model: Checkpoint | OnnxFile, digests: FileDigests) -> str:
     """Return `sha256:...` over the names and contents of the weights and of every file beside them.
 
     Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not looked at.
     """
-    root = checkpoint.directory
-    weights = {path.relative_to(root).as_posix(): path for path in checkpoint.files.values()}
+    root, files = (model.path.parent, model.files) if isinstance(model, OnnxFile) else (model.directory, tuple(model.files.values()))
+    weights = {path.relative_to(root).as_posix(): path for path in files}
     return PREFIX + digest({name: digests.of(path) for name, path in sorted((weights | companions(root)).items())})
 
 
@@ -94,7 +94,7 @@ def companions(root: Path) -> dict[str, Path]:
     return {
         name.as_posix(): path
         for name, path in found.items()
-        if name.suffix not in OTHER_WEIGHTS
+        if not holds_weights(name)
         and str(name) not in OWN_FILES
         and not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
     }

@@ -16,6 +16,8 @@ from pydantic import model_validator
 from optkit.errors import MissingPackageError, SourceError
 from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.onnx_file import is_onnx
+from optkit.model.onnx_shape import onnx_shape
 from optkit.model.shape import ModelShape
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests, default_cache
@@ -149,7 +151,7 @@ def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
     """Return config and tensors of a model from headers only; `imported` is its checkpoint, where there is one already."""
     place = find_model(pinned)
     if directory := imported or locate_model(pinned):
-        return Checkpoint(directory).shape
+        return onnx_shape(directory) if is_onnx(directory) else Checkpoint(directory).shape
     if isinstance(place, HubRepo):
         commit = str(pinned.revision)
         return ModelShape(config=read_config(place.file("config.json", commit)), tensors=place.tensors(commit))

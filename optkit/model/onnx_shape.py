@@ -1,0 +1,50 @@
+"""The shape of an ONNX model, as plans want it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.model.onnx_file import MODEL, OnnxFile
+from optkit.model.shape import ModelShape, TensorInfo
+
+GENAI_CONFIG = "genai_config.json"
+SAFETENSORS_NAMES = {
+    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "int4": "I4", "int2": "I2",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "uint4": "U4", "uint2": "U2",
+    "float8e4m3fn": "F8_E4M3", "float8e4m3fnuz": "F8_E4M3", "float8e5m2": "F8_E5M2", "float8e5m2fnuz": "F8_E5M2",
+    "float8e8m0": "F8_E8M0", "float4e2m1": "F4",
+}  # fmt: skip
+
+
+def onnx_shape(directory: Path) -> ModelShape:
+    """Return config and tensors of an ONNX directory, its initializers; without config.json, what genai_config.json says of positions.
+
+    Raises SourceError where the graph, its data or a config is damaged.
+    """
+    graph = OnnxFile(directory / MODEL)
+    known = {name: each for name, each in graph.initializers.items() if each.dtype in SAFETENSORS_NAMES}
+    tensors = {name: TensorInfo(SAFETENSORS_NAMES[each.dtype], each.shape) for name, each in known.items()}
+    return ModelShape(config=read_json(directory / "config.json") or _config_of_genai(directory), tensors=tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, an empty one where there is no such file; raises SourceError where it is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
+    if not isinstance(found, dict):
+        raise SourceError("is not a JSON object", where=str(path))
+    return found
+
+
+def _config_of_genai(directory: Path) -> dict[str, Any]:
+    model = read_json(directory / GENAI_CONFIG).get("model") or {}
+    names = {"max_position_embeddings": "context_length", "vocab_size": "vocab_size"}
+    return {ours: model[theirs] for ours, theirs in names.items() if theirs in model}
