@@ -1,20 +1,19 @@
-"""Bytes on disk, and bits per weight recounted from the headers of the safetensors files."""
+"""Bytes on disk, and bits per weight recounted from the headers of the safetensors files, or from the graph of an ONNX model."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.shape import TensorInfo
-
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"})
-"""Weights in other formats beside the checkpoint are not read when it is opened, so they do not count."""
-NOT_DEPLOYED = frozenset({"scorecard.json", "scorecard.md"})
+from optkit_evals.onnx_layers import onnx_layers
+from optkit_evals.stored_layers import StoredLayer, bits_per_weight, deployed_bytes
 
 PACKED = ("weight_packed", "qweight")
 """Names of packed tensors, in compressed-tensors and in gptq and awq."""
@@ -32,17 +31,16 @@ FOUR_BIT_STATE = "weight.quant_state."
 class Footprint(Eval):
     """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers."""
 
+    version: ClassVar[int] = 2
     metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight")
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""
-        checkpoint = Checkpoint(session.directory)
-        layers = list(stored_layers(checkpoint).values())
+        files, layers = _stored(session.directory)
         quantized = [layer for layer in layers if layer.quantized]
-        weights_bytes = sum(path.stat().st_size for path in set(checkpoint.files.values()))
         found = [
-            _metric("size_bytes", deployed_bytes(checkpoint), "bytes", "weights and every file beside them"),
-            _metric("weights_bytes", weights_bytes, "bytes", "safetensors files"),
+            _metric("size_bytes", deployed_bytes(session.directory, files), "bytes", "weights and every file beside them"),
+            _metric("weights_bytes", sum(path.stat().st_size for path in files), "bytes", "files that hold weights"),
             _metric("bits_per_weight", bits_per_weight(layers), "bits", "all tensors (scales, zero points, embeddings), per weight"),
         ]
         if quantized:
@@ -51,26 +49,13 @@ class Footprint(Eval):
         return found
 
 
-@dataclass(frozen=True)
-class StoredLayer:
-    """What one module's tensors take, and how many weights they stand for; its bias belongs to it."""
-
-    stored_bits: int
-    weights: int
-    quantized: bool
-
-
-def bits_per_weight(layers: list[StoredLayer]) -> float:
-    """Return the bits stored over the weights that they stand for."""
-    return sum(layer.stored_bits for layer in layers) / sum(layer.weights for layer in layers)
-
-
-def deployed_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes of a model directory: its weights and all files beside them, without scorecards and other formats' weights."""
-    root = checkpoint.directory
-    files = {path for path in root.rglob("*") if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)}
-    beside = {path for path in files if path.suffix not in WEIGHT_SUFFIXES and path.name not in NOT_DEPLOYED}
-    return sum(path.stat().st_size for path in beside | set(checkpoint.files.values()))
+def _stored(directory: Path) -> tuple[set[Path], list[StoredLayer]]:
+    """Return the files that hold weights, and what the layers in them take."""
+    if is_onnx(directory):
+        graph = OnnxFile(directory / MODEL)
+        return set(graph.files), list(onnx_layers(graph).values())
+    checkpoint = Checkpoint(directory)
+    return set(checkpoint.files.values()), list(stored_layers(checkpoint).values())
 
 
 def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:

@@ -1,0 +1,113 @@
+"""What the weights of an ONNX graph take, and how many weights they stand for, counted from its initializers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from optkit.errors import EvalError
+from optkit.model.onnx_file import BITS, Initializer, Node, OnnxFile
+from optkit_evals.stored_layers import StoredLayer
+
+FEWEST = 4096
+"""Elements from which on a narrow tensor that no known operation reads is weights in a layout that is not known."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How an operation reads quantized weights: the inputs that are packed, those beside them, and the weights in a packed tensor."""
+
+    packed: tuple[int, ...]
+    beside: tuple[int, ...]
+    weights: Callable[[Node, Initializer], int] = lambda node, tensor: tensor.elements
+
+
+def _matrix(node: Node, tensor: Initializer) -> int:
+    return _integer(node, "K") * _integer(node, "N")
+
+
+def _codes(name: str) -> Callable[[Node, Initializer], int]:
+    """Return how many codes a tensor holds, of as many bits as the attribute says where they lie in bytes."""
+
+    def weights(node: Node, tensor: Initializer) -> int:
+        narrow = _integer(node, name, 4) if BITS[tensor.dtype] == 8 else BITS[tensor.dtype]
+        return tensor.elements * BITS[tensor.dtype] // narrow
+
+    return weights
+
+
+def _integer(node: Node, name: str, otherwise: int = 0) -> int:
+    value = node.attributes.get(name, otherwise)
+    return value if isinstance(value, int) else otherwise
+
+
+READERS = {
+    "MatMulNBits": Reader((1,), (2, 3, 4, 5), _matrix),
+    "MatMulBnb4": Reader((1,), (2,), _matrix),
+    "MatMulFpQ4": Reader((1,), (2,), _matrix),
+    "GatherBlockQuantized": Reader((0,), (2, 3), _codes("bits")),
+    "QMoE": Reader((2, 5, 8), (3, 4, 6, 7, 9, 10), _codes("expert_weight_bits")),
+    "DequantizeLinear": Reader((0,), (1, 2)),
+    "MatMulInteger": Reader((1,), (3,)),
+    "ConvInteger": Reader((1,), (3,)),
+    "MatMulIntegerToFloat": Reader((1,), (3, 5, 6)),
+    "DynamicQuantizeMatMul": Reader((1,), (2, 3, 4)),
+    "QLinearMatMul": Reader((3,), (4, 5)),
+    "QLinearConv": Reader((3,), (4, 5, 8)),
+    "QGemm": Reader((3,), (4, 5, 6)),
+    "QAttention": Reader((1,), (2, 4, 7)),
+}
+"""https://onnx.ai/onnx/operators and https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md"""
+TABLES = {"GroupQueryAttention": (7, 8), "RotaryEmbedding": (2, 3), "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2)}
+"""Operation -> inputs that cost bits and stand for no weight: cosines and sines, scales of activations."""
+
+
+def onnx_layers(graph: OnnxFile) -> dict[str, StoredLayer]:
+    """Return tensor -> what it takes with what belongs to it; each initializer counts once, whoever reads it.
+
+    Raises EvalError where quantized weights lie in a layout that is not known.
+    """
+    tensors = graph.initializers
+    found: dict[str, StoredLayer] = {}
+    counted: set[str] = set()
+    for node, name, reader in _quantized(graph.nodes, tensors):
+        if name in counted:
+            continue
+        beside = {node.inputs[index] for index in reader.beside if index < len(node.inputs)} | _scales_by_name(name)
+        own = [name, *(each for each in beside if each in tensors and each not in counted)]
+        counted.update(own)
+        found[name] = StoredLayer(8 * sum(tensors[each].size_bytes for each in own), reader.weights(node, tensors[name]), quantized=True)
+    tables = {node.inputs[index] for node in graph.nodes for index in TABLES.get(node.kind, ()) if index < len(node.inputs)}
+    for name, tensor in tensors.items():
+        if name not in counted:
+            _refuse_unknown(tensor, name in tables, graph)
+            weights = tensor.elements if "float" in tensor.dtype and tensor.shape and name not in tables else 0
+            found[name] = StoredLayer(8 * tensor.size_bytes, weights, quantized=False)
+    return found
+
+
+def _quantized(nodes: Sequence[Node], tensors: Mapping[str, Initializer]) -> Iterator[tuple[Node, str, Reader]]:
+    """Yield the nodes with each packed initializer that they read."""
+    for node in nodes:
+        reader = READERS.get(node.kind)
+        for index in reader.packed if reader else ():
+            if reader and index < len(node.inputs) and node.inputs[index] in tensors:
+                yield node, node.inputs[index], reader
+
+
+def _scales_by_name(name: str) -> set[str]:
+    """Return what ONNX Runtime's quantizer calls the scale and zero point of weights that a MatMulInteger reads."""
+    base = name.removesuffix("_quantized")
+    return {f"{base}_scale", f"{base}_zero_point"} if base != name else set()
+
+
+def _refuse_unknown(tensor: Initializer, is_table: bool, graph: OnnxFile) -> None:
+    if is_table or tensor.elements < FEWEST or BITS.get(tensor.dtype, 64) > 8 or tensor.dtype == "bool":
+        return
+    readers = sorted({node.kind for node in graph.nodes if tensor.name in node.inputs})
+    raise EvalError(
+        f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}, is read by {', '.join(readers) or 'no operation'}",
+        where=str(graph.path),
+        why=f"Bits per weight can be recounted for {', '.join(READERS)}",
+        remedy="Take footprint out of the evals",
+    )
