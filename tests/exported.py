@@ -17,12 +17,15 @@ from optkit.onnx.quiet import quiet_tools
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def exported(source: Path, target: Path) -> Path:
-    """Return `target` with a decoder as ONNX Runtime GenAI's model builder exports it, and config.json."""
+def exported(source: Path, target: Path, precision: str = "fp32") -> Path:
+    """Return `target` with a decoder as ONNX Runtime GenAI's model builder exports it for the CPU, and config.json.
+
+    `precision` is `fp32` or `int4`; what the builder makes of `fp16` does not decode on the CPU.
+    """
     with quiet_tools():
         from onnxruntime_genai.models.builder import create_model
 
-        create_model("", str(source), str(target), "fp32", "cpu", str(target.parent / "cache"), hf_remote=False)
+        create_model("", str(source), str(target), precision, "cpu", str(target.parent / "cache"), hf_remote=False)
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
     return target
 

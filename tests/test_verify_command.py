@@ -212,10 +212,11 @@ def test_an_engine_that_takes_too_long(artifact: Path, tmp_path: Path, capsys: p
     assert "no answer within 0.5 s" in spoken(capsys, "verify", "out", *words, status=3)[0]
 
 
-def test_an_engine_that_the_user_named_and_that_cannot_be_asked(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = spoken(capsys, "verify", "out", "--engine", "onnxruntime", "--device", "cpu", "--quiet", status=1)
-    assert "onnxruntime  not tried" in out
-    assert err == "error: out: onnxruntime was not asked, there is no ONNX in this artifact.\n"
+@pytest.mark.parametrize("engine", ["onnxruntime", "onnxruntime-genai"])
+def test_an_engine_that_the_user_named_and_that_cannot_be_asked(engine: str, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = spoken(capsys, "verify", "out", "--engine", engine, "--device", "cpu", "--quiet", status=1)
+    assert f"{engine}  not tried" in out
+    assert err == f"error: out: {engine} was not asked, there is no ONNX in this artifact.\n"
 
 
 @pytest.mark.parametrize(
@@ -243,10 +244,10 @@ def test_a_run_can_verify_at_its_end(
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", str(refuses))
     words = ["--out", str(tmp_path / "out"), "--store", str(made / "store"), "--device", "cpu", "--quiet"]
     out, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words, "--verify", status=3)
-    assert "transformers 9.9  NO" in out
+    assert "transformers 9.9   NO" in out
     assert (tmp_path / "out" / "verification.json").is_file()
     again, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words)
-    assert "transformers 9.9  NO" in again
+    assert "transformers 9.9   NO" in again
 
 
 def test_a_run_whose_artifact_is_not_sound_is_status_3_and_prints_its_scorecard(

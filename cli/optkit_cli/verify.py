@@ -8,7 +8,7 @@ import click
 
 from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option
 
-ENGINE_NAMES = ("transformers", "vllm", "onnxruntime")
+ENGINE_NAMES = ("transformers", "vllm", "onnxruntime", "onnxruntime-genai")
 
 
 class EnginePython(click.ParamType[tuple[str, str]]):
@@ -35,7 +35,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
     metavar="ENGINE=PYTHON",
     type=EnginePython(),
     multiple=True,
-    help="Python that has the engine, where it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_TRANSFORMERS_PYTHON].",
+    help="Python that has the engine, where it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
 )
 @click.option("--tokens", metavar="N", type=click.IntRange(min=2), default=128, help="Tokens after which logits are compared [128].")
 @click.option(

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from optkit.frozen import Frozen
 
-EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime"]
+EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime", "onnxruntime-genai"]
 NOTHING = "-"
 COLUMNS = ("engine", "loads", "logit difference", "mean KL", "same top-1", "same tokens")
 

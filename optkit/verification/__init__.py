@@ -1,7 +1,7 @@
 """Proof that an artifact is what it says and that other programs open it: static checks, engines in processes of their own, the record."""
 
 from optkit.scorecard.loading import EngineName
-from optkit.verification.checks import Check
+from optkit.verification.check import Check
 from optkit.verification.engines import ENGINE_NAMES
 from optkit.verification.record import keep_loading, read_loading
 from optkit.verification.verify import Verified, verify_artifact

@@ -3,59 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from pathlib import Path
 
 from optkit.artifact import OWN_FILES, Artifact
 from optkit.errors import OptkitError
-from optkit.frozen import Frozen
 from optkit.model.checkpoint import INDEX, Checkpoint
+from optkit.model.onnx_file import MODEL, is_onnx
 from optkit.store import list_files, sha256_of
+from optkit.verification.check import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
+from optkit.verification.onnx_checks import check_onnx
 from optkit.verification.stored import TensorBytes
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")
+TOKENIZER = "tokenizer.json"
+VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 EMBEDDINGS = tuple(f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings"))
 BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-SHOWN = 3
-
-
-class Check(Frozen):
-    """One thing that was checked."""
-
-    name: str
-    ok: bool
-    detail: str
-    """What was checked, or what is wrong."""
 
 
 def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
     """Check the files of an artifact; all but the digests believe config.json and the headers of the weights, not optkit.json.
 
-    Where the weights cannot be read, what stands on them is not checked.
+    Where the weights cannot be read, what stands on them is not checked. Raises MissingPackageError for ONNX without the package `onnx`.
     """
-    digests = _digests(artifact)
+    of_model = check_onnx(artifact.directory) if holds_onnx(artifact) else _check_safetensors(artifact)
+    return (_digests(artifact), *of_model, _tokenizer(artifact))
+
+
+def holds_onnx(artifact: Artifact) -> bool:
+    """Say whether the model is an ONNX file, or was one when it was published."""
+    return is_onnx(artifact.directory) or (MODEL in artifact.record.files and not (artifact.directory / MODEL).is_file())
+
+
+def _check_safetensors(artifact: Artifact) -> tuple[Check, ...]:
     try:
         checkpoint = Checkpoint(artifact.directory)
         unlisted = _problems_of_index(checkpoint)
         config = checkpoint.config
     except OptkitError as error:
-        return digests, Check(name="weights", ok=False, detail=str(error))
+        return (Check(name="weights", ok=False, detail=str(error)),)
     files = len(set(checkpoint.files.values()))
-    weights = _check("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
+    weights = check_of("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
     try:
         found = problems_of_layers(checkpoint)
-        layers = _check("layers", found, _describe(checkpoint))
+        layers = check_of("layers", found, _describe(checkpoint))
     except ValueError as error:
         layers = Check(name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk")
     count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
     return (
-        digests,
         weights,
         layers,
-        _check("blocks", _problems_of_blocks(checkpoint, count), f"{count} decoder blocks, each with its tensors"),
-        _check("ties", _problems_of_ties(checkpoint), "tie_word_embeddings and the tensors agree"),
-        _tokenizer(artifact),
+        check_of("blocks", _problems_of_blocks(checkpoint, count), f"{count} decoder blocks, each with its tensors"),
+        check_of("ties", _problems_of_ties(checkpoint), "tie_word_embeddings and the tensors agree"),
     )
 
 
@@ -71,8 +71,8 @@ def _digests(artifact: Artifact) -> Check:
         elif sha256_of(path) != facts["sha256"]:
             wrong.append(f"{name} was changed")
     others = [name for name in list_files(artifact.directory) if name not in known and name not in OWN_FILES]
-    beside = f"; beside them {_some(others)}, which optkit did not write" if others else ""
-    return _check("digests", wrong, f"the SHA-256 of {len(known)} files are those of optkit.json{beside}")
+    beside = f"; beside them {some(others)}, which optkit did not write" if others else ""
+    return check_of("digests", wrong, f"the SHA-256 of {len(known)} files are those of optkit.json{beside}")
 
 
 def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
@@ -97,7 +97,7 @@ def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
     main = max(blocks.values(), key=len, default={})
     if count is not None and set(main) < set(range(count)):
         absent = [str(index) for index in range(count) if index not in main]
-        problems.append(f"config.json says {count} decoder blocks, and there are no weights of {_some(absent)}")
+        problems.append(f"config.json says {count} decoder blocks, and there are no weights of {some(absent)}")
     for group, members in blocks.items():
         for index, names in members.items():
             others = [each for other, each in members.items() if other != index]
@@ -142,8 +142,20 @@ def _tokenizer(artifact: Artifact) -> Check:
                 json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 broken.append(f"{name} is not JSON: {error}")
+    if TOKENIZER in found and not broken:
+        broken += _refusal_of_tokenizers(artifact.directory / TOKENIZER)
     missing = [] if found else ["there is no tokenizer"]
-    return _check("tokenizer", missing + broken, ", ".join(found))
+    return check_of("tokenizer", missing + broken, ", ".join(found))
+
+
+def _refusal_of_tokenizers(path: Path) -> list[str]:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises nothing more special
+        return [f"{path.name} is no tokenizer: {error}"]
+    return []
 
 
 def _describe(checkpoint: Checkpoint) -> str:
@@ -155,13 +167,3 @@ def _describe(checkpoint: Checkpoint) -> str:
 def _is_code(checkpoint: Checkpoint, layer: str) -> bool:
     info = checkpoint.tensors.get(f"{layer}.weight")
     return info is not None and info.dtype not in ("F32", "F16", "BF16")
-
-
-def _check(name: str, problems: list[str], detail: str) -> Check:
-    return Check(name=name, ok=not problems, detail=_some(problems) if problems else detail)
-
-
-def _some(words: Iterable[str]) -> str:
-    every = list(words)
-    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
-    return "; ".join(every[:SHOWN]) + more

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from optkit.errors import UsageError
+from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
@@ -40,6 +41,14 @@ class Engine:
     """quant_method of config.json -> distributions that it needs to open it."""
     advice: str = ""
     """What to know before installing it."""
+    reads_onnx: bool = False
+    """It opens ONNX directories and nothing else; the others open safetensors and nothing else."""
+
+    def cannot_open(self, onnx: bool) -> str:
+        """Return why an artifact, ONNX or not, is none of those that the engine opens; empty where it is one."""
+        if onnx == self.reads_onnx:
+            return ""
+        return "it reads safetensors, and this artifact is ONNX" if onnx else "there is no ONNX in this artifact"
 
 
 TRANSFORMERS = Engine(
@@ -60,7 +69,23 @@ VLLM = Engine(
     {},
     ", in an environment of its own (it pins torch), and name its Python: --engine-python vllm=PYTHON or $OPTKIT_VLLM_PYTHON",
 )
-ENGINES: dict[EngineName, Engine] = {"transformers": TRANSFORMERS, "vllm": VLLM}
+ONNXRUNTIME = Engine(
+    "onnxruntime",
+    "onnxruntime_worker",
+    RUNTIME_BUILDS,
+    {},
+    "; its builds overwrite each other's files, so keep one of them",
+    reads_onnx=True,
+)
+ONNXRUNTIME_GENAI = Engine(
+    "onnxruntime-genai",
+    "onnxruntime_genai_worker",
+    GENAI_BUILDS,
+    {},
+    "; its builds overwrite each other's files, so keep one of them",
+    reads_onnx=True,
+)
+ENGINES: dict[EngineName, Engine] = {each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI)}
 
 
 @dataclass(frozen=True)
@@ -76,12 +101,17 @@ class Answer:
     """Distributions that are not installed there."""
 
 
+def python_variable(engine: EngineName) -> str:
+    """Return the environment variable that names the Python of an engine."""
+    return f"OPTKIT_{engine.upper().replace('-', '_')}_PYTHON"
+
+
 def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
     """Return the whole path of the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else our own.
 
     A link is not followed: it would lead out of its environment. Raises UsageError where there is no such program.
     """
-    variable = f"OPTKIT_{engine.upper()}_PYTHON"
+    variable = python_variable(engine)
     where = f"--engine-python {engine}" if engine in named else f"${variable}"
     python = named.get(engine) or os.environ.get(variable) or sys.executable
     found = shutil.which(python)

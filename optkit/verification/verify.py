@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,31 @@ from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.frozen import Frozen
 from optkit.model.checkpoint import Checkpoint
+from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory
 from optkit.progress import Progress
 from optkit.scorecard import Loading
 from optkit.scorecard.loading import EngineName
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
-from optkit.verification.checks import Check, check_artifact
-from optkit.verification.engines import ENGINES, Answer, Engine, ask, interpreter
+from optkit.verification.check import Check
+from optkit.verification.checks import check_artifact, holds_onnx
+from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, Answer, Engine, ask, interpreter
+from optkit.verification.onnx_checks import rounds_inputs
 from optkit.verification.schemes import rounds_activations
 
 NEW_TOKENS = 16
 LIKELIEST = 64
 """Tokens whose log-probabilities vLLM is asked for at each position."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What decides which engines are asked, with which packages, and how near they have to come."""
+
+    onnx: bool
+    method: str
+    """`quant_method` of config.json; empty for float weights and for ONNX."""
+    rounds_activations: bool
 
 
 class Verified(Frozen):
@@ -65,13 +79,13 @@ def verify_artifact(
     `pythons`: engine -> interpreter. Raises UsageError for an interpreter that is not there, MissingPackageError where optkit itself
     cannot open the artifact for want of a package, ResourceError without memory.
     """
-    interpreters = {engine: interpreter(engine, pythons) for engine in engines if engine in ENGINES}
+    interpreters = {engine: interpreter(engine, pythons) for engine in engines}
     checks = check_artifact(artifact)
     found = Verified(artifact=artifact.directory, artifact_key=artifact.record.key, checks=checks)
     if not found.whole:
         return found
     trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
-    quantization = Checkpoint(artifact.directory).quantization or {}
+    weights = _weights_of(artifact)
     with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
         task.advance(0, note="optkit")
         try:
@@ -84,13 +98,12 @@ def verify_artifact(
         loading = []
         for name in engines:
             task.advance(0, note=name)
-            if name in ENGINES:
-                method = str(quantization.get("quant_method", ""))
-                request = _request(ENGINES[name], artifact.directory, reference, method, trusted, Path(folder))
-                answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
-                loading.append(_judge(ENGINES[name], quantization, answer, reference, tokenizer, Path(request["logits"])))
+            if reason := _unasked(ENGINES[name], artifact, weights):
+                loading.append(Loading(engine=name, verdict="skipped", reason=reason))
             else:
-                loading.append(Loading(engine=name, verdict="skipped", reason="there is no ONNX in this artifact"))
+                request = _request(ENGINES[name], artifact.directory, reference, weights, trusted, Path(folder))
+                answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
+                loading.append(_judge(ENGINES[name], weights, answer, reference, tokenizer, Path(request["logits"])))
             task.advance()
     return found.model_copy(update={"checks": (*checks, opened), "loading": tuple(loading)})
 
@@ -105,24 +118,39 @@ def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> t
         session.close()
 
 
-def _request(engine: Engine, directory: Path, reference: Reference, method: str, trusted: bool, folder: Path) -> dict[str, Any]:
+def _weights_of(artifact: Artifact) -> Weights:
+    if holds_onnx(artifact):
+        return Weights(onnx=True, method="", rounds_activations=rounds_inputs(OnnxDirectory(artifact.directory).graph))
+    quantization = Checkpoint(artifact.directory).quantization or {}
+    return Weights(onnx=False, method=str(quantization.get("quant_method", "")), rounds_activations=rounds_activations(quantization))
+
+
+def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
+    """Return why an engine need not be asked; empty where it is."""
+    if reason := engine.cannot_open(weights.onnx):
+        return reason
+    if engine is ONNXRUNTIME_GENAI and not (artifact.directory / GENAI_CONFIG).is_file():
+        return f"there is no {GENAI_CONFIG}, without which it opens nothing"
+    return ""
+
+
+def _request(engine: Engine, directory: Path, reference: Reference, weights: Weights, trusted: bool, folder: Path) -> dict[str, Any]:
     return {
         "directory": str(directory.resolve()),
         "tokens": list(reference.tokens),
         "new_tokens": NEW_TOKENS,
         "device": reference.device,
-        "quantized": bool(method),
+        "quantized": bool(weights.method),
         "trust_remote_code": trusted,
-        "helpers": list(engine.helpers.get(method, ())),
+        "helpers": list(engine.helpers.get(weights.method, ())),
         "likeliest": LIKELIEST,
         "logits": str(folder / f"{engine.name}.logits.f32"),
     }
 
 
-def _judge(engine: Engine, quantization: Mapping[str, Any], answer: Answer, reference: Reference, tokenizer: Any, logits: Path) -> Loading:
+def _judge(engine: Engine, weights: Weights, answer: Answer, reference: Reference, tokenizer: Any, logits: Path) -> Loading:
     """Return the loading line of an engine."""
-    method = str(quantization.get("quant_method", ""))
-    others = {name for helpers in engine.helpers.values() for name in helpers} - set(engine.helpers.get(method, ()))
+    others = {name for helpers in engine.helpers.values() for name in helpers} - set(engine.helpers.get(weights.method, ()))
     packages = {name: version for name, version in answer.said.get("versions", {}).items() if name not in others}
     version = next((packages[name] for name in engine.distributions if name in packages), "")
     facts = {"engine": engine.name, "version": version, "packages": packages, "seconds": round(answer.seconds, 2)}
@@ -137,7 +165,7 @@ def _judge(engine: Engine, quantization: Mapping[str, Any], answer: Answer, refe
         "same_tokens": agreement.common_prefix(reference.generated, said["generated"]),
         "text": tokenizer.decode(said["generated"]),
     }
-    rounded = rounds_activations(quantization)
+    rounded = weights.rounds_activations
     limit = agreement.tolerance(reference.dtype, said["dtype"], rounded_activations=rounded)
     if "likeliest" in said:
         what = f"log-probabilities of the {LIKELIEST} likeliest tokens"

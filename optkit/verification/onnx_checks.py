@@ -1,0 +1,161 @@
+"""What can be said of an ONNX artifact without running it: whole files, a valid graph, versions, finite numbers, configs that agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optkit.environment import package_version
+from optkit.errors import MissingPackageError, OptkitError
+from optkit.model.onnx_file import OnnxFile, read_proto
+from optkit.onnx.directory import OnnxDirectory
+from optkit.verification.check import Check, check_of
+from optkit.verification.onnx_configs import problems_of_config, problems_of_genai
+from optkit.verification.onnx_numbers import problems_of_numbers
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto
+
+RUNTIMES_OWN = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
+"""Operators that ONNX Runtime has in ONNX's own domain, in versions where ONNX has none of that name."""
+RUNTIME_DOMAIN = "com.microsoft"
+ROUNDING = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QuantizeLinear"})
+"""Operators that round activations; QuantizeLinear of weights is folded into them when they are written."""
+INSIDE = 4
+"""`accuracy_level` of a MatMulNBits that rounds its input to int8."""
+ALIGNMENT = 1 << 16
+"""Bytes that may follow the last tensor of a data file: writers align to the largest page that some system has."""
+PLAIN_WORDS = re.compile(r"Unsupported model IR version.*|Current official support for .*")
+"""What onnxruntime says of a version, without where in its source it says it."""
+
+
+def check_onnx(directory: Path) -> tuple[Check, ...]:
+    """Check an ONNX directory; where its files are not whole, what stands on them is not checked.
+
+    Raises MissingPackageError without the package `onnx`.
+    """
+    try:
+        found = OnnxDirectory(directory)
+        model, layers = read_proto(found.path), len(found.cache) // 2
+    except MissingPackageError:
+        raise
+    except OptkitError as error:
+        return (Check(name="weights", ok=False, detail=str(error)),)
+    files = " and ".join(path.name for path in found.graph.files)
+    count, floats, broken = problems_of_numbers(model, directory)
+    return (
+        check_of("weights", list(_left_over(found, model)), f"{len(found.graph.initializers):,} tensors, whole, in {files}"),
+        check_of("numbers", broken, f"{floats:,} float numbers in {count:,} tensors, all finite"),
+        _check_graph(model, layers),
+        _check_versions(found),
+        check_of("config", problems_of_config(found), "config.json agrees with the graph and names no quantization"),
+        _check_genai(found),
+    )
+
+
+def rounds_inputs(graph: OnnxFile) -> bool:
+    """Say whether operations round their inputs to 8 bits, in the graph or, where it allows that, inside MatMulNBits."""
+    return any(node.kind in ROUNDING or node.attributes.get("accuracy_level") == INSIDE for node in graph.nodes)
+
+
+def _left_over(found: OnnxDirectory, model: ModelProto) -> Iterator[str]:
+    """A data file that is much longer than the graph asks for is that of another model."""
+    ends: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == tensor.EXTERNAL:
+            entry = {each.key: each.value for each in tensor.external_data}
+            end = int(entry.get("offset") or 0) + found.graph.initializers[tensor.name].size_bytes
+            ends[entry["location"]] = max(ends.get(entry["location"], 0), end)
+    for name, end in ends.items():
+        size = (found.directory / name).stat().st_size
+        if size - end > ALIGNMENT:
+            yield f"{name} has {size:,} bytes and the graph asks for {end:,}: it belongs to another model"
+
+
+def _check_graph(model: ModelProto, layers: int) -> Check:
+    """Ask onnx.checker. It gets the graph alone: it does not read data files with several hard links, as artifacts have them."""
+    import onnx
+
+    nodes = len(model.graph.node)
+    own = _bare(model)
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        return Check(name="graph", ok=False, detail=f"onnx.checker says: {' '.join(str(error).split())}")
+    cache = f", the KV cache of {layers} layers" if layers else ""
+    beside = f", but for {own} of ONNX Runtime's own in ONNX's domain" if own else ""
+    return Check(name="graph", ok=True, detail=f"{nodes:,} nodes{cache}; onnx.checker finds nothing wrong{beside}")
+
+
+def _bare(model: ModelProto) -> int:
+    """Make tensors that lie elsewhere inputs, put ONNX Runtime's own operators into its domain; return how many these are."""
+    from onnx import defs, helper
+
+    for graph in _graphs(model.graph):
+        kept = [tensor for tensor in graph.initializer if tensor.data_location != tensor.EXTERNAL]
+        known = {port.name for port in graph.input}
+        for tensor in graph.initializer:
+            if tensor.data_location == tensor.EXTERNAL and tensor.name not in known:
+                graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+    opset = next((each.version for each in model.opset_import if not each.domain), 1)
+    own = [node for node in _nodes(model.graph) if node.op_type in RUNTIMES_OWN and not node.domain]
+    own = [node for node in own if not defs.has(node.op_type, opset)]
+    for node in own:
+        node.domain = RUNTIME_DOMAIN
+    if own and all(each.domain != RUNTIME_DOMAIN for each in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(RUNTIME_DOMAIN, 1))
+    return len(own)
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    for each in _graphs(graph):
+        yield from each.node
+
+
+def _check_versions(found: OnnxDirectory) -> Check:
+    opsets = ", ".join(f"{domain} {version}" for domain, version in sorted(found.graph.opsets.items()))
+    said = f"IR version {found.graph.ir_version}, opsets {opsets}"
+    try:
+        refusal = _refusal(found.graph.ir_version, found.graph.opsets.get("ai.onnx", 1))
+    except ImportError:
+        return Check(name="versions", ok=True, detail=f"{said}; no onnxruntime is installed here to say whether it reads them")
+    version = package_version("onnxruntime") or package_version("onnxruntime-gpu") or ""
+    runtime = f"onnxruntime {version}".strip()
+    problems = [f"{said}: {runtime} does not read that. {refusal}. Upgrade it, or export with an older opset"] if refusal else []
+    return check_of("versions", problems, f"{said}, which {runtime} reads")
+
+
+def _refusal(ir_version: int, opset: int) -> str:
+    """Return what the installed onnxruntime says against a model of these versions with a single node; empty where it opens it."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "one", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own, one for each status
+        words = str(error).strip()
+        return (found[0] if (found := PLAIN_WORDS.search(words)) else words.splitlines()[0]).rstrip(".")
+    return ""
+
+
+def _check_genai(found: OnnxDirectory) -> Check:
+    if not found.genai_config:
+        return Check(name="genai_config", ok=True, detail="there is none, so ONNX Runtime GenAI does not open it")
+    return check_of("genai_config", problems_of_genai(found), "genai_config.json agrees with the graph")

@@ -1,0 +1,58 @@
+"""Open a model directory with ONNX Runtime GenAI: its logits for the tokens of a request, and its own greedy continuation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+BUILDS = {"": "onnxruntime-genai", "cuda": "onnxruntime-genai-cuda", "dml": "onnxruntime-genai-directml"}
+"""Provider of genai_config.json -> the distribution that has it."""
+PACKAGES = (*BUILDS.values(), "onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "numpy")
+NO_TOKEN = 2**31 - 1
+"""Stands for the end of the text, so that the continuation never ends early."""
+
+
+def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
+    """Return the build that has the providers of the model, where it is not installed; on a CPU every build will do."""
+    wanted = "" if request["device"] == "cpu" else next(iter(_providers(Path(request["directory"]))), "")
+    builds = [BUILDS[wanted]] if BUILDS.get(wanted) and wanted else list(BUILDS.values())
+    return [] if any(name in versions for name in builds) else builds[:1]
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32.
+
+    genai_config.json is followed but for two things: its providers where a CPU is asked for, and the token that ends a text.
+    """
+    import numpy as np
+    import onnxruntime_genai as og
+
+    tokens, count = request["tokens"], request["new_tokens"]
+    config = og.Config(request["directory"])
+    config.overlay(json.dumps({"model": {"eos_token_id": NO_TOKEN}}))
+    if request["device"] == "cpu":
+        config.clear_providers()
+    model = og.Model(config)
+    wanted = og.GeneratorParams(model)
+    wanted.set_search_options(do_sample=False, num_beams=1, batch_size=1, min_length=0, max_length=len(tokens) + count)
+    generator = og.Generator(model, wanted)
+    generator.append_tokens(np.array([tokens], dtype=np.int32))
+    found = generator.get_output("logits")
+    logits = np.ascontiguousarray(found[0], dtype=np.float32)
+    logits.tofile(request["logits"])
+    generated: list[int] = []
+    while len(generated) < count and not generator.is_done():
+        generator.generate_next_token()
+        generated.append(int(generator.get_next_tokens()[0]))
+    return {
+        "device": str(model.device_type).lower(),
+        "dtype": str(found.dtype),
+        "logits_shape": list(logits.shape),
+        "generated": generated,
+    }
+
+
+def _providers(directory: Path) -> list[str]:
+    """Return the providers that genai_config.json names, in its order."""
+    config = json.loads((directory / "genai_config.json").read_text(encoding="utf-8"))
+    options = config["model"].get("decoder", {}).get("session_options", {}).get("provider_options", [])
+    return [name.lower() for each in options for name in each]

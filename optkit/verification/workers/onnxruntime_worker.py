@@ -1,0 +1,134 @@
+"""Run model.onnx with plain onnxruntime and a loop of its own: logits for the tokens of a request, and a greedy continuation."""
+
+import ctypes
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "numpy")
+ELEMENTS = {"float": 1, "float16": 10, "double": 11, "bfloat16": 16}
+"""Numbers of ONNX's float dtypes, by their names in `tensor(...)`."""
+NAMES = {"float": "float32", "double": "float64"}
+"""Dtypes that have another name elsewhere."""
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
+    """Return `onnxruntime` where no build of it is installed, `onnxruntime-gpu` where a GPU is asked for and that build is not there."""
+    if request["device"] != "cpu":
+        return [] if "onnxruntime-gpu" in versions else ["onnxruntime-gpu"]
+    return [] if any(name.startswith("onnxruntime") for name in versions) else ["onnxruntime"]
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32."""
+    import numpy as np
+
+    model = Model(Path(request["directory"]), request["device"])
+    logits = model.append(request["tokens"])
+    np.ascontiguousarray(logits).tofile(request["logits"])
+    generated: list[int] = []
+    last = logits[-1]
+    for _ in range(request["new_tokens"]):
+        generated.append(int(last.argmax()))
+        if len(generated) < request["new_tokens"]:
+            last = model.append(generated[-1:])[-1]
+    return {"device": request["device"], "dtype": model.dtype, "logits_shape": list(logits.shape), "generated": generated}
+
+
+class Model:
+    """An open session and what it has seen so far."""
+
+    def __init__(self, directory: Path, device: str) -> None:
+        """Raises RuntimeError where onnxruntime falls back to another device, ValueError for inputs that no text model has."""
+        import onnxruntime
+
+        if device != "cpu":
+            onnxruntime.preload_dlls()
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        asked = list(dict.fromkeys((PROVIDERS[device], PROVIDERS["cpu"])))
+        self._session = onnxruntime.InferenceSession(str(directory / "model.onnx"), options, providers=asked)
+        if (used := self._session.get_providers()[0]) != asked[0]:
+            raise RuntimeError(f"onnxruntime could not use {asked[0]} and fell back to {used}")
+        self._inputs = {each.name: each for each in self._session.get_inputs()}
+        outputs = {each.name: each for each in self._session.get_outputs()}
+        if "logits" not in outputs:
+            raise ValueError(f"it has no output `logits`, but {', '.join(outputs)}")
+        self._outputs = list(outputs)
+        self._presents = _presents(directory, self._inputs, outputs)
+        self._past = {name: _empty(self._inputs[name]) for name in self._presents}
+        kind = _kind(outputs["logits"].type)
+        self.dtype = NAMES.get(kind, kind)
+        self._seen: list[int] = []
+
+    def append(self, tokens: list[int]) -> Any:
+        """Return the logits after each of some more tokens, float32 [tokens, vocabulary]; without a KV cache all are computed again."""
+        from onnxruntime import OrtValue
+
+        self._seen += tokens
+        read = tokens if self._presents else self._seen
+        feeds = {
+            name: OrtValue.ortvalue_from_numpy(self._numbers(name, len(read), read)) for name in self._inputs if name not in self._past
+        }
+        found = dict(zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds | self._past), strict=True))
+        self._past = {past: found[present] for past, present in self._presents.items()}
+        return _float32(found["logits"])[0, -len(tokens) :]
+
+    def _numbers(self, name: str, read: int, tokens: list[int]) -> Any:
+        """Return what an input that is no part of the KV cache gets, integers [1, tokens]."""
+        import numpy as np
+
+        whole = len(self._seen)
+        rows = {
+            "input_ids": lambda: tokens,
+            "attention_mask": lambda: [1] * whole,
+            "position_ids": lambda: range(whole - read, whole),
+            "token_type_ids": lambda: [0] * read,
+        }
+        if name not in rows:
+            raise ValueError(f"it asks for the input `{name}`, and this loop knows {', '.join(rows)} and the KV cache")
+        dtype = {"int64": np.int64, "int32": np.int32}[_kind(self._inputs[name].type)]
+        return np.array([rows[name]()], dtype=dtype)
+
+
+def _presents(directory: Path, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, str]:
+    """Return input of the KV cache -> output that takes its place, by genai_config.json, else by the names that exporters give."""
+    pairs: dict[str, str] = {}
+    place = directory / "genai_config.json"
+    decoder = json.loads(place.read_text(encoding="utf-8"))["model"].get("decoder", {}) if place.is_file() else {}
+    for kind in ("key", "value"):
+        before, after = decoder.get("inputs", {}).get(f"past_{kind}_names"), decoder.get("outputs", {}).get(f"present_{kind}_names")
+        if before and after:
+            pairs |= {before % layer: after % layer for layer in range(decoder["num_hidden_layers"])}
+    if not pairs:
+        pairs = {name: name.replace("past_key_values", "present") for name in inputs if name.startswith("past_key_values")}
+    lost = [name for name in (*pairs, *pairs.values()) if name not in inputs and name not in outputs]
+    if lost:
+        raise ValueError(f"the KV cache should have `{lost[0]}`, and the graph has no such input or output")
+    return pairs
+
+
+def _empty(port: Any) -> Any:
+    """Return the KV cache of no tokens: the first free dimension is the batch, the others are lengths."""
+    from onnxruntime import OrtValue
+
+    shape = [size if isinstance(size, int) else int(index == 0) for index, size in enumerate(port.shape)]
+    return OrtValue.ortvalue_from_shape_and_type(shape, ELEMENTS[_kind(port.type)])
+
+
+def _kind(text: str) -> str:
+    """`tensor(float16)` -> `float16`."""
+    return text.removeprefix("tensor(").removesuffix(")")
+
+
+def _float32(value: Any) -> Any:
+    """Return an OrtValue in main memory as a float32 array; NumPy has no bfloat16, which is the upper half of a float32."""
+    import numpy as np
+
+    if _kind(value.data_type()) != "bfloat16":
+        return value.numpy().astype(np.float32)
+    shape = value.shape()
+    halves = np.frombuffer(ctypes.string_at(value.data_ptr(), 2 * math.prod(shape)), dtype=np.uint16)
+    return (halves.astype(np.uint32) << 16).view(np.float32).reshape(shape)
