@@ -20,15 +20,19 @@ from optkit.model.memory import return_freed_memory
 from optkit.onnx.directory import CacheLayer, OnnxDirectory, Port
 from optkit.onnx.opening import Opened, open_model, runtime_errors
 
-DTYPES = {
-    "float32": (torch.float32, 1), "uint8": (torch.uint8, 2), "int8": (torch.int8, 3), "int32": (torch.int32, 6), "int64": (torch.int64, 7),
-    "float16": (torch.float16, 10), "float64": (torch.float64, 11), "bfloat16": (torch.bfloat16, 16),
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "float64", "bfloat16", "int64", "int32", "int8", "uint8")}
+"""Dtypes that inputs and outputs can have."""
+NUMBERS = {
+    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int32: 6, torch.int64: 7, torch.float16: 10,
+    torch.float64: 11, torch.bfloat16: 16,
 }  # fmt: skip
-"""Dtypes of inputs and outputs: torch's, and the number that ONNX has for it."""
+"""What ONNX calls them (TensorProto.DataType)."""
 SEEN_WHOLE = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
 """Operations whose result for a token depends on the tokens that it is computed with: one scale is chosen for all of them."""
 TOKENS_AT_ONCE = 512
 """Tokens of a sequence that are computed together where the KV cache can carry those before; memory for attention scores stays small."""
+TOKENS_IN_ALL = 4096
+"""Tokens of a batch that are computed together: their logits, of which a prompt needs the last ones, are held at once."""
 
 
 class OnnxRunner:
@@ -73,14 +77,7 @@ class OnnxRunner:
         batch, sequence = tokens.shape
         with self.errors(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"):
             found = torch.empty(batch, sequence, self.vocabulary, dtype=torch.float32, device=self.device)
-            if sequence <= TOKENS_AT_ONCE or not self.sliceable:
-                Decoding(self, batch, sequence).feed(tokens, found)
-                return found
-            for row in range(batch):
-                one = Decoding(self, 1, sequence)
-                for start in range(0, sequence, TOKENS_AT_ONCE):
-                    part = slice(start, start + TOKENS_AT_ONCE)
-                    one.feed(tokens[row : row + 1, part], found[row : row + 1, part])
+            Decoding(self, batch, sequence).read(tokens, found)
         return found
 
     @torch.inference_mode()
@@ -161,9 +158,13 @@ class Decoding:
         self._inputs = runner.directory.graph.inputs
         self._ones = torch.ones(batch * length, dtype=self._dtype("attention_mask"), device=device)
         self._buffers = {layer: self._buffer(layer) for layer in runner.cache if self._in_place(layer)}
+        self._bound: slice | None = None
+        self._moving = [layer for layer in runner.cache if layer not in self._buffers]
         self._copies: dict[CacheLayer, Any] = {}
+        self._names = ["logits", *(layer.present for layer in (*self._buffers, *self._moving))]
+        """The outputs in the order in which they are bound."""
         self._alive: list[Tensor] = []
-        self._step_logits = torch.empty(batch, 1, runner.vocabulary, dtype=DTYPES[runner.logits_port.dtype][0], device=device)
+        self._step_logits = torch.empty(batch, 1, runner.vocabulary, dtype=DTYPES[runner.logits_port.dtype], device=device)
         self.position = 0
         """Tokens read so far."""
         self.logits = torch.empty(0)
@@ -173,31 +174,48 @@ class Decoding:
     def step(self, tokens: Tensor) -> Tensor:
         """Read one more token of each sequence, int64 [b], and return its logits, float32 [b, v]."""
         with self._runner.errors(f"at token {self.position + 1} of {self._batch} sequences", "Lower the batch or the new tokens"):
-            self._run(tokens.reshape(self._batch, 1), self._step_logits)
+            self._run(tokens.reshape(self._batch, 1), self._step_logits, slice(0, self._batch), self.position)
+        self.position += 1
         self.logits = self._step_logits[:, -1].float().clone()
         return self.logits
 
-    def read(self, tokens: Tensor) -> None:
-        """Read prompts, int64 [b, s], and keep the logits of their last tokens."""
-        width = TOKENS_AT_ONCE if self._runner.sliceable and self._batch == 1 else tokens.shape[1]
-        for start in range(0, tokens.shape[1], width):
-            part = tokens[:, start : start + width]
-            found = torch.empty(*part.shape, self._runner.vocabulary, dtype=self._step_logits.dtype, device=self._step_logits.device)
-            self._run(part, found)
-        self.logits = found[:, -1].float()
+    def read(self, tokens: Tensor, into: Tensor | None = None) -> None:
+        """Read prompts, int64 [b, s]; keep the logits of their last tokens, and leave all of them in `into`, float32 [b, s, v]."""
+        narrow = self._step_logits.dtype
+        last = torch.empty_like(self._step_logits[:, 0])
+        for rows, columns in self._parts(*tokens.shape):
+            part = tokens[rows, columns]
+            target = None if into is None else into[rows, columns]
+            if target is not None and target.dtype == narrow and target.is_contiguous():
+                found = target
+            else:
+                found = torch.empty(*part.shape, self._runner.vocabulary, dtype=narrow, device=last.device)
+            self._run(part, found, rows, columns.start)
+            last[rows] = found[:, -1]
+            if target is not None and target is not found:
+                target.copy_(found)
+        self.position = tokens.shape[1]
+        self.logits = last.float()
 
-    def feed(self, tokens: Tensor, logits: Tensor) -> None:
-        """Read tokens, int64 [b, s], and leave their logits in `logits`, float32 [b, s, v]."""
-        if logits.dtype == self._step_logits.dtype and logits.is_contiguous():
-            self._run(tokens, logits)
-            return
-        found = torch.empty_like(logits, dtype=self._step_logits.dtype)
-        self._run(tokens, found)
-        logits.copy_(found)
+    def _parts(self, batch: int, sequence: int) -> list[tuple[slice, slice]]:
+        """Return rows and columns of the tokens that are computed together, so that memory stays bounded where the sequences are long.
 
-    def _run(self, tokens: Tensor, logits: Tensor) -> None:
+        GroupQueryAttention reads on from a cache for one sequence at a time, which it can in the rows of its buffer.
+        """
+        together = slice(0, batch)
+        columns = [slice(start, min(start + TOKENS_AT_ONCE, sequence)) for start in range(0, sequence, TOKENS_AT_ONCE)]
+        if not self._runner.sliceable or (batch > 1 and self._buffers and self._moving):
+            return [(together, slice(0, sequence))]
+        if batch == 1 or not self._buffers:
+            return [(together, each) for each in columns]
+        if sequence <= TOKENS_AT_ONCE and batch * sequence <= TOKENS_IN_ALL:
+            return [(together, slice(0, sequence))]
+        return [(slice(row, row + 1), each) for row in range(batch) for each in columns]
+
+    def _run(self, tokens: Tensor, logits: Tensor, rows: slice, start: int) -> None:
+        """Compute tokens that `start` others precede, int64 [b, s], and leave their logits in `logits`, [b, s, v]."""
         batch, sequence = tokens.shape
-        total = self.position + sequence
+        total = start + sequence
         if total > self._length:
             raise OptkitError(
                 f"{total} tokens do not fit into a KV cache of {self._length}",
@@ -207,66 +225,57 @@ class Decoding:
         self._alive = []
         self._bind_input("input_ids", tokens)
         self._bind_input("attention_mask", self._ones[: batch * total].view(batch, total))
-        self._bind_input("position_ids", torch.arange(self.position, total).expand(batch, sequence))
+        self._bind_input("position_ids", torch.arange(start, total).expand(batch, sequence))
         self._bind_input("token_type_ids", torch.zeros(batch, sequence))
-        self._bind_output("logits", logits)
-        self._bind_cache()
+        self._bind("logits", logits, output=True)
+        self._bind_buffers(rows)
+        self._bind_copies(start)
         if self._runner.memory[0] == "cuda":
             torch.cuda.synchronize(self._runner.device)  # ONNX Runtime computes on a stream of its own
         self._runner.opened.session.run_with_iobinding(self._binding)
-        self._keep_copies()
-        self.position = total
+        if self._moving:
+            made = dict(zip(self._names, self._binding.get_outputs(), strict=True))
+            self._copies = {layer: made[layer.present] for layer in self._moving}
 
     def _bind_input(self, name: str, value: Tensor) -> None:
-        if name not in self._inputs:
+        if name in self._inputs:
+            ready = value.to(self._runner.device, self._dtype(name)).contiguous()
+            self._alive.append(ready)
+            self._bind(name, ready)
+
+    def _bind(self, name: str, value: Tensor, *, output: bool = False) -> None:
+        kind, index = self._runner.memory
+        bind = self._binding.bind_output if output else self._binding.bind_input
+        bind(name, kind, index, NUMBERS[value.dtype], list(value.shape), value.data_ptr())
+
+    def _bind_buffers(self, rows: slice) -> None:
+        """Bind the rows of the buffers, where others were bound before."""
+        if rows == self._bound:
             return
-        ready = value.to(self._runner.device, self._dtype(name)).contiguous()
-        self._alive.append(ready)
-        kind, index = self._runner.memory
-        self._binding.bind_input(name, kind, index, DTYPES[self._inputs[name].dtype][1], list(ready.shape), ready.data_ptr())
+        for layer, buffer in self._buffers.items():
+            self._bind(layer.past.name, buffer[rows])
+            self._bind(layer.present, buffer[rows], output=True)
+        self._bound = rows
 
-    def _bind_output(self, name: str, value: Tensor) -> None:
+    def _bind_copies(self, start: int) -> None:
+        """Bind what the last run left of the caches that move, nothing at the start."""
         kind, index = self._runner.memory
-        self._binding.bind_output(name, kind, index, DTYPES[self._runner.logits_port.dtype][1], list(value.shape), value.data_ptr())
-
-    def _bind_cache(self) -> None:
-        """Bind the buffers once, and the copies, which move, before every run."""
-        kind, index = self._runner.memory
-        for layer in self._runner.cache:
-            number = DTYPES[layer.past.dtype][1]
-            if (buffer := self._buffers.get(layer)) is not None:
-                if self.position == 0:
-                    self._binding.bind_input(layer.past.name, kind, index, number, list(buffer.shape), buffer.data_ptr())
-                    self._binding.bind_output(layer.present, kind, index, number, list(buffer.shape), buffer.data_ptr())
-                continue
-            if layer in self._copies:
+        for layer in self._moving:
+            if start:
                 self._binding.bind_ortvalue_input(layer.past.name, self._copies[layer])
             else:
-                empty = self._empty(layer)
-                self._alive.append(empty)
+                memory = torch.zeros(1, dtype=DTYPES[layer.past.dtype], device=self._runner.device)
+                self._alive.append(memory)
                 shape = [self._batch, int(layer.past.shape[1]), 0, int(layer.past.shape[3])]
-                self._binding.bind_input(layer.past.name, kind, index, number, shape, empty.data_ptr())
+                self._binding.bind_input(layer.past.name, kind, index, NUMBERS[memory.dtype], shape, memory.data_ptr())
             self._binding.bind_output(layer.present, kind, index)
-
-    def _keep_copies(self) -> None:
-        moving = [layer for layer in self._runner.cache if layer not in self._buffers]
-        if moving:
-            made = dict(zip(self._binding_names(), self._binding.get_outputs(), strict=True))
-            self._copies = {layer: made[layer.present] for layer in moving}
-
-    def _binding_names(self) -> list[str]:
-        return ["logits", *(layer.present for layer in self._runner.cache)]
 
     def _in_place(self, layer: CacheLayer) -> bool:
         return layer.shared and self._runner.providers[0] in ("CPUExecutionProvider", "CUDAExecutionProvider")
 
     def _buffer(self, layer: CacheLayer) -> Tensor:
         heads, size = int(layer.past.shape[1]), int(layer.past.shape[3])
-        return torch.zeros(self._batch, heads, self._length, size, dtype=DTYPES[layer.past.dtype][0], device=self._runner.device)
-
-    def _empty(self, layer: CacheLayer) -> Tensor:
-        """Return memory to point at where the cache holds nothing yet."""
-        return torch.zeros(1, dtype=DTYPES[layer.past.dtype][0], device=self._runner.device)
+        return torch.zeros(self._batch, heads, self._length, size, dtype=DTYPES[layer.past.dtype], device=self._runner.device)
 
     def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._inputs[name].dtype][0] if name in self._inputs else torch.int64
+        return DTYPES[self._inputs[name].dtype] if name in self._inputs else torch.int64
