@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING
 from optkit.environment import package_version
 from optkit.errors import MissingPackageError, OptkitError
 from optkit.model.onnx_file import OnnxFile, read_proto
+from optkit.onnx.checker import own_nodes, problem_of_graph
 from optkit.onnx.directory import OnnxDirectory
 from optkit.verification.check import Check, check_of
 from optkit.verification.onnx_configs import problems_of_config, problems_of_genai
 from optkit.verification.onnx_numbers import problems_of_numbers
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
+    from onnx import ModelProto
 
-RUNTIMES_OWN = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
-"""Operators that ONNX Runtime has in ONNX's own domain, in versions where ONNX has none of that name."""
-RUNTIME_DOMAIN = "com.microsoft"
 ROUNDING = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QuantizeLinear"})
 """Operators that round activations; QuantizeLinear of weights is folded into them when they are written."""
 INSIDE = 4
@@ -75,53 +73,12 @@ def _left_over(found: OnnxDirectory, model: ModelProto) -> Iterator[str]:
 
 
 def _check_graph(model: ModelProto, layers: int) -> Check:
-    """Ask onnx.checker. It gets the graph alone: it does not read data files with several hard links, as artifacts have them."""
-    import onnx
-
-    nodes = len(model.graph.node)
-    own = _bare(model)
-    try:
-        onnx.checker.check_model(model)
-    except onnx.checker.ValidationError as error:
-        return Check(name="graph", ok=False, detail=f"onnx.checker says: {' '.join(str(error).split())}")
+    if problem := problem_of_graph(model):
+        return Check(name="graph", ok=False, detail=f"onnx.checker says: {problem}")
+    own = own_nodes(model)
     cache = f", the KV cache of {layers} layers" if layers else ""
     beside = f", but for {own} of ONNX Runtime's own in ONNX's domain" if own else ""
-    return Check(name="graph", ok=True, detail=f"{nodes:,} nodes{cache}; onnx.checker finds nothing wrong{beside}")
-
-
-def _bare(model: ModelProto) -> int:
-    """Make tensors that lie elsewhere inputs, put ONNX Runtime's own operators into its domain; return how many these are."""
-    from onnx import defs, helper
-
-    for graph in _graphs(model.graph):
-        kept = [tensor for tensor in graph.initializer if tensor.data_location != tensor.EXTERNAL]
-        known = {port.name for port in graph.input}
-        for tensor in graph.initializer:
-            if tensor.data_location == tensor.EXTERNAL and tensor.name not in known:
-                graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-        del graph.initializer[:]
-        graph.initializer.extend(kept)
-    opset = next((each.version for each in model.opset_import if not each.domain), 1)
-    own = [node for node in _nodes(model.graph) if node.op_type in RUNTIMES_OWN and not node.domain]
-    own = [node for node in own if not defs.has(node.op_type, opset)]
-    for node in own:
-        node.domain = RUNTIME_DOMAIN
-    if own and all(each.domain != RUNTIME_DOMAIN for each in model.opset_import):
-        model.opset_import.append(helper.make_opsetid(RUNTIME_DOMAIN, 1))
-    return len(own)
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _graphs(inner)
-
-
-def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    for each in _graphs(graph):
-        yield from each.node
+    return Check(name="graph", ok=True, detail=f"{len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}")
 
 
 def _check_versions(found: OnnxDirectory) -> Check:

@@ -1,0 +1,74 @@
+"""onnx.checker for graphs as ONNX Runtime's tools write them, whatever lies beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optkit.onnx.model_file import all_graphs
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto
+
+RUNTIMES_OWN = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
+"""Operators that ONNX Runtime has in ONNX's own domain, in versions where ONNX has none of that name."""
+RUNTIME_DOMAIN = "com.microsoft"
+
+
+def problem_of_graph(model: ModelProto) -> str:
+    """Return what onnx.checker has against a model, in one line; empty where it finds nothing wrong.
+
+    The graph alone is checked, with weights that lie elsewhere as inputs: the checker refuses data files with several hard links, as
+    artifacts have them. `model` is left as it is.
+    """
+    import onnx
+
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for graph in all_graphs(bare.graph):
+        _take_weights_out(graph)
+    _rename_own(bare)
+    try:
+        onnx.checker.check_model(bare)
+    except onnx.checker.ValidationError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def own_nodes(model: ModelProto) -> int:
+    """Return how many nodes are ONNX Runtime's own and yet in ONNX's domain, so that onnx.checker would refuse them."""
+    return sum(_is_own(node.op_type, node.domain, _opset(model)) for graph in all_graphs(model.graph) for node in graph.node)
+
+
+def _take_weights_out(graph: GraphProto) -> None:
+    from onnx import helper
+
+    known = {port.name for port in graph.input}
+    elsewhere = [tensor for tensor in graph.initializer if tensor.data_location == tensor.EXTERNAL]
+    graph.input.extend(
+        helper.make_tensor_value_info(each.name, each.data_type, list(each.dims)) for each in elsewhere if each.name not in known
+    )
+    kept = [tensor for tensor in graph.initializer if tensor.data_location != tensor.EXTERNAL]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def _rename_own(model: ModelProto) -> None:
+    from onnx import helper
+
+    opset = _opset(model)
+    for graph in all_graphs(model.graph):
+        for node in graph.node:
+            if _is_own(node.op_type, node.domain, opset):
+                node.domain = RUNTIME_DOMAIN
+    if all(each.domain != RUNTIME_DOMAIN for each in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(RUNTIME_DOMAIN, 1))
+
+
+def _is_own(kind: str, domain: str, opset: int) -> bool:
+    from onnx import defs
+
+    return not domain and kind in RUNTIMES_OWN and not defs.has(kind, opset)
+
+
+def _opset(model: ModelProto) -> int:
+    return next((each.version for each in model.opset_import if not each.domain), 1)
