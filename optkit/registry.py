@@ -29,6 +29,7 @@ STAGES = {
     "gptq": "optkit.stages.gptq:Gptq",
     "kv_cache": "optkit.stages.kv_cache:KvCache",
     "kv_scales": "optkit.stages.kv_scales:KvScales",
+    "onnx": "optkit.stages.onnx:Onnx",
     "onnx_quantize": "optkit.stages.onnx_quantize:OnnxQuantize",
     "int8": "optkit.stages.int8:Int8",
     "mx": "optkit.stages.mx:Mx",

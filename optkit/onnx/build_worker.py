@@ -1,0 +1,158 @@
+"""Entry of the process that exports: `python -P -m optkit.onnx.build_worker DESCRIPTOR`, in the environment of optkit itself.
+
+In: one JSON line on stdin (the fields of `optkit.onnx.builder.Order`); stdin stays open for as long as the parent lives.
+Out: JSON lines on the file descriptor; stdout and stderr belong to the libraries.
+
+    {"type": "read", "what": "layer 3"}                    the exporter is at this part of the model
+    {"type": "done"}                                       the last line of a process that is done
+    {"type": "refused", "kind": "StageError", "what": ...}  an error of optkit's own, in its parts
+    {"type": "error", "exception": "ValueError", "message": "first line", "disk_full": false, "no_memory": false}
+
+ONNX Runtime GenAI's model builder does the work; four things it is not left to do itself. It would load quantized weights by the names
+and layouts that it knows: it gets a model whose layers hold our codes (`optkit.onnx.handover`). It decides for a whole model whether
+matrices are codes or floats, and would round those that are still float, lm_head among them, to 4 bits: here each layer is what it is in
+the source. It would write the tokenizer anew: the source's own files stay. It saves what it built: `optkit.onnx.finishing` goes over it
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from optkit.errors import OptkitError
+
+READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
+
+
+class Told:
+    """The parent, on the other end of the pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._messages = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+
+    def send(self, **message: Any) -> None:
+        """Write one line."""
+        self._messages.write(json.dumps(message) + "\n")
+
+
+class Overheard:
+    """Standard output that passes on at which part of the model the builder is."""
+
+    def __init__(self, output: TextIO, parent: Told) -> None:
+        self._output, self._parent = output, parent
+
+    def write(self, text: str) -> int:
+        """Write text on, and tell the parent where it names a part."""
+        for what in READING.findall(text):
+            self._parent.send(type="read", what=what)
+        return self._output.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+
+def main(descriptor: int) -> int:
+    """Do the work and return the exit status."""
+    parent = Told(descriptor)
+    order = json.loads(_first_line())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        sys.stdout = Overheard(sys.stdout, parent)  # type: ignore[assignment]
+        _export(order)
+    except OptkitError as error:
+        parent.send(type="refused", kind=type(error).__name__, what=error.what, where=error.where, why=error.why, remedy=error.remedy)
+        return 1
+    except BaseException as error:
+        traceback.print_exc()
+        message = next(iter(str(error).strip().splitlines()), "")
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        parent.send(type="error", exception=type(error).__name__, message=message, disk_full=full, no_memory=_is_memory(error))
+        return 1
+    parent.send(type="done")
+    return 0
+
+
+def _export(order: dict[str, Any]) -> None:
+    from onnxruntime_genai.models import builder
+
+    base = sys.modules["builders.base"]
+    _take_over(base, order)
+    builder.create_model(
+        "",
+        order["view"],
+        order["target"],
+        order["precision"],
+        order["provider"],
+        order["cache"],
+        hf_remote=order["trust_remote_code"],
+        hf_token="false",
+        **order["options"],
+    )
+
+
+def _take_over(base: ModuleType, order: dict[str, Any]) -> None:
+    from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
+    from optkit.onnx.handover import handed_over
+
+    save = base.Model.save_model
+
+    def load_weights(_builder: Any, _path: str) -> Any:
+        return handed_over(Path(order["source"]), order["head_bits"], order["trust_remote_code"])
+
+    def make_matmul_op(builder: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
+        coded = hasattr(matmul, "qweight")
+        return (builder.make_matmul_int4 if coded else builder.make_matmul_float)(matmul, *arguments, **options)
+
+    def make_packed_matmul(builder: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
+        coded = hasattr(matmul, "qweight")
+        return (builder.make_packed_matmul_int4 if coded else builder.make_packed_matmul_float)(matmul, *arguments, **options)
+
+    def save_model(builder: Any, directory: str) -> None:
+        drop_idle_zero_points(builder.model)
+        if order["shared_embedding"]:
+            embed_by_head(builder.model)
+        save(builder, directory)
+
+    base.Model.load_weights, base.Model.save_model = load_weights, save_model
+    base.Model.make_matmul_op, base.Model.make_packed_matmul = make_matmul_op, make_packed_matmul
+    base.Model.save_processing = lambda *_arguments: None
+
+
+def _is_memory(error: BaseException) -> bool:
+    from optkit.model.memory import is_out_of_memory
+
+    return isinstance(error, MemoryError) or (isinstance(error, Exception) and is_out_of_memory(error))
+
+
+def _first_line() -> bytes:
+    """Return the first line of stdin, read without a buffer that the watching thread would miss."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            sys.exit("the parent went before it had said what to do")
+        line += part
+    return line
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of stdin, which comes when the parent is gone, and end this process and its children."""
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

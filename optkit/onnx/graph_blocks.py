@@ -1,0 +1,46 @@
+"""What leaves each decoder block of a graph that ONNX Runtime GenAI's builder made: the inputs of the norm behind it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.model.onnx_file import MODEL, OnnxFile
+from optkit.onnx.feeds import prompt_feeds
+from optkit.onnx.model_file import ModelFile
+from optkit.onnx.opening import open_model, runtime_errors
+
+NORM = re.compile(r"/model/layers\.(\d+)/(input|final_norm)_layernorm/(Skip)?LayerNorm$")
+
+
+def block_outputs(model: ModelFile) -> list[tuple[str, ...]]:
+    """Return, for what enters the first block and what leaves each of them, the values of the graph whose sum it is."""
+    norms = {int(found[1]): (node, bool(found[3])) for node in model.proto.graph.node if (found := NORM.match(node.name))}
+    return [tuple(node.input[: 2 if skip else 1]) for _, (node, skip) in sorted(norms.items())]
+
+
+def states(directory: Path, tokens: Tensor, work: Path) -> list[Tensor]:
+    """Return what enters the first block of a graph and what leaves each of them, float32 [b, s, hidden]; an empty list where it cannot
+    be told.
+
+    `work` is an empty directory on the disk of the graph, which gets the graph with these as outputs.
+    """
+    from onnx import helper
+
+    model = ModelFile(directory)
+    wanted = block_outputs(model)
+    names = sorted({name for parts in wanted for name in parts})
+    known = {output.name for output in model.proto.graph.output}
+    model.proto.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in known)
+    (work / MODEL).write_bytes(model.proto.SerializeToString())
+    for path in OnnxFile(directory / MODEL).data_files:
+        (work / path.name).hardlink_to(path)
+    session: Any = open_model(work / MODEL).session
+    with runtime_errors("on a few tokens", str(directory), "cpu", "Use a machine with more memory"):
+        arrays = session.run(names, prompt_feeds(OnnxFile(work / MODEL).inputs, tokens.numpy()))
+    found = {name: torch.from_numpy(array).float() for name, array in zip(names, arrays, strict=True)}
+    return [torch.stack([found[name] for name in parts]).sum(0) for parts in wanted]

@@ -1,0 +1,186 @@
+"""Prove that an exported model says what its source says: logits on a text, at several batch sizes and lengths, and through the KV cache.
+
+The source is computed by torch in float32. What is compared with it is the export alone and not the choices that were asked for: a rounded
+lm_head computes in the source too, and MatMulNBits do not round their inputs to 8 bits meanwhile. What the choices cost is measured apart,
+as the divergence of the graph as it stands from the source as it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from optkit.errors import StageError
+from optkit.model.onnx_file import MODEL, OnnxFile
+from optkit.onnx.builder import Order
+from optkit.onnx.codes import stored_codes
+from optkit.onnx.finishing import HEAD
+from optkit.onnx.graph_blocks import states
+from optkit.onnx.model_file import ModelFile
+from optkit.onnx.reference import Reference
+from optkit.onnx.runtime import OnnxRunner
+from optkit.progress import Task
+
+LIMITS = {"float32": 1e-4, "float16": 2e-2}
+"""Dtype of the graph -> how far a logit may be from the source's, as a share of the largest logit (of 1 where that is smaller)."""
+STATE_LIMITS = {"float32": 1e-3, "float16": 5e-2}
+"""Dtype of the graph -> the relative error from which on the output of a block differs."""
+DIVERGENCE_LIMIT = 0.1
+"""Mean KL divergence from the source, in nats a token, that rounded inputs and a rounded lm_head may cost."""
+SHAPES = ((1, 1), (1, 7), (2, 33), (3, 64))
+"""Batch and length of the sequences; one longer sequence is added, and read once more through the KV cache."""
+LONG, LONGEST = 256, 2048
+"""Its length, and the most tokens that it may have to reach beyond a sliding window."""
+BEYOND_WINDOW = 32
+STEPS = 10
+"""Tokens of it that are read one at a time, after the others at once."""
+PARTS = 4
+"""Steps of the task."""
+
+
+def check_parity(order: Order, text: Tensor, task: Task) -> dict[str, Any]:
+    """Return how far the graph that was ordered is from its source. text: int64 [n], tokens.
+
+    Raises StageError where it is too far, with the first block whose output differs.
+    """
+    rounds = order.head_bits is not None or not order.float_activations
+    reference = Reference(order.source, order.trust_remote_code)
+    cases = _cases(text, reference.positions, reference.window)
+    plain = [reference.logits(case) for case in cases] if rounds else []
+    task.advance(note="the source")
+    error = _round_head_(reference, order)
+    wanted = plain if plain and error is None else [reference.logits(case) for case in cases]
+    reference.close()
+    task.advance(note="the source, rounded as the graph is")
+    with _without_rounded_inputs(order) as directory:
+        details = _apart(order, directory, cases, wanted)
+    task.advance(note="the graph")
+    if rounds:
+        details["divergence"] = _divergence(order, cases, plain)
+    task.advance(note="what rounding costs")
+    return details | ({} if error is None else {"lm_head_error": error})
+
+
+def _cases(text: Tensor, positions: int | None, window: int | None) -> list[Tensor]:
+    """Return successive parts of a text (from its start again where it ends), int64 [b, s]."""
+    long = min(window + BEYOND_WINDOW, LONGEST) if window and window < LONGEST else LONG
+    shapes = [(batch, min(length, positions or length)) for batch, length in (*SHAPES, (1, max(long, LONG)))]
+    needed = sum(batch * length for batch, length in shapes)
+    tokens = text.repeat(-(-needed // len(text)))[:needed]
+    parts = tokens.split([batch * length for batch, length in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _round_head_(reference: Reference, order: Order) -> float | None:
+    """Let the source compute with the lm_head of the graph; return how far that is from its own, None where it was not rounded."""
+    if order.head_bits is None:
+        return None
+    own = reference.head.float()
+    rounded = stored_codes(ModelFile(order.target), HEAD).dequantize().float()
+    reference.take_head_(rounded, order.shared_embedding)
+    return float((rounded - own).norm() / own.norm())
+
+
+def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, Any]:
+    """Return how far logits are from the wanted ones, for each case. Raises StageError where one is too far."""
+    runner = OnnxRunner(directory)
+    found = {f"{len(case)} x {case.shape[1]}": (runner.logits(case), logits) for case, logits in zip(cases, wanted, strict=True)}
+    long = cases[-1]
+    if long.shape[1] > STEPS:
+        found[f"{STEPS} steps"] = (_step_by_step(runner, long), wanted[-1][:, -STEPS - 1 :])
+    runner.close()
+    apart = {name: _share(*pair) for name, pair in found.items()}
+    limit = LIMITS[order.dtype]
+    if over := next((name for name, share in apart.items() if not share <= limit), None):
+        raise _differs(order, directory, cases, over, found[over])
+    largest = max(float((ours - theirs).abs().max()) for ours, theirs in found.values())
+    return {"logits_apart": apart, "logits_limit": limit, "largest_difference": largest}
+
+
+def _step_by_step(runner: OnnxRunner, tokens: Tensor) -> Tensor:
+    """Return the logits of the last tokens, float32 [b, STEPS + 1, v]: all but `STEPS` are read at once, and these one at a time."""
+    decoding = runner.prefill(tokens[:, :-STEPS], tokens.shape[1])
+    return torch.stack([decoding.logits, *(decoding.step(tokens[:, place]) for place in range(-STEPS, 0))], dim=1)
+
+
+def _share(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1))
+
+
+def _divergence(order: Order, cases: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
+    """Return the mean KL divergence from the source to the graph as it stands. Raises StageError where it is too large."""
+    runner = OnnxRunner(order.target)
+    sums = [
+        float(kl_div(runner.logits(case).log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none").sum(-1).sum())
+        for case, logits in zip(cases, plain, strict=True)
+    ]
+    runner.close()
+    found = sum(sums) / sum(case.numel() for case in cases)
+    if not found <= DIVERGENCE_LIMIT:
+        rounded = [] if order.head_bits is None else [f"lm_head in {order.head_bits} bits"]
+        rounded += [] if order.float_activations else ["inputs of layers in 8 bits"]
+        raise StageError(
+            f"the divergence from the source is {found:.3f} nats a token, and {DIVERGENCE_LIMIT:g} is the limit",
+            where="onnx",
+            why=f"The export itself agrees; what is rounded beside it costs that: {' and '.join(rounded)}",
+            remedy="Set lm_head: keep or activations: float",
+        )
+    return found
+
+
+def _differs(order: Order, directory: Path, cases: Sequence[Tensor], name: str, logits: tuple[Tensor, Tensor]) -> StageError:
+    ours, theirs = logits
+    if not bool(ours.isfinite().all()):
+        why = f"Numbers of the model do not fit {order.dtype}" if order.dtype == "float16" else ""
+        return StageError(f"the graph gives NaN or Inf as logits of {name} tokens", where="onnx", why=why, remedy="Set dtype: float32")
+    largest, limit = float(theirs.abs().max()), LIMITS[order.dtype]
+    return StageError(
+        f"the graph does not say what its source says: logits of {name} tokens differ by {float((ours - theirs).abs().max()):.3g}",
+        where="onnx",
+        why=f"The largest is {largest:.3g} and the limit {limit:g} of that; {_place(order, directory, cases)}",
+        remedy="The exporter does not know this model well enough, and nothing was kept",
+    )
+
+
+def _place(order: Order, directory: Path, cases: Sequence[Tensor]) -> str:
+    """Return the first place where the hidden states of graph and source differ, as a phrase."""
+    tokens = next(case for case in cases if len(case) > 1)
+    reference = Reference(order.source, order.trust_remote_code)
+    _round_head_(reference, order)
+    wanted = reference.states(tokens)
+    reference.close()
+    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as work:
+        found = states(directory, tokens, Path(work))
+    if len(found) != len(wanted):
+        return "where it begins cannot be told"
+    errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, wanted, strict=True)]
+    first = next((index for index, error in enumerate(errors) if not error <= STATE_LIMITS[order.dtype]), None)
+    if first is None:
+        return "all blocks agree, so it is the last norm, lm_head or the KV cache"
+    return f"{f'block {first - 1}' if first else 'the embedding'} is the first that differs, by {errors[first]:.2g} of its size"
+
+
+@contextmanager
+def _without_rounded_inputs(order: Order) -> Iterator[Path]:
+    """Give a directory with the graph whose MatMulNBits do not round their inputs to 8 bits."""
+    if order.float_activations:
+        yield order.target
+        return
+    graph = ModelFile(order.target)
+    for node in graph.proto.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
+                attribute.i = 0
+    with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as made:
+        work = Path(made)
+        (work / MODEL).write_bytes(graph.proto.SerializeToString())
+        for path in [*OnnxFile(order.target / MODEL).data_files, *order.target.glob("*.json")]:
+            (work / path.name).hardlink_to(path)
+        yield work

@@ -1,0 +1,65 @@
+"""What an export will leave, known from the shapes of its source; no torch and no onnx is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.onnx.builder import Order
+from optkit.onnx.forms import CODE_LEAVES, HEAD_GROUP_SIZE
+
+STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+BYTES_OF_CODES = (*CODE_LEAVES, "weight_zero_point", "qzeros")
+SCALES = ("weight_scale", "scales")
+GONE = ("weight_shape", "weight_g_idx", "g_idx")
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
+    """Return config and tensors of the graph: codes and zero points with the bytes that they have, all floats in the graph's dtype."""
+    dtype = STORED[order.dtype]
+    tensors: dict[str, TensorInfo] = {}
+    tied = bool(shape.config.get("tie_word_embeddings"))
+    embedding = next((name for name in shape.tensors if name.endswith(EMBEDDING)), "")
+    for name, info in shape.tensors.items():
+        leaf = name.rpartition(".")[2]
+        if leaf in GONE or (name == HEAD and (tied or order.head_bits)) or (name == embedding and order.shared_embedding):
+            continue
+        coded = leaf in BYTES_OF_CODES
+        tensors[name] = TensorInfo("U8", (info.size_bytes,)) if coded else TensorInfo(dtype, info.shape)
+    if order.head_bits:
+        tensors |= _rounded(shape.tensors[HEAD if HEAD in shape.tensors else embedding], order.head_bits, dtype)
+    return ModelShape(config=exported_config(shape.config, order.dtype), tensors=tensors | _rotary(shape, dtype))
+
+
+def exported_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return config.json of an exported model: the source's, without the form of quantized layers and with the dtype of the graph."""
+    left = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
+    return left | {"dtype": dtype}
+
+
+def float_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the source in memory while it is compared: floats in float32, codes as they are."""
+    wide = DTYPE_BITS["F32"] // 8
+    sizes = (info.size_bytes if name.rpartition(".")[2] in BYTES_OF_CODES else info.elements * wide for name, info in shape.tensors.items())
+    return sum(sizes)
+
+
+def _rounded(info: TensorInfo, bits: int, dtype: str) -> dict[str, TensorInfo]:
+    outputs, inputs = info.shape
+    groups = inputs // gcd(inputs, HEAD_GROUP_SIZE)
+    return {
+        "lm_head.qweight": TensorInfo("U8", (outputs, inputs * bits // 8)),
+        "lm_head.scales": TensorInfo(dtype, (outputs, groups)),
+        "lm_head.qzeros": TensorInfo("U8", (outputs, -(-groups * bits // 8))),
+    }
+
+
+def _rotary(shape: ModelShape, dtype: str) -> dict[str, TensorInfo]:
+    config = shape.config
+    heads = int(config.get("num_attention_heads") or 1)
+    width = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
+    table = TensorInfo(dtype, (shape.positions or 0, width // 2))
+    return {"cos_cache": table, "sin_cache": table}

@@ -1,0 +1,193 @@
+"""Stage `onnx`: a checkpoint as an ONNX model that ONNX Runtime and ONNX Runtime GenAI run, proven to say what its source says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from optkit.environment import package_version
+from optkit.errors import SourceError, StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
+from optkit.model.writer import copy_companions, write_config
+from optkit.onnx.forms import CODE_LEAVES, DTYPES, refuse_scheme
+from optkit.onnx.prediction import exported_config, exported_shape, float_bytes
+from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.layer_format import HEAD
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.onnx.builder import Order
+
+CHARACTERS = 8_000
+"""Of the text that graph and source are compared on."""
+LIBRARY_BYTES = 700_000_000
+"""What torch, transformers and ONNX Runtime take."""
+STALE = ("quantize_config.json",)
+"""Files that say how the source's layers were quantized."""
+
+
+class Onnx(Transform):
+    """Export a causal language model to ONNX with fused attention and a KV cache, proven to give the logits of its source.
+
+    Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
+    """
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    produces: ClassVar[Format] = Format.ONNX
+    requires: ClassVar[tuple[str, ...]] = (
+        "onnx>=1.18",
+        "onnxruntime>=1.22 | onnxruntime-gpu>=1.22 | onnxruntime-directml>=1.22",
+        "onnxruntime-genai>=0.14 | onnxruntime-genai-cuda>=0.14 | onnxruntime-genai-directml>=0.14",
+        "onnxscript>=0.5",
+    )
+
+    exporter: Literal["genai"] = "genai"
+    """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention), norms and rotary embeddings."""
+    target: Literal["cpu", "cuda", "dml", "webgpu"] = "cpu"
+    """Execution provider that the graph is made for."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """What the graph computes in, and holds what is not quantized in. Left out: float32 for cpu, float16 for the others. cpu has float32
+    and float16, cuda float16 and bfloat16, dml float16, webgpu float16 and float32."""
+    lm_head: Literal["keep", 4, 8] | None = None
+    """Of a quantized model whose lm_head is float: the bits that it is rounded to, or `keep`. Left out: 8."""
+    embedding: Literal["keep", "shared"] = "keep"
+    """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it float, a matrix of its own."""
+    activations: Literal["int8", "float"] | None = None
+    """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at
+    all. Left out: int8 for cpu, float for the others."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.dtype and self.dtype not in DTYPES[self.target]:
+            raise ValueError(f"{self.dtype}: a graph for {self.target} computes in {' or '.join(DTYPES[self.target])}")
+        if self.embedding == "shared" and self.lm_head == "keep":
+            raise ValueError("embedding: shared reads the codes of lm_head: set lm_head: 8 or 4")
+        return self
+
+    def made_with(self) -> dict[str, Any]:
+        """Return the exporter's version: another one makes another graph."""
+        names = ("onnxruntime-genai", "onnxruntime-genai-cuda", "onnxruntime-genai-directml")
+        return {"packages": [f"onnxruntime-genai=={next(filter(None, map(package_version, names)), 'none')}"]}
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Export in a process of its own, then compare the graph with its source on a text.
+
+        Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime has no operator for, and where the graph
+        does not say what the source says; ResourceError where memory or disk run out.
+        """
+        from optkit.onnx.builder import build
+        from optkit.onnx.model_file import ModelFile
+        from optkit.onnx.parity import PARTS, check_parity
+
+        checkpoint = Checkpoint(source)
+        order = self._order(checkpoint.shape, source, target, context)
+        started = time.monotonic()
+        layers = int(checkpoint.config["num_hidden_layers"])
+        with context.progress.task("onnx", layers + PARTS, "parts") as task:
+            build(order, task)
+            exported = time.monotonic()
+            _write_beside(order)
+            apart = check_parity(order, _text(order), task)
+        graph = ModelFile(target)
+        details = {
+            "target": order.provider,
+            "dtype": order.dtype,
+            "lm_head": f"{order.head_bits} bits" if order.head_bits else "as in the source",
+            "activations": "float" if order.float_activations else "int8",
+            "opset": next(entry.version for entry in graph.proto.opset_import if entry.domain in ("", "ai.onnx")),
+            "ir_version": graph.proto.ir_version,
+            "nodes": graph.node_kinds(),
+            "size_bytes": graph.size_bytes,
+            "export_s": round(exported - started, 1),
+            "compare_s": round(time.monotonic() - exported, 1),
+            **apart,
+        }
+        return Report(changed=len(graph.initializers), details=details, notes=tuple(_notes(order, details)))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the size of the graph's weights, and the memory of the model in float32 beside what ONNX Runtime makes of the graph."""
+        order = self._order(shape, Path(), Path(), Context(device=device))
+        left = exported_shape(shape, order)
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + float_bytes(shape) + 2 * left.size_bytes), left
+
+    def _order(self, shape: ModelShape, source: Path, target: Path, context: Context) -> Order:
+        """Return what the exporter is asked for. Raises StageError for what it cannot do with this model."""
+        from optkit.onnx.builder import Order, refuse_architecture
+
+        refuse_architecture(next(iter(shape.config.get("architectures") or [""])))
+        quantized = bool(shape.config.get("quantization_config"))
+        refuse_scheme(shape)
+        head_is_float = not any(f"{HEAD}.{leaf}" in shape.tensors for leaf in CODE_LEAVES)
+        self._refuse_idle_fields(shape, quantized, head_is_float)
+        head_bits = (self.lm_head or 8) if quantized and head_is_float and self.lm_head != "keep" else None
+        return Order(
+            source=source,
+            target=target,
+            provider=self.target,
+            dtype=self.dtype or DTYPES[self.target][0],
+            head_bits=head_bits,
+            shared_embedding=self.embedding == "shared",
+            float_activations=not quantized or (self.activations or ("int8" if self.target == "cpu" else "float")) == "float",
+            trust_remote_code=context.trust_remote_code,
+        )
+
+    def _refuse_idle_fields(self, shape: ModelShape, quantized: bool, head_is_float: bool) -> None:
+        given = [name for name in ("lm_head", "embedding", "activations") if name in self.model_fields_set]
+        if given and not quantized:
+            raise StageError(
+                f"{' and '.join(given)} mean nothing here: the model has float weights",
+                where=f"onnx.{given[0]}",
+                remedy="Leave them out, put gptq, awq or rtn before onnx, or onnx_quantize behind it",
+            )
+        if self.lm_head and not head_is_float:
+            raise StageError("lm_head is quantized already", where="onnx.lm_head", remedy="Leave it out: its codes are kept")
+        if self.embedding == "shared" and not (shape.config.get("tie_word_embeddings") and head_is_float):
+            raise StageError(
+                "the embedding and lm_head are two matrices",
+                where="onnx.embedding",
+                why="config.json does not tie them" if head_is_float else "lm_head was quantized apart",
+                remedy="Set embedding: keep",
+            )
+
+
+def _write_beside(order: Order) -> None:
+    """Add config.json and every file of the source that holds no weights, and correct what the exporter says of the provider."""
+    copy_companions(order.source, order.target)
+    for name in STALE:
+        (order.target / name).unlink(missing_ok=True)
+    write_config(order.target, exported_config(Checkpoint(order.source).config, order.dtype))
+    path = order.target / "genai_config.json"
+    genai = json.loads(path.read_text(encoding="utf-8"))
+    if order.provider == "cpu":
+        genai["model"]["decoder"]["session_options"]["provider_options"] = []
+    path.write_text(json.dumps(genai, indent=2) + "\n", encoding="utf-8")
+
+
+def _text(order: Order) -> Tensor:
+    """Return tokens to compare on, int64 [n]: a text, or numbers where the source has no tokenizer."""
+    import torch
+
+    from optkit.source.calibration import load_tokenizer
+    from optkit.source.texts import TextSource
+
+    vocabulary = int(Checkpoint(order.source).config["vocab_size"])
+    try:
+        tokenizer = load_tokenizer(order.source, order.trust_remote_code)
+    except SourceError:
+        return torch.randint(0, vocabulary, (CHARACTERS // 4,), generator=torch.Generator().manual_seed(0))
+    ids = tokenizer(TextSource(dataset="python-reference").joined(None)[:CHARACTERS], verbose=False).input_ids
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
+    rounded = [f"lm_head is rounded to {order.head_bits} bits for the export"] if order.head_bits else []
+    rounded += [] if order.float_activations else ["ONNX Runtime rounds the inputs of quantized layers to 8 bits while it computes"]
+    cost = f"; it costs {details['divergence']:.2g} nats a token" if rounded else ""
+    return [f"{'; '.join(rounded)}{cost}"] if rounded else []
