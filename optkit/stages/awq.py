@@ -86,26 +86,31 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             scaler = BlockScaler(skeleton, tokens, device, self)
-        for index, block in enumerate(skeleton.blocks):
-            with out_of_memory(block.name, device, LESS_MEMORY):
-                skeleton.load_(block.name, device)
-                grids = {name: packed_grid(job, name) for name in job.modules(index)}
-                calibrated = {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}
-                scaled = scaler.scale_(index, calibrated, "nearest", self._kind)
-                quantized = self._quantize_block(job, index, grids, scaled)
-                if index + 1 < len(skeleton.blocks) or job.head:
-                    scaler.advance_(index)
-                skeleton.release_(block.name)
-            job.details["gains"] |= scaled.gains
-            job.details["unscaled"] |= scaled.refused
-            replaced = {name: tensor for name, tensor in scaled.changed.items() if name.removesuffix(".weight") not in quantized}
-            yield BlockOutput(self._packed(job, quantized), replaced)
+        for index in range(len(skeleton.blocks)):
+            yield self._block(job, index, scaler)
         job.inputs = scaler.inputs
         if few := job.details["rounded_without_inputs"]:
             job.context.progress.warn(
                 f"{len(few):,} layers are rounded without regard to their inputs: they saw too few calibration tokens"
                 f" ({few[0]}); raise awq.calibration.samples"
             )
+
+    def _block(self, job: Job, index: int, scaler: BlockScaler) -> BlockOutput:
+        """Scale and round a block; nothing of it is in memory when it returns but what is written."""
+        device, skeleton, block = job.context.device, job.skeleton, job.skeleton.blocks[index]
+        with out_of_memory(block.name, device, LESS_MEMORY):
+            skeleton.load_(block.name, device)
+            grids = {name: packed_grid(job, name) for name in job.modules(index)}
+            calibrated = {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}
+            scaled = scaler.scale_(index, calibrated, "nearest", self._kind)
+            quantized = self._quantize_block(job, index, grids, scaled)
+            if index + 1 < len(skeleton.blocks) or job.head:
+                scaler.advance_(index)
+            skeleton.release_(block.name)
+        job.details["gains"] |= scaled.gains
+        job.details["unscaled"] |= scaled.refused
+        replaced = {name: tensor for name, tensor in scaled.changed.items() if name.removesuffix(".weight") not in quantized}
+        return BlockOutput(self._packed(job, quantized), replaced)
 
     def _quantize_block(self, job: Job, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock) -> dict[str, QuantizedWeight]:
         """Round the layers of a block, and put the rounded weights into the modules."""
@@ -146,5 +151,5 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         return round_to_nearest(weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid)
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        needed = self.working_bytes(shape, layers)
+        needed = self.working_bytes(shape, layers, "nearest")
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)

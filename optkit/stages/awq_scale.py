@@ -66,14 +66,15 @@ class AwqScale(InputScaling, Transform):
                 with out_of_memory(block.name, context.device, LESS_MEMORY):
                     skeleton.load_(block.name, context.device)
                     scaled = scaler.scale_(index, self._grids(skeleton, index, layers), self.rounding, STAGE)
+                    scaled.hessians.clear()
                     if index + 1 < len(skeleton.blocks):
                         scaler.advance_(index)
                     skeleton.release_(block.name)
-                for name in skeleton.block_tensors(block):
-                    writer.add(name, scaled.changed[name] if name in scaled.changed else skeleton.checkpoint.read_finite(name))
                 details["gains"] |= scaled.gains
                 refused |= scaled.refused
                 changed |= set(scaled.changed)
+                for name in skeleton.block_tensors(block):
+                    writer.add(name, scaled.changed.pop(name) if name in scaled.changed else skeleton.checkpoint.read_finite(name))
                 task.advance(note=block.name)
         copy_companions(source, target)
         write_config(target, skeleton.checkpoint.config)
@@ -82,7 +83,7 @@ class AwqScale(InputScaling, Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
-        needed = self.working_bytes(shape, self._layers(shape))
+        needed = self.working_bytes(shape, self._layers(shape), self.rounding)
         waiting = min(shape.size_bytes, SHARD_BYTES)
         if device.startswith("cuda"):
             ram = shape.block_bytes + shape.outside_bytes + waiting

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,21 @@ from optkit.errors import StageError
 from optkit.frozen import Frozen
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stages.selection import Layer, stacks
+from optkit.stages.selection import JOINED, Layer, stacks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.algorithms.awq import Reader, Rounding
     from optkit.algorithms.grid import Grid
-    from optkit.algorithms.hessian import Hessian
     from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
     from optkit.model.wiring import FoldGroup
 
 FEW_TOKENS = 128
 """The inputs of a layer (an expert) that saw fewer tokens have no say in its scales."""
+HESSIAN_COPIES = {"nearest": 3, "gptq": 7}
+"""Matrices of the size of a Hessian that trying the scales of one input takes, by how candidates are rounded."""
 PROBE = (2, 32)
 """Sequences and tokens that show which layer feeds which."""
 
@@ -42,7 +44,7 @@ class InputScaling(Frozen):
     batch_size: int = Field(default=8, ge=1)
     """Sequences that run through a block at once."""
 
-    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer]) -> int:
+    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
         """Return the bytes that the work needs where it computes, besides what waits to be written."""
         tokens = self.calibration.samples * self.calibration.sequence_length
         width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
@@ -53,8 +55,20 @@ class InputScaling(Frozen):
         for name in layers:
             blocks.setdefault(shape.block(f"{name}.weight"), []).append(name)
         hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks.values())
+        readers = max(_readers_bytes(block, layers) for block in blocks.values())
         work = max(10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
-        return tokens * width * element + max(shape.block_bytes, shape.outside_bytes) + 2 * hessians + max(batch, work)
+        tried = 4 * HESSIAN_COPIES[rounding] * largest**2
+        return tokens * width * element + max(shape.block_bytes, shape.outside_bytes) + hessians + readers + max(batch, work, tried)
+
+
+def _readers_bytes(names: Iterable[str], layers: Mapping[str, Layer]) -> int:
+    """Bytes of float32 weights and matrices of the layers of a block whose scales are searched together: those behind one norm, as far as
+    names tell, all experts of a block among them."""
+    together: Counter[str] = Counter()
+    for stack in stacks(names):
+        behind = JOINED.get(stack[0].rpartition(".")[2], stack[0])
+        together[behind] += 4 * (layers[stack[0]].inputs ** 2 + sum(layers[name].outputs * layers[name].inputs for name in stack))
+    return max(together.values())
 
 
 @dataclass
@@ -69,6 +83,15 @@ class ScaledBlock:
     """Producer -> error of its readers' outputs, as a fraction of their square, without the scales and with them."""
     refused: dict[str, str] = field(default_factory=dict)
     """Layer -> why its inputs are not scaled."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """The inputs of layers that were given the same tensor."""
+
+    matrix: Tensor
+    """Mean of x x^T, float32 [in, in]."""
+    tokens: int
 
 
 class BlockScaler:
@@ -87,17 +110,14 @@ class BlockScaler:
         """
         from optkit.algorithms.awq import search_input_scales
         from optkit.model.wiring import fold_, fold_groups
-        from optkit.stages.layer_inputs import HessianCollector, finite_matrix
 
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
         linears = skeleton.linears(block)
-        sums = HessianCollector(skeleton, index, self.inputs, self.settings.equal_tokens).collect({name: linears[name] for name in grids})
-        known = {name: hessian for name, hessian in sums.items() if hessian.tokens >= FEW_TOKENS}
-        matrices = {id(hessian): finite_matrix(hessian, name, skeleton) for name, hessian in known.items()}
+        seen = self._seen(index, {name: linears[name] for name in grids})
         wiring = fold_groups(skeleton, index, self._probe.hidden, self._probe.batches[0].calls[index])
         found = []
         for group in wiring.groups:
-            if readers := _readers(group, linears, grids, known, matrices):
+            if readers := _readers(group, linears, grids, seen):
                 try:
                     found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
                 except ValueError as error:
@@ -112,20 +132,32 @@ class BlockScaler:
                 why=reason[0].upper() + reason[1:],
                 remedy="Take gptq, which needs no scales",
             )
-        scaled = ScaledBlock({name: matrices[id(hessian)] for name, hessian in known.items()}, refused=refused)
+        scaled = ScaledBlock({name: each.matrix for name, each in seen.items()}, refused=refused)
         touched: dict[str, None] = {}
         for group, result in found:
             if bool((result.scales != 1).any()):
                 touched |= dict.fromkeys(fold_(skeleton, group, result.scales))
             scaled.gains[group.producer] = {"plain": result.plain_error, "scaled": result.error}
-            divided: dict[int, Tensor] = {}
-            for name in group.consumers:
-                if name in known:
-                    matrix = matrices[id(known[name])]
-                    scales = result.scales.to(matrix.device)
-                    scaled.hessians[name] = divided.setdefault(id(matrix), matrix / scales / scales[:, None])
+            for each in {seen[name] for name in group.consumers if name in seen}:
+                scales = result.scales.to(each.matrix.device)
+                each.matrix.div_(scales).div_(scales[:, None])
         scaled.changed = self._values(index, touched)
         return scaled
+
+    def _seen(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, _Seen]:
+        """Return what layers of a loaded block saw, without those that saw few tokens. Raises StageError for inputs that are NaN or Inf."""
+        from optkit.stages.layer_inputs import HessianCollector, finite_matrix
+
+        sums = HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).collect(layers)
+        alike: dict[int, list[str]] = {}
+        for name, hessian in sums.items():
+            alike.setdefault(id(hessian), []).append(name)
+        seen: dict[str, _Seen] = {}
+        for names in alike.values():
+            *_, hessian = (sums.pop(name) for name in names)
+            if hessian.tokens >= FEW_TOKENS:
+                seen |= dict.fromkeys(names, _Seen(finite_matrix(hessian, names[0], self.skeleton), hessian.tokens))
+        return seen
 
     def _values(self, index: int, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         from optkit.model.skeleton import TORCH_DTYPES
@@ -153,23 +185,17 @@ def weight_of(module: nn.Module) -> Tensor:
     return (stored.T if isinstance(module, Conv1D) else stored).float()
 
 
-def _readers(
-    group: FoldGroup,
-    linears: Mapping[str, nn.Module],
-    grids: Mapping[str, Grid],
-    known: Mapping[str, Hessian],
-    matrices: Mapping[int, Tensor],
-) -> list[Reader]:
+def _readers(group: FoldGroup, linears: Mapping[str, nn.Module], grids: Mapping[str, Grid], seen: Mapping[str, _Seen]) -> list[Reader]:
     """Return the consumers that are rounded and were seen at work, those with equal inputs and grid together."""
     import torch
 
     from optkit.algorithms.awq import Reader
 
-    alike: dict[tuple[int, Grid], list[str]] = {}
+    alike: dict[tuple[_Seen, Grid], list[str]] = {}
     for name in group.consumers:
-        if name in known and name in grids:
-            alike.setdefault((id(known[name]), grids[name]), []).append(name)
+        if name in seen and name in grids:
+            alike.setdefault((seen[name], grids[name]), []).append(name)
     return [
-        Reader(torch.cat([weight_of(linears[name]) for name in names]), matrices[key] * known[names[0]].tokens, grid)
-        for (key, grid), names in alike.items()
+        Reader(torch.cat([weight_of(linears[name]) for name in names]), each.matrix * each.tokens, grid)
+        for (each, grid), names in alike.items()
     ]

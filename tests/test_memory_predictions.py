@@ -1,0 +1,54 @@
+"""What stages say that they need in memory, beside what they take, on models with layers wide enough to outweigh the rest."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.awq import Awq
+from optkit.stages.awq_scale import AwqScale
+from tests.conftest import CONFIGS, save_tiny_model
+from tests.live_memory import LiveBytes
+
+WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_local_experts": 2}
+FEW = {"samples": 8, "sequence_length": 64}
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("wide")
+
+    def make(kind: str) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(CONFIGS, "wide", CONFIGS[kind] | WIDE)
+            return root / kind if (root / kind).exists() else save_tiny_model("wide", root / kind)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    file = tmp_path_factory.mktemp("text") / "letters.txt"
+    file.write_text("".join(map(chr, letters)), encoding="utf-8")
+    return Calibration(dataset=str(file), **FEW)
+
+
+STAGES = {
+    "awq": Awq(symmetric=True, batch_size=2, grid_points=2),
+    "awq_scale": AwqScale(batch_size=2, grid_points=1),
+}
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("llama", "awq"), ("mixtral", "awq"), ("llama", "awq_scale")])
+def test_a_stage_takes_what_it_said(wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str) -> None:
+    source = wide_model(kind)
+    calibrated = STAGES[stage].model_copy(update={"calibration": text})
+    with LiveBytes() as live:
+        calibrated.run(source, tmp_path, Context())
+    predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
+    assert live.peak <= predicted <= 1.8 * live.peak
