@@ -39,7 +39,7 @@ from optkit.store import Store
 _REASONS = {
     Format.CHECKPOINT: "is a checkpoint",
     Format.QUANTIZED: "has no float weights any more",
-    Format.ONNX: "is a graph of ONNX Runtime",
+    Format.ONNX: "is a graph that ONNX Runtime runs",
 }
 SCHEMA = 1
 """Raised when the meaning of keys, or of what lies under them, changes: then nothing that was stored is found again."""

@@ -23,7 +23,7 @@ from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
-from optkit.stage import Setting
+from optkit.stage import Format, Setting
 
 if TYPE_CHECKING:
     from optkit.session.onnx_session import OnnxSession
@@ -69,9 +69,10 @@ def open_session(
 def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool) -> OnnxSession:
     from optkit.session.onnx_session import OnnxSession
 
-    if settings:
+    torch_only = [setting for setting in settings if Format.ONNX not in setting.accepts]
+    if torch_only:
         raise StageError(
-            f"{type(settings[0]).__name__.lower()} cannot be applied to ONNX",
+            f"{type(torch_only[0]).__name__.lower()} cannot be applied to ONNX",
             where=str(directory),
             why="It changes a model of torch, and ONNX Runtime runs the graph as it is",
             remedy="Take it out of the recipe",
