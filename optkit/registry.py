@@ -30,6 +30,7 @@ STAGES = {
     "kv_cache": "optkit.stages.kv_cache:KvCache",
     "kv_scales": "optkit.stages.kv_scales:KvScales",
     "onnx": "optkit.stages.onnx:Onnx",
+    "onnx_optimize": "optkit.stages.onnx_optimize:OnnxOptimize",
     "onnx_quantize": "optkit.stages.onnx_quantize:OnnxQuantize",
     "int8": "optkit.stages.int8:Int8",
     "mx": "optkit.stages.mx:Mx",

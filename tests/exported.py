@@ -30,12 +30,14 @@ def exported(source: Path, target: Path, precision: str = "fp32") -> Path:
     return target
 
 
-def saved(directory: Path, nodes: list[Any], weights: Arrays, width: int, output: str = "logits") -> Path:
+def saved(directory: Path, nodes: list[Any], weights: Arrays, width: int, output: str = "logits", rank: int = 2) -> Path:
     """Return a directory with a graph from `x`, float [rows, width], to `output`; weights lie in the data file."""
     directory.mkdir()
     held = [numpy_helper.from_array(np.asarray(array), name) for name, array in weights.items()]
     ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", width])]
-    graph = helper.make_graph(nodes, "made", ends, [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)], held)
+    graph = helper.make_graph(
+        nodes, "made", ends, [helper.make_tensor_value_info(output, TensorProto.FLOAT, [f"size_{axis}" for axis in range(rank)])], held
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, directory / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=0)
     return directory

@@ -162,7 +162,7 @@ def test_other_graphs(tmp_path: Path, target: Path) -> None:
         helper.make_node("ReduceSum", ["f"], ["g"], keepdims=0),
         helper.make_node("Add", ["e", "g"], ["out"]),
     ]
-    source = saved(tmp_path / "source", nodes, {name: array.astype(np.float32) for name, array in weights.items()}, 40, "out")
+    source = saved(tmp_path / "source", nodes, {name: array.astype(np.float32) for name, array in weights.items()}, 40, "out", 3)
     report = quantize(source, target, activations="float", symmetric=False)
     assert dict(report.skipped) == {
         "Gemm:d": "a Gemm, which MatMulNBits cannot replace",

@@ -37,10 +37,8 @@ class ModelFile:
         """Raises SourceError where the graph or its data is missing or damaged, MissingPackageError without `onnx`."""
         self.directory = Path(directory)
         self.files = OnnxFile(self.directory / MODEL).files
-        self.proto = read_proto(self.directory / MODEL)
-        self.initializers = {tensor.name: tensor for tensor in self.proto.graph.initializer}
+        self.replace_graph(read_proto(self.directory / MODEL))
         self._maps: dict[Path, Any] = {}
-        _name_nodes_(self.proto.graph)
 
     @property
     def size_bytes(self) -> int:
@@ -70,6 +68,20 @@ class ModelFile:
         start = int(fields.get("offset", 0))
         stop = start + int(fields["length"]) if "length" in fields else None
         return np.asarray(self._maps[path][start:stop])
+
+    def replace_graph(self, proto: Any) -> None:
+        """Go on with another graph, whose external tensors lie where those of the old one did."""
+        self.proto = proto
+        self.initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
+        _name_nodes_(proto.graph)
+
+    def fill(self, proto: Any) -> None:
+        """Put the weights into a graph with the same external tensors, for tools that want to see them."""
+        for tensor in all_tensors(proto.graph):
+            if tensor.data_location == EXTERNAL:
+                tensor.raw_data = self.raw(tensor).tobytes()
+                tensor.ClearField("external_data")
+                tensor.ClearField("data_location")
 
     def node_kinds(self) -> dict[str, int]:
         """Return how many nodes of each kind the graph has, the most frequent first."""
@@ -120,6 +132,8 @@ class ModelWriter:
         for tensor in all_tensors(graph):
             if tensor.data_location == EXTERNAL and tensor.name not in self._new:
                 self._place(tensor, self.model.raw(tensor))
+            elif len(tensor.raw_data) > INLINE_BYTES:
+                self._place(tensor, np.frombuffer(tensor.raw_data, np.uint8))
         text = self.model.proto.SerializeToString()
         with disk_space_for(self.target / MODEL, len(text)):
             (self.target / MODEL).write_bytes(text)

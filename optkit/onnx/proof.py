@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from optkit.errors import StageError
-from optkit.model.onnx_file import MODEL, OnnxFile
+from optkit.model.onnx_file import MODEL, OnnxFile, read_proto
+from optkit.onnx.checker import problem_of_graph
 from optkit.onnx.feeds import TOKENS, prompt_feeds
 from optkit.onnx.opening import open_model, runtime_errors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 LENGTH = 8
 
 
-def prove_it_runs(directory: Path, stage: str) -> None:
-    """Open the model of a directory on the CPU and run it; a graph without token ids is opened alone.
+def run_it(directory: Path, stage: str) -> NDArray[Any] | None:
+    """Open the model of a directory on the CPU and return its first output for a few tokens; None for a graph without token ids.
 
-    Raises SourceError where ONNX Runtime refuses it (no kernel for what it computes), StageError where it gives NaN or Inf.
+    Raises SourceError where ONNX Runtime refuses it (no kernel for what it computes), StageError where onnx.checker does or where it gives
+    NaN or Inf.
     """
     path = directory / MODEL
+    if problem := problem_of_graph(read_proto(path)):
+        raise StageError("the written graph is not valid ONNX", where=stage, why=f"onnx.checker says: {problem}")
     session = open_model(path).session
     inputs = OnnxFile(path).inputs
     if TOKENS not in inputs:
-        return
+        return None
     with runtime_errors("on a few tokens", str(path), "cpu", "Use a machine with more memory"):
         found = session.run(None, prompt_feeds(inputs, np.arange(2 * LENGTH, dtype=np.int64).reshape(2, LENGTH)))
     wrong = [port.name for port, array in zip(session.get_outputs(), found, strict=True) if not np.isfinite(array).all()]
     if wrong:
-        raise StageError(f"the written model gives NaN or Inf in {wrong[0]}", where=stage, why="Some weights lost their values on the way")
+        raise StageError(f"the written model gives NaN or Inf in {wrong[0]}", where=stage, why="Some numbers do not fit its dtype")
+    return np.asarray(found[0])

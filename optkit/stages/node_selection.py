@@ -24,8 +24,8 @@ def choose(
     """
     refuse_nothing(nodes, refused, stage)
     aliases = [alias for each in nodes.values() for alias in each]
-    _refuse_unmatched(f"{stage}.include", include, aliases, len(nodes))
-    _refuse_unmatched(f"{stage}.exclude", exclude, [*aliases, *refused], len(nodes))
+    refuse_unmatched(f"{stage}.include", include, aliases, len(nodes))
+    refuse_unmatched(f"{stage}.exclude", exclude, [*aliases, *refused], len(nodes))
     return {name: _left_out(each, include, exclude) for name, each in nodes.items()}
 
 
@@ -42,6 +42,16 @@ def refuse_nothing(chosen: Collection[str], skipped: Mapping[str, str], stage: s
     )
 
 
+def refuse_unmatched(where: str, patterns: Iterable[str], names: Sequence[str], count: int) -> None:
+    """Raise StageError, with a did-you-mean, for a glob pattern that matches none of the names of `count` nodes."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            parts = {f"*{mark}{part}{mark}*" for name in names for mark in "/." for part in name.split(mark)[1:-1] if _tells(part)}
+            hint = did_you_mean(pattern, [*parts, *names]) if parts else ""
+            shown = hint if "Did you mean" in hint else f"Names look like {names[0]}"
+            raise StageError(f"`{pattern}` matches none of {count:,} nodes", where=where, remedy=shown.strip())
+
+
 def listed(reasons: Mapping[str, str]) -> dict[str, Any]:
     """Return nodes -> reason turned around, the most frequent first: reason -> {"count", "nodes": the first names}."""
     return {
@@ -54,15 +64,6 @@ def _left_out(aliases: Sequence[str], include: Sequence[str], exclude: Sequence[
     if not any(fnmatchcase(alias, pattern) for alias in aliases for pattern in include):
         return "not included"
     return "excluded" if any(fnmatchcase(alias, pattern) for alias in aliases for pattern in exclude) else ""
-
-
-def _refuse_unmatched(where: str, patterns: Iterable[str], names: Sequence[str], count: int) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            parts = {f"*{mark}{part}{mark}*" for name in names for mark in "/." for part in name.split(mark)[1:-1] if _tells(part)}
-            hint = did_you_mean(pattern, [*parts, *names]) if parts else ""
-            shown = hint if "Did you mean" in hint else f"Names look like {names[0]}"
-            raise StageError(f"`{pattern}` matches none of {count:,} nodes", where=where, remedy=shown.strip())
 
 
 def _tells(part: str) -> bool:

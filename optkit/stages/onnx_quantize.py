@@ -112,7 +112,7 @@ class OnnxQuantize(Transform):
         ResourceError when the disk is full.
         """
         from optkit.onnx.model_file import ModelFile, copy_files_beside
-        from optkit.onnx.proof import prove_it_runs
+        from optkit.onnx.proof import run_it
 
         model = ModelFile(source)
         before, size_before = model.node_kinds(), model.size_bytes
@@ -120,7 +120,7 @@ class OnnxQuantize(Transform):
         quantize = self._quantize_weights if self.method == "weights" else self._quantize_int8
         quantized, skipped, notes = quantize(model, target, context)
         written = ModelFile(target)
-        prove_it_runs(target, "onnx_quantize")
+        run_it(target, "onnx_quantize")
         opset = next(entry.version for entry in written.proto.opset_import if entry.domain in ("", "ai.onnx"))
         details: dict[str, Any] = {
             "quantized": listed(quantized),
