@@ -93,3 +93,20 @@ def test_the_real_settings_and_evals() -> None:
     on_onnx = [each.__name__ for each in settings if issubclass(each, Setting) and Format.ONNX in each.accepts]
     assert on_onnx == []
     assert [kind for kind in registry.EVALS if eval_class(kind).reads_weights] == ["sensitivity"]
+
+
+def test_the_real_settings_in_front_of_and_behind_the_real_export() -> None:
+    told = problems_of(recipe("sdpa", "onnx", "compile", "kv_int8", evals=("sensitivity: python-reference", "footprint")))
+    assert [problem.split(" is ")[0] for problem in told[:3]] == [
+        "recipe:3:5: the setting attention",
+        "recipe:5:5: the setting compile",
+        "recipe:6:5: the setting kv_cache",
+    ]
+    assert told[3].startswith("recipe:8:5: sensitivity reads the weights of a checkpoint, and onnx (line 4) leaves an ONNX model.")
+
+
+def test_the_real_stages_around_the_real_export() -> None:
+    assert one_problem(recipe("onnx", "rtn", evals=("footprint",))) == (
+        "recipe:4:5: rtn reads a checkpoint with float weights and onnx leaves an ONNX model. Put rtn before onnx."
+    )
+    assert one_problem(recipe("rtn", "onnx_quantize", evals=("footprint",))).endswith("Put onnx between them: it exports what rtn leaves.")
