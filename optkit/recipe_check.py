@@ -133,19 +133,21 @@ def _remedy_of_order(kind: str, model: type[Transform], before: str, earlier: ty
     return "Keep one of them." if earlier.produces is model.produces else f"Put {kind} before {before}."
 
 
-def check_onnx(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the settings and evals that an ONNX model, where the stages leave one, has no place for."""
+def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the settings and evals that what the stages leave, torch or ONNX, has no place for; without a transform nobody knows yet."""
     made = [(item, item.model.produces) for item in stages if issubclass(item.model, Transform)]
-    if not made or made[-1][1] is not Format.ONNX:
+    if not made:
         return
-    export = made[-1][0]
-    leaves = f"and {export.kind} ({recipe.key_place(export.steps).short}) leaves an ONNX model"
+    last, left = made[-1]
+    is_onnx = left is Format.ONNX
+    leaves = f"and {last.kind} ({recipe.key_place(last.steps).short}) leaves {'an ONNX model' if is_onnx else 'a torch model'}"
     for item in stages:
-        if issubclass(item.model, Setting) and Format.ONNX not in item.model.accepts:
-            message = f"the setting {item.kind} is applied to a torch model when it is opened, {leaves}, which ONNX Runtime opens."
-            yield recipe.key_place(item.steps).problem(f"{message} Take it out.")
+        if issubclass(item.model, Setting) and left not in item.model.accepts:
+            message = f"the setting {item.kind} is applied to {'a torch' if is_onnx else 'an ONNX'} model when it is opened, {leaves}."
+            remedy = "Take it out." if is_onnx else f"Put onnx after {last.kind}, or take it out."
+            yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
     for item in evals:
-        if issubclass(item.model, Eval) and item.model.reads_weights:
+        if is_onnx and issubclass(item.model, Eval) and item.model.reads_weights:
             message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
             yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before the export.")
 

@@ -71,6 +71,12 @@ class Threads(Setting):
     accepts: ClassVar[frozenset[Format]] = frozenset(Format)
 
 
+class Providers(Setting):
+    """Means nothing to torch."""
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
+
+
 class Weigh(Eval):
     """Reads weights."""
 
@@ -120,7 +126,8 @@ def register_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def register_onnx_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let recipes know, beside the stand-ins, those that have to do with ONNX; as `onnx` the export, whatever has that name."""
-    for known, classes in ((registry.STAGES, {"onnx": Export, "fuse": Fuse, "threads": Threads}), (registry.EVALS, {"weigh": Weigh})):
+    stages = {"onnx": Export, "fuse": Fuse, "threads": Threads, "providers": Providers}
+    for known, classes in ((registry.STAGES, stages), (registry.EVALS, {"weigh": Weigh})):
         for kind, each in classes.items():
             monkeypatch.setitem(known, kind, f"{__name__}:{each.__name__}")
 
