@@ -195,14 +195,14 @@ def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def _check_onnx(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """Refuse what has no place in an ONNX model; `validate` knows it only where a stage of the recipe leaves one."""
-    if steps[-1].format is not Format.ONNX:
-        return
+    """Refuse what has no place in the format that the stages leave; `validate` knows it only where one of them leaves ONNX."""
+    left = steps[-1].format
     for setting in recipe.settings:
-        if Format.ONNX not in setting.value.accepts:
-            raise StageError("is applied to a torch model, and this one is ONNX", where=setting.kind, remedy="Take it out of the recipe")
+        if left not in setting.value.accepts:
+            wanted = "an ONNX model" if setting.value.accepts == {Format.ONNX} else "a torch model"
+            raise StageError(f"is applied to {wanted}, and this is {FORMATS[left]}", where=setting.kind, remedy="Take it out of the recipe")
     for entry in recipe.evals:
-        if entry.value.reads_weights:
+        if left is Format.ONNX and entry.value.reads_weights:
             why = "Its weights lie in a graph"
             raise EvalError("reads the weights of a checkpoint, and this model is ONNX", where=entry.kind, why=why, remedy="Take it out")
 

@@ -31,6 +31,7 @@ STAGES = {
     "kv_scales": "optkit.stages.kv_scales:KvScales",
     "onnx": "optkit.stages.onnx:Onnx",
     "onnx_optimize": "optkit.stages.onnx_optimize:OnnxOptimize",
+    "onnx_provider": "optkit.stages.onnx_provider:OnnxProvider",
     "onnx_quantize": "optkit.stages.onnx_quantize:OnnxQuantize",
     "int8": "optkit.stages.int8:Int8",
     "mx": "optkit.stages.mx:Mx",

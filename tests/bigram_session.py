@@ -16,6 +16,7 @@ class BigramSession:
         self.vocabulary = vocabulary
         self.positions = positions
         self.notes: tuple[str, ...] = ()
+        self.hidden_memory = ""
         self.table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
         self.before, self.after = before, after
         self.on_token: Callable[[int, int], None] = lambda batch, index: None

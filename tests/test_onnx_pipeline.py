@@ -165,7 +165,7 @@ def test_what_has_no_place_in_an_onnx_model(
     ):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "tiny.yaml").write_text(f"name: tiny\nmodel: {directory}\nstages: [tone]\nevals: [footprint]\n")
-    with pytest.raises(StageError, match="tone: is applied to a torch model, and this one is ONNX. Take it out of the recipe"):
+    with pytest.raises(StageError, match="tone: is applied to a torch model, and this is an ONNX model. Take it out of the recipe"):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "evals.yaml").write_text("evals: [weigh]\n")
     with pytest.raises(EvalError, match="weigh: reads the weights of a checkpoint, and this model is ONNX"):

@@ -126,19 +126,21 @@ def test_what_computes_is_told(tiny_onnx: TinyOnnx) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "provider", "package"),
-    [("cuda", None, "onnxruntime-gpu"), ("cuda:1", "tensorrt", "onnxruntime-gpu"), ("cpu", "openvino", "onnxruntime-openvino")],
+    ("device", "providers", "package"),
+    [("cuda", (), "onnxruntime-gpu"), ("cuda:1", ["tensorrt", "cuda"], "onnxruntime-gpu"), ("cpu", ["openvino"], "onnxruntime-openvino")],
 )
-def test_a_provider_that_is_not_installed(tiny_onnx: TinyOnnx, device: str, provider: str | None, package: str) -> None:
-    if provider is None and device == "cuda" and torch.cuda.is_available():
+def test_a_provider_that_is_not_installed(tiny_onnx: TinyOnnx, device: str, providers: list[str], package: str) -> None:
+    if device.startswith("cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(MissingPackageError, match=f"ExecutionProvider of ONNX Runtime: the package `{package}` is not installed"):
-        OnnxRunner(tiny_onnx("llama", "fp32"), device, provider=provider)
+        OnnxRunner(tiny_onnx("llama", "fp32"), device, providers=providers)
 
 
-def test_a_provider_that_nobody_knows(tiny_onnx: TinyOnnx) -> None:
+def test_a_provider_that_nobody_knows_or_of_another_device(tiny_onnx: TinyOnnx) -> None:
     with pytest.raises(OptkitError, match="there is no provider 'npu'. Known: cpu, cuda"):
-        OnnxRunner(tiny_onnx("llama", "fp32"), provider="npu")
+        OnnxRunner(tiny_onnx("llama", "fp32"), providers=["npu"])
+    with pytest.raises(OptkitError, match="the provider tensorrt does not compute on cpu. Use --device cuda"):
+        OnnxRunner(tiny_onnx("llama", "fp32"), providers=["tensorrt"])
 
 
 def test_a_provider_that_does_not_start(tiny_onnx: TinyOnnx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +183,14 @@ def spoil(model: onnx.ModelProto) -> None:
     model.graph.node[0].op_type = "Frobnicate"
 
 
+def misname(model: onnx.ModelProto) -> None:
+    next(node for node in model.graph.node if node.op_type == "Concat").attribute[0].name = "newer"
+
+
+def cut(model: onnx.ModelProto) -> None:
+    del model.graph.node[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -188,7 +198,9 @@ def spoil(model: onnx.ModelProto) -> None:
         (set_opset, r"the graph is newer than onnxruntime [\d.]+. .*Opset 99 is under development"),
         (widen, "the graph wants images, which optkit cannot fill in"),
         (rename_logits, "the graph has no output 'logits' but embeddings.* It is not a causal language model"),
-        (spoil, "ONNX Runtime failed while it was opened.*Frobnicate"),
+        (spoil, r"onnxruntime [\d.]+ does not know Frobnicate as the graph uses it.*pip install -U onnxruntime"),
+        (misname, r"onnxruntime [\d.]+ does not know Concat as the graph uses it"),
+        (cut, "ONNX Runtime failed while it was opened"),
     ],
 )
 def test_graphs_that_cannot_be_run(tmp_path: Path, change: Callable[[onnx.ModelProto], object], message: str) -> None:

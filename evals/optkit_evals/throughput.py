@@ -80,7 +80,7 @@ class Throughput(Eval):
                     with context.progress.task(f"warming up, {label}", 0, "runs") as warming:
                         runs, settled = warm_up(session, tokens, self.new_tokens, self.warmup, warming)
                     timings = []
-                    with watched_peak(session.device) as peak:
+                    with watched_peak(session.device, session.hidden_memory) as peak:
                         for _ in range(repeats):
                             timings.append(answer(session, tokens, self.new_tokens))
                             task.advance(note=label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,13 @@ SILENT = 4
 MEMORY_SIGNS = (*NO_MEMORY, "Failed to allocate memory", "bad allocation", "bad_alloc", "Available memory of")
 NEWER = ("Unsupported model IR version", "Current official support for domain", "is under development and support")
 
+UNKNOWN = (
+    r"Fatal error: (\S+?)\(-?\d+\) is not a registered function/op",
+    r"No Op registered for (\S+) with domain_version",
+    r"Unrecognized attribute: \S+ for operator (\S+)",
+)
+"""What ONNX Runtime says of an operator that this version does not have, or not with such an attribute."""
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -27,12 +34,14 @@ class Provider:
     """As ONNX Runtime calls it."""
     package: str
     """The distribution that brings it."""
+    device: str = "cpu"
+    """Whose memory inputs and outputs lie in."""
 
 
 PROVIDERS = {
     "cpu": Provider("CPUExecutionProvider", "onnxruntime"),
-    "cuda": Provider("CUDAExecutionProvider", "onnxruntime-gpu"),
-    "tensorrt": Provider("TensorrtExecutionProvider", "onnxruntime-gpu"),
+    "cuda": Provider("CUDAExecutionProvider", "onnxruntime-gpu", "cuda"),
+    "tensorrt": Provider("TensorrtExecutionProvider", "onnxruntime-gpu", "cuda"),
     "openvino": Provider("OpenVINOExecutionProvider", "onnxruntime-openvino"),
     "directml": Provider("DmlExecutionProvider", "onnxruntime-directml"),
     "coreml": Provider("CoreMLExecutionProvider", "onnxruntime"),
@@ -51,38 +60,41 @@ class Opened:
     """How many nodes of the optimised graph each provider computes; empty where ONNX Runtime does not tell."""
 
 
-def open_model(model: Path, device: str = "cpu", threads: int | None = None, provider: str | None = None) -> Opened:
-    """Open an ONNX file on a device; `provider` is a key of `PROVIDERS`, by default that of the device's name.
+def open_model(model: Path, device: str = "cpu", threads: int | None = None, providers: Sequence[str] = ()) -> Opened:
+    """Open an ONNX file on a device; `providers` are keys of `PROVIDERS` in their order, by default the device's name.
 
-    `threads`: those within one operation, torch's own number where None. Nodes that the provider has no kernel for run on the CPU.
-    Raises MissingPackageError where the provider is not installed, ResourceError without memory, SourceError where ONNX Runtime refuses
-    the graph: too new for it, an operation or dtype without a kernel, damage; OptkitError where it could not start the provider.
+    `threads`: those within one operation, torch's own number where None. Nodes that no provider has a kernel for run on the CPU.
+    Raises MissingPackageError where a provider is not installed, ResourceError without memory, SourceError where ONNX Runtime refuses
+    the graph: too new for it, an operation or dtype without a kernel, damage; OptkitError where a provider does not fit the device, and
+    where ONNX Runtime could not start the first one.
     """
     kind, _, index = device.partition(":")
-    wanted = _provider(provider or kind, str(model))
+    wanted = [_provider(name, kind, str(model)) for name in providers or (kind,)]
     ort = import_runtime(str(model))
-    if wanted.name not in ort.get_available_providers():
-        raise MissingPackageError(wanted.package, where=f"{wanted.name} of ONNX Runtime")
+    for each in wanted:
+        if each.name not in ort.get_available_providers():
+            raise MissingPackageError(each.package, where=f"{each.name} of ONNX Runtime")
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or _torch_threads()
     options.log_severity_level = SILENT
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    order: list[Any] = [(wanted.name, {"device_id": int(index or 0)} if kind == "cuda" else {})]
-    if wanted is not PROVIDERS["cpu"]:
-        order.append(PROVIDERS["cpu"].name)
+    order = [(each.name, {"device_id": int(index or 0)} if each.device == "cuda" else {}) for each in wanted]
+    if PROVIDERS["cpu"] not in wanted:
+        order.append((PROVIDERS["cpu"].name, {}))
     if kind == "cuda" and hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     with runtime_errors("while it was opened", str(model), device, "Open it on a device with more memory, or export it in a smaller dtype"):
         session = ort.InferenceSession(str(model), options, providers=order)
-    providers = tuple(session.get_providers())
-    if providers[0] != wanted.name:
+    used = tuple(session.get_providers())
+    if used[0] != wanted[0].name:
+        build = f"{wanted[0].package} {ort.__version__}"
         raise OptkitError(
-            f"ONNX Runtime could not start {wanted.name} and fell back to {providers[0]}",
+            f"ONNX Runtime could not start {wanted[0].name} and fell back to {used[0]}",
             where=str(model),
-            why=f"A library that {wanted.package} {ort.__version__} needs (its CUDA and cuDNN) is not there, or the driver is too old",
-            remedy=f"Install what {wanted.package} {ort.__version__} asks for, or use --device cpu",
+            why=f"A library that {build} needs (for GPUs its CUDA and cuDNN) is not there, or the driver is too old",
+            remedy=f"Install what {build} asks for, or use --device cpu",
         )
-    return Opened(session, providers, _assigned(session))
+    return Opened(session, used, _assigned(session))
 
 
 @contextmanager
@@ -106,6 +118,13 @@ def runtime_errors(what: str, where: str, device: str, remedy: str) -> Iterator[
                 why=reason,
                 remedy="Run: pip install -U onnxruntime; or export it again for an older opset",
             ) from error
+        if unknown := next((found[1] for sign in UNKNOWN if (found := re.search(sign, reason))), None):
+            raise SourceError(
+                f"onnxruntime {import_runtime(where).__version__} does not know {unknown} as the graph uses it",
+                where=where,
+                why=reason,
+                remedy="It was made for another version. Run: pip install -U onnxruntime; or export it again",
+            ) from error
         if missing := re.search(r"Could not find an implementation for (\S+) node", reason):
             raise SourceError(
                 f"ONNX Runtime has no kernel of {missing[1]} for the dtypes that it gets here on {device}",
@@ -125,10 +144,13 @@ def import_runtime(where: str) -> Any:
     return onnxruntime
 
 
-def _provider(name: str, where: str) -> Provider:
+def _provider(name: str, device: str, where: str) -> Provider:
     if name not in PROVIDERS:
         raise OptkitError(f"there is no provider '{name}'", where=where, remedy=f"Known: {', '.join(PROVIDERS)}")
-    return PROVIDERS[name]
+    found = PROVIDERS[name]
+    if found.device != device and name != "cpu":
+        raise OptkitError(f"the provider {name} does not compute on {device}", where=where, remedy=f"Use --device {found.device}")
+    return found
 
 
 def _torch_threads() -> int:

@@ -9,6 +9,7 @@ longer copy, which the next one reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class OnnxRunner:
     """An opened decoder. Several `Decoding`s may be under way at once."""
 
     def __init__(
-        self, directory: OnnxDirectory | Path, device: str = "cpu", threads: int | None = None, provider: str | None = None
+        self, directory: OnnxDirectory | Path, device: str = "cpu", threads: int | None = None, providers: Sequence[str] = ()
     ) -> None:
         """Open it on `cpu`, `cuda` or `cuda:1`; see `optkit.onnx.opening.open_model` for the other arguments and what is raised."""
         self.directory = directory if isinstance(directory, OnnxDirectory) else OnnxDirectory(directory)
@@ -48,7 +49,7 @@ class OnnxRunner:
         self.cache = self.directory.cache
         self.logits_port = self._output("logits")
         self._check_inputs()
-        self._opened: Opened | None = open_model(graph.path, device, threads, provider)
+        self._opened: Opened | None = open_model(graph.path, device, threads, providers)
         self.vocabulary = self._vocabulary()
         kind, _, index = device.partition(":")
         self.memory = (kind, int(index or 0))

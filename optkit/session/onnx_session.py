@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,22 @@ NO_POSITIONS = 1 << 31
 class OnnxSession:
     """An opened ONNX directory; implements `optkit.measure.Session`."""
 
-    def __init__(self, directory: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
-        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise."""
+    def __init__(
+        self,
+        directory: Path,
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        threads: int | None = None,
+        providers: Sequence[str] = (),
+    ) -> None:
+        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and `providers` are."""
         self.directory, self.device = Path(directory), device
         self._trust_remote_code = trust_remote_code
-        self.runner = OnnxRunner(OnnxDirectory(self.directory), device)
+        self.runner = OnnxRunner(OnnxDirectory(self.directory), device, threads, providers)
         self.vocabulary = self.runner.vocabulary
         self.positions = self.runner.directory.positions or NO_POSITIONS
         self.notes: tuple[str, ...] = tuple(self._notes())
+        self.hidden_memory = "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
 
     @property
     def dtype(self) -> str:

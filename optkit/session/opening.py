@@ -48,6 +48,9 @@ def open_session(
     """
     if is_onnx(Path(directory)):
         return _open_onnx(Path(directory), settings, device, dtype, trust_remote_code)
+    graph_only = [setting for setting in settings if setting.accepts == {Format.ONNX}]
+    if graph_only:
+        raise StageError(f"{type(graph_only[0]).__name__} is for ONNX models", where=str(directory), remedy="Take it out of the recipe")
     checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
@@ -79,7 +82,8 @@ def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype:
         )
     if dtype:
         raise OptkitError(f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in")
-    return OnnxSession(directory, device, trust_remote_code)
+    options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
+    return OnnxSession(directory, device, trust_remote_code, **options)
 
 
 def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None) -> tuple[CacheFactory | None, list[str]]:

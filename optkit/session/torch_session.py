@@ -39,6 +39,7 @@ class TorchSession:
         new_cache: Callable[[], Cache] | None = None,
     ) -> None:
         self.directory, self.device, self.notes = directory, device, notes
+        self.hidden_memory = ""
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
