@@ -112,7 +112,10 @@ class Setting(Stage):
     """Leaves what the model computes as it is, but for the order of rounding."""
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`."""
+        """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`.
+
+        A setting of ONNX models returns those of `optkit.session.onnx_session.OnnxSession`.
+        """
         return {}
 
     def on_load(self, model: Any, device: str) -> Any:
