@@ -1,0 +1,252 @@
+"""Encoders (BERT and its kin) as ONNX, by torch.onnx.export: any batch, any length, padding masked; proven equal to the source.
+
+Inputs are input_ids, attention_mask and, where the model tells sentences apart, token_type_ids, int64 [batch, sequence]. Nodes and weights
+carry the names of the modules that they come from, so that patterns can mean them: `/encoder/layer.0/attention/self/query/MatMul`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.errors import SourceError, StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.onnx_file import MODEL
+from optkit.model.writer import copy_companions, write_config
+from optkit.onnx.model_file import ModelFile, ModelWriter, all_graphs
+from optkit.onnx.opening import open_model, runtime_errors
+from optkit.onnx.quiet import quiet_tools
+from optkit.source.quiet import quiet_transformers
+
+WHERE = "onnx"
+OPSET = 21
+TRACED = (2, 9)
+"""Batch and length of the tokens that the graph is traced with."""
+SHAPES = ((1, 1), (1, 7), (3, 33), (2, 128))
+"""Those that the result is compared on."""
+LIMIT = 1e-4
+"""How far an output may be from the source's, as a share of its largest value."""
+PREFIX = "model"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What an architecture is loaded as, and what it gives."""
+
+    loader: str
+    outputs: tuple[str, ...]
+
+
+HEADS = {
+    "ForSequenceClassification": Head("AutoModelForSequenceClassification", ("logits",)),
+    "ForTokenClassification": Head("AutoModelForTokenClassification", ("logits",)),
+    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", ("start_logits", "end_logits")),
+    "ForMaskedLM": Head("AutoModelForMaskedLM", ("logits",)),
+    "Model": Head("AutoModel", ("last_hidden_state",)),
+}
+"""By the end of the name of the architecture; a bare encoder gives the features of each token, which pooling makes embeddings of."""
+
+
+class Named(nn.Module):
+    """A model whose inputs and outputs have an order."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.names, self.outputs = inputs, outputs
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the named outputs."""
+        found = self.model(**dict(zip(self.names, inputs, strict=True)), return_dict=True)
+        return tuple(found[name] for name in self.outputs)
+
+
+def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Fill `target` with the encoder of a float checkpoint as ONNX in float32, with its other files, and return what a report says of it.
+
+    Raises StageError for a model that is no encoder, one that torch cannot trace, and a graph that says something else than its source;
+    SourceError for a checkpoint that does not fit its architecture; ResourceError when the disk is full.
+    """
+    checkpoint = Checkpoint(source)
+    head = encoder_head(checkpoint.config)
+    model = _load(source, head, trust_remote_code)
+    inputs = _inputs(model)
+    named = Named(model, inputs, head.outputs).eval()
+    positions = checkpoint.shape.positions
+    with TemporaryDirectory(prefix=".exported-", dir=target) as work:
+        _trace(named, Path(work), opset, positions)
+        graph = ModelFile(Path(work))
+        _name_by_modules_(graph)
+        ModelWriter(graph, target).finish()
+    copy_companions(source, target)
+    write_config(target, dict(checkpoint.config))
+    written = ModelFile(target)
+    return {
+        "architecture": type(model).__name__,
+        "inputs": list(inputs),
+        "outputs": list(head.outputs),
+        "opset": opset,
+        "ir_version": written.proto.ir_version,
+        "nodes": written.node_kinds(),
+        "size_bytes": written.size_bytes,
+        **_compare(named, target, positions),
+    }
+
+
+def encoder_head(config: Mapping[str, Any]) -> Head:
+    """Return how an encoder is loaded, from its config.json. Raises StageError for what is none, with the exporter that there is for it."""
+    architecture = str(next(iter(config.get("architectures") or [""])))
+    found = next((head for end, head in HEADS.items() if architecture.endswith(end)), None)
+    if found and not config.get("is_encoder_decoder") and not config.get("is_decoder"):
+        return found
+    decodes = architecture.endswith("ForCausalLM") or config.get("is_decoder")
+    raise StageError(
+        f"{architecture or config.get('model_type')} is no encoder that torch exports here",
+        where=WHERE,
+        why=f"It knows architectures that end with {', '.join(HEADS)}",
+        remedy="Take exporter: genai, which is for causal language models" if decodes else "Export another model",
+    )
+
+
+def _load(source: Path, head: Head, trust_remote_code: bool) -> nn.Module:
+    import transformers
+
+    with quiet_transformers(), quiet_tools():
+        model, loading = getattr(transformers, head.loader).from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(name for name in loading["missing_keys"] if "pooler" not in name)
+    if missing:
+        raise SourceError(
+            f"{len(missing)} weights of {type(model).__name__} are missing: {', '.join(missing[:3])}",
+            where=str(source),
+            why="They would be made up at random",
+            remedy="Correct `architectures` in config.json",
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _inputs(model: Any) -> tuple[str, ...]:
+    takes_types = "token_type_ids" in signature(model.forward).parameters and getattr(model.config, "type_vocab_size", 0) > 1
+    return ("input_ids", "attention_mask", *(("token_type_ids",) if takes_types else ()))
+
+
+def _trace(named: Named, target: Path, opset: int, positions: int | None) -> None:
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=positions)}
+    try:
+        with torch.no_grad(), quiet_tools():
+            program = torch.onnx.export(
+                named,
+                _feeds(named, *TRACED),
+                dynamo=True,
+                dynamic_shapes={"inputs": tuple(axes for _ in named.names)},
+                input_names=list(named.names),
+                output_names=list(named.outputs),
+                opset_version=opset,
+                verbose=False,
+            )
+            assert program is not None
+            program.save(str(target / MODEL), external_data=True)
+    except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
+        raise StageError(
+            f"torch {torch.__version__} cannot trace {type(named.model).__name__}",
+            where=WHERE,
+            why=str(error.__cause__ or error).strip().split("\n")[0],
+            remedy="Its code has to be traceable by torch.export",
+        ) from error
+
+
+def _feeds(named: Named, batch: int, length: int) -> tuple[Tensor, ...]:
+    """Return tokens, a mask that pads every other sequence by a third, and token types: 0, then 1."""
+    generator = torch.Generator().manual_seed(batch * length)
+    vocabulary = int(named.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    mask[1::2, length - length // 3 :] = 0
+    types = (torch.arange(length) >= length // 2).long().expand(batch, length)
+    made = {
+        "input_ids": torch.randint(5, vocabulary, (batch, length), generator=generator),
+        "attention_mask": mask,
+        "token_type_ids": types,
+    }
+    return tuple(made[name].contiguous() for name in named.names)
+
+
+def _compare(named: Named, target: Path, positions: int | None) -> dict[str, float]:
+    """Return the least cosine and the largest difference between the outputs of both, where the mask is 1.
+
+    Raises StageError where the difference is over the limit.
+    """
+    session = open_model(target / MODEL).session
+    cosine, difference = 1.0, 0.0
+    for batch, length in SHAPES:
+        feeds = _feeds(named, batch, min(length, positions or length))
+        with torch.no_grad(), runtime_errors("on a few tokens", str(target / MODEL), "cpu", "Use a machine with more memory"):
+            wanted = named(*feeds)
+            found = session.run(list(named.outputs), {name: each.numpy() for name, each in zip(named.names, feeds, strict=True)})
+        for want, got in zip(wanted, map(torch.from_numpy, found), strict=True):
+            seen = feeds[1].bool() if want.shape[:2] == feeds[1].shape else slice(None)
+            cosine = min(cosine, float(torch.cosine_similarity(want[seen].double(), got[seen].double(), -1).min()))
+            difference = max(difference, float((want - got)[seen].abs().max() / want[seen].abs().max()))
+    if not difference <= LIMIT:
+        raise StageError(
+            f"the graph differs from its source by {difference:.2g} of the largest value, and {LIMIT:.2g} is the limit",
+            where=WHERE,
+            why="Its code takes a way that the traced one does not",
+        )
+    return {"cosine": cosine, "difference": difference}
+
+
+def _name_by_modules_(graph: ModelFile) -> None:
+    """Name nodes and weights after the modules that they come from, and drop what torch noted of its own files and lines."""
+    taken: Counter[str] = Counter()
+    renamed: dict[str, str] = {}
+    for node in graph.proto.graph.node:
+        module = _module_of(node)
+        path = f"/{module}/{node.op_type}".replace("//", "/")
+        taken[path] += 1
+        node.name = path if taken[path] == 1 else f"{path}_{taken[path] - 1}"
+        for name in node.input:
+            if node.op_type == "MatMul" and name in graph.initializers and module:
+                renamed.setdefault(name, f"{module.replace('/', '.')}.weight")
+    names = [renamed.get(name, name.removeprefix(f"{PREFIX}.")) for name in graph.initializers]
+    unique = Counter(names)
+    new = {name: each if unique[each] == 1 else name for name, each in zip(graph.initializers, names, strict=True)}
+    for inner in all_graphs(graph.proto.graph):
+        for node in inner.node:
+            del node.metadata_props[:]
+            node.ClearField("doc_string")
+            for index, name in enumerate(node.input):
+                node.input[index] = new.get(name, name)
+        for value in (*inner.initializer, *inner.value_info, *inner.input, *inner.output):
+            del value.metadata_props[:]
+            value.name = new.get(value.name, value.name)
+    del graph.proto.graph.metadata_props[:]
+    graph.replace_graph(graph.proto)
+
+
+def _module_of(node: Any) -> str:
+    """Return the path of the module that a node comes from: `encoder/layer.0/attention/self/query`; empty where torch does not say."""
+    noted = next((each.value for each in node.metadata_props if each.key == "pkg.torch.onnx.name_scopes"), "[]")
+    scopes = [scope for scope in ast.literal_eval(noted)[:-1] if scope]
+    parts = [part for part in (scopes[-1].split(".") if scopes else []) if part]
+    joined: list[str] = []
+    for part in parts[1:]:
+        if part.isdigit() and joined:
+            joined[-1] += f".{part}"
+        else:
+            joined.append(part)
+    return "/".join(joined)
