@@ -75,7 +75,8 @@ def main(descriptor: int) -> int:
         return 1
     except BaseException as error:
         traceback.print_exc()
-        message = next(iter(str(error).strip().splitlines()), "")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = next(iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})")
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         parent.send(type="error", exception=type(error).__name__, message=message, disk_full=full, no_memory=_is_memory(error))
         return 1

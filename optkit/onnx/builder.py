@@ -182,8 +182,11 @@ def _failure(last: dict[str, Any], status: int, log: Path, target: Path) -> Optk
         how = "" if last else "Its process was ended by SIGKILL, as the system does where memory runs out"
         return ResourceError("memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory")
     if last:
-        said = f"{last['exception']}: {last['message']}".removesuffix(": ")
-        return StageError(said, where=f"{WHERE}: exporter genai", why="ONNX Runtime GenAI's model builder stopped there")
+        return StageError(
+            f"{last['exception']}: {last['message']}",
+            where=f"{WHERE}: exporter genai",
+            why="ONNX Runtime GenAI's model builder stopped there",
+        )
     return StageError(f"its process {_ending(status)} and without a result", where=f"{WHERE}: exporter genai", why=_last_lines(log))
 
 

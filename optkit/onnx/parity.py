@@ -28,8 +28,10 @@ from optkit.onnx.reference import Reference
 from optkit.onnx.runtime import OnnxRunner
 from optkit.progress import Task
 
-LIMITS = {"float32": 1e-4, "float16": 2e-2}
-"""Dtype of the graph -> how far a logit may be from the source's, as a share of the largest logit (of 1 where that is smaller)."""
+LIMITS = {"float32": 2e-5, "float16": 2e-2}
+"""Dtype of the graph -> how far a logit may be from the source's, as a share of the largest logit (of 1 where that is smaller).
+
+SmolLM2-135M comes to 2.5e-6 (9.3e-5 of a logit) and to 5.7e-3 on a CPU."""
 STATE_LIMITS = {"float32": 1e-3, "float16": 5e-2}
 """Dtype of the graph -> the relative error from which on the output of a block differs."""
 DIVERGENCE_LIMIT = 0.1

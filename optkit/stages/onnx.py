@@ -112,10 +112,10 @@ class Onnx(Transform):
         return Report(changed=len(graph.initializers), details=details, notes=tuple(_notes(order, details)))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of the graph's weights, and the memory of the model in float32 beside what ONNX Runtime makes of the graph."""
+        """Return the size of the graph's weights, and the memory of the source in float32 or of the graph as ONNX Runtime holds it."""
         order = self._order(shape, Path(), Path(), Context(device=device))
         left = exported_shape(shape, order)
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + float_bytes(shape) + 2 * left.size_bytes), left
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(float_bytes(shape), 2 * left.size_bytes)), left
 
     def _order(self, shape: ModelShape, source: Path, target: Path, context: Context) -> Order:
         """Return what the exporter is asked for. Raises StageError for what it cannot do with this model."""
@@ -142,9 +142,9 @@ class Onnx(Transform):
         given = [name for name in ("lm_head", "embedding", "activations") if name in self.model_fields_set]
         if given and not quantized:
             raise StageError(
-                f"{' and '.join(given)} mean nothing here: the model has float weights",
+                f"{given[0]} means nothing here: the model has float weights",
                 where=f"onnx.{given[0]}",
-                remedy="Leave them out, put gptq, awq or rtn before onnx, or onnx_quantize behind it",
+                remedy="Leave it out, put gptq, awq or rtn before onnx, or onnx_quantize behind it",
             )
         if self.lm_head and not head_is_float:
             raise StageError("lm_head is quantized already", where="onnx.lm_head", remedy="Leave it out: its codes are kept")
@@ -183,7 +183,7 @@ def _text(order: Order) -> Tensor:
     except SourceError:
         return torch.randint(0, vocabulary, (CHARACTERS // 4,), generator=torch.Generator().manual_seed(0))
     ids = tokenizer(TextSource(dataset="python-reference").joined(None)[:CHARACTERS], verbose=False).input_ids
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor([each for each in ids if each < vocabulary], dtype=torch.int64)
 
 
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
