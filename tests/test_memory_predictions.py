@@ -11,10 +11,13 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
+from optkit.stages.fp8 import Fp8
+from optkit.stages.input_ranges import InputRange
+from optkit.stages.smoothquant import Smoothquant
 from tests.conftest import CONFIGS, save_tiny_model
 from tests.live_memory import LiveBytes
 
-WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_local_experts": 2}
+WIDE = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "num_local_experts": 2}
 FEW = {"samples": 8, "sequence_length": 64}
 
 
@@ -41,10 +44,24 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
 STAGES = {
     "awq": Awq(symmetric=True, batch_size=2, grid_points=2),
     "awq_scale": AwqScale(batch_size=2, grid_points=1),
+    "smoothquant": Smoothquant(batch_size=2),
+    "smoothquant_nearest": Smoothquant(batch_size=2, rounding="nearest"),
+    "smoothquant_fixed": Smoothquant(batch_size=2, rounding="nearest", alpha=0.5),
+    "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
 }
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("llama", "awq"), ("mixtral", "awq"), ("llama", "awq_scale")])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("llama", "awq_scale"),
+        ("llama", "smoothquant"),
+        ("llama", "fp8"),
+        ("mixtral", "awq"),
+        ("mixtral", "smoothquant_nearest"),
+        ("mixtral", "smoothquant_fixed"),
+    ],
+)
 def test_a_stage_takes_what_it_said(wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str) -> None:
     source = wide_model(kind)
     calibrated = STAGES[stage].model_copy(update={"calibration": text})
@@ -52,3 +69,11 @@ def test_a_stage_takes_what_it_said(wide_model: Callable[[str], Path], text: Cal
         calibrated.run(source, tmp_path, Context())
     predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
     assert live.peak <= predicted <= 1.8 * live.peak
+
+
+def test_sampled_inputs_do_not_keep_the_others() -> None:
+    seen = InputRange(16, "cpu", rows_of_a_call=4)
+    with LiveBytes() as live:
+        seen.add(torch.randn(2, 1000, 16))
+    assert live.now < 1000 * 16
+    assert seen.rows.shape == (4, 16)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -17,7 +16,7 @@ from optkit.stages.eight_bit_format import BLOCK, Activations, EightBitFormat, N
 from optkit.stages.fitting import joined_differently, refuse_some_experts
 from optkit.stages.layer_format import LayerFormat
 from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer, out_of_memory
-from optkit.stages.selection import Layer, Selection
+from optkit.stages.selection import Layer, Selection, by_block, stacks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +30,8 @@ Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Te
 returns the tensors of the checkpoint that have another value now and are not rounded."""
 FLOAT_COPIES = 5
 """Float32 copies of a layer's weights that rounding holds at once."""
+HESSIAN_COPIES = 6
+"""Matrices of the size of its Hessian that GPTQ holds for a layer."""
 
 
 class EightBitQuantizer(LayerQuantizer):
@@ -228,10 +229,16 @@ class EightBitQuantizer(LayerQuantizer):
         widest = max(layer.inputs for layer in layers.values())
         hidden = self._text.samples * self._text.sequence_length * width * element
         batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
+        blocks = by_block(shape, layers)
+        compensating = hessians = 0
         if self.rounding == "gptq":
-            squares: Counter[Any] = Counter()
-            for layer in layers.values():
-                squares[shape.block(f"{layer.name}.weight")] += layer.inputs**2 * DTYPE_BITS["F32"] // 8
-            batch += 2 * max(squares.values())
-        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + work + batch
+            compensating = HESSIAN_COPIES * 4 * widest**2
+            hessians = max(sum(4 * layers[stack[0]].inputs ** 2 for stack in stacks(block)) for block in blocks)
+        kept, prepared = self._preparation_bytes(blocks, layers, compensating)
+        work = max(batch, work + compensating, prepared)
+        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + kept + work
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+
+    def _preparation_bytes(self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int) -> tuple[int, int]:
+        """Return the bytes that `_preparation` keeps of a block and those that it works with; `compensating`: GPTQ's for a Hessian."""
+        return 0, 0

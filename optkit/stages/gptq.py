@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from optkit.stages.foreign import Backed
 from optkit.stages.layer_format import HEAD
 from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
 from optkit.stages.packed_format import PackedFormat, PackQuantized
-from optkit.stages.selection import Layer, stacks
+from optkit.stages.selection import Layer, by_block, stacks
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Gptq(Backed, WeightQuantizer):
         largest = max(layer.inputs for layer in layers.values())
         hidden = tokens * width * element
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
-        blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in _by_block(shape, layers).values()]
+        blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in by_block(shape, layers)]
         hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
         work = max(_work_bytes(stack) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
@@ -183,13 +183,6 @@ def _weight(module: nn.Module, transposed: bool) -> Tensor:
     """Return the weight as float32 [out, in]."""
     stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
     return (stored.T if transposed else stored).float()
-
-
-def _by_block(shape: ModelShape, layers: Iterable[str]) -> dict[tuple[str, int] | None, list[str]]:
-    blocks: dict[tuple[str, int] | None, list[str]] = {}
-    for name in layers:
-        blocks.setdefault(shape.block(f"{name}.weight"), []).append(name)
-    return blocks
 
 
 def _work_bytes(stack: list[Layer]) -> int:

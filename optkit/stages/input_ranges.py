@@ -35,7 +35,7 @@ class InputRange:
             self._hessian.add(rows)
         if self._rows_of_a_call:
             step = max(1, len(rows) // self._rows_of_a_call)
-            self._rows.append(rows[step // 2 :: step][: self._rows_of_a_call].float())
+            self._rows.append(rows[step // 2 :: step][: self._rows_of_a_call].to(torch.float32, copy=True))
 
     @property
     def rows(self) -> Tensor:

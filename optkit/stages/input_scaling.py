@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from optkit.errors import StageError
 from optkit.frozen import Frozen
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stages.selection import JOINED, Layer, stacks
+from optkit.stages.selection import Layer, by_block, scaled_together, stacks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,24 +50,18 @@ class InputScaling(Frozen):
         element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
         largest = max(layer.inputs for layer in layers.values())
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
-        blocks: dict[tuple[str, int] | None, list[str]] = {}
-        for name in layers:
-            blocks.setdefault(shape.block(f"{name}.weight"), []).append(name)
-        hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks.values())
-        readers = max(_readers_bytes(block, layers) for block in blocks.values())
+        blocks = by_block(shape, layers)
+        hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks)
+        readers = max(_reader_bytes(group, layers) for block in blocks for group in scaled_together(block))
         work = max(10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
         tried = 4 * HESSIAN_COPIES[rounding] * largest**2
         return tokens * width * element + max(shape.block_bytes, shape.outside_bytes) + hessians + readers + max(batch, work, tried)
 
 
-def _readers_bytes(names: Iterable[str], layers: Mapping[str, Layer]) -> int:
-    """Bytes of float32 weights and matrices of the layers of a block whose scales are searched together: those behind one norm, as far as
-    names tell, all experts of a block among them."""
-    together: Counter[str] = Counter()
-    for stack in stacks(names):
-        behind = JOINED.get(stack[0].rpartition(".")[2], stack[0])
-        together[behind] += 4 * (layers[stack[0]].inputs ** 2 + sum(layers[name].outputs * layers[name].inputs for name in stack))
-    return max(together.values())
+def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:
+    """Return the bytes of the float32 weights and matrices of layers whose scales are searched together."""
+    weights = sum(layers[name].outputs * layers[name].inputs for stack in group for name in stack)
+    return 4 * (weights + sum(layers[stack[0]].inputs ** 2 for stack in group))
 
 
 @dataclass

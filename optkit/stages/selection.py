@@ -53,6 +53,22 @@ def stacks(names: Iterable[str]) -> list[list[str]]:
     return list(found.values())
 
 
+def scaled_together(names: Iterable[str]) -> list[list[list[str]]]:
+    """Return the `stacks` of a block with those behind one norm together, as far as names tell: all experts' gate and up are."""
+    found: dict[str, list[list[str]]] = {}
+    for stack in stacks(names):
+        found.setdefault(JOINED.get(stack[0].rpartition(".")[2], stack[0]), []).append(stack)
+    return list(found.values())
+
+
+def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
+    """Return layers with those of one block together; what is in no block (lm_head) is together too."""
+    found: dict[tuple[str, int] | None, list[str]] = {}
+    for name in names:
+        found.setdefault(shape.block(f"{name}.weight"), []).append(name)
+    return list(found.values())
+
+
 def layers_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the linear layers of the decoder blocks as far as names and shapes tell: what `Skeleton.linears` finds, without torch."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -13,6 +13,7 @@ from optkit.source.calibration import Calibration
 from optkit.stages.eight_bit_format import Activations, Number, Scales
 from optkit.stages.eight_bit_quantizer import EightBitQuantizer, Preparation
 from optkit.stages.layer_quantizer import BlockOutput, Job
+from optkit.stages.selection import Layer, scaled_together, stacks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 SEARCH_ROWS = 1024
 """Inputs of each layer that scales are searched on: with a quarter of them the scales fit these inputs and not others."""
+ROW_COPIES = 7
+"""Float32 copies of the sampled inputs of some layers that searching their scales holds at once."""
+WEIGHT_COPIES = 5
+"""The same of their weights."""
+WEIGHT_COPIES_OF_FOLDING = 2
+"""The same where scales are only folded."""
 PROBE = 2, 32
 """Sequences and tokens of each that the wiring of a block is found with."""
 
@@ -62,6 +69,19 @@ class Smoothquant(EightBitQuantizer):
     @property
     def _sampled_rows(self) -> int:
         return SEARCH_ROWS if self.alpha == "search" else 0
+
+    def _preparation_bytes(self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int) -> tuple[int, int]:
+        rows = min(self._sampled_rows, self.calibration.samples * self.calibration.sequence_length)
+
+        def sampled(stacks: Sequence[Sequence[str]]) -> int:
+            return sum(4 * rows * layers[stack[0]].inputs for stack in stacks)
+
+        def worked(group: Sequence[Sequence[str]]) -> int:
+            weights = sum(4 * layers[name].outputs * layers[name].inputs for stack in group for name in stack)
+            searched = max(ROW_COPIES * sampled(group) + WEIGHT_COPIES * weights, sampled(group) + weights + compensating)
+            return searched if rows else WEIGHT_COPIES_OF_FOLDING * weights
+
+        return max(sampled(stacks(block)) for block in blocks), max(worked(group) for block in blocks for group in scaled_together(block))
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         yield from self._calibrated_blocks(job, self.calibration)
