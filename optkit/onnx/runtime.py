@@ -9,7 +9,7 @@ longer copy, which the next one reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +224,10 @@ class Decoding:
                 remedy="Give prefill the length that it will reach",
             )
         self._alive = []
-        self._bind_input("input_ids", tokens)
-        self._bind_input("attention_mask", self._ones[: batch * total].view(batch, total))
-        self._bind_input("position_ids", torch.arange(start, total).expand(batch, sequence))
-        self._bind_input("token_type_ids", torch.zeros(batch, sequence))
+        self._bind_input("input_ids", lambda: tokens)
+        self._bind_input("attention_mask", lambda: self._ones[: batch * total].view(batch, total))
+        self._bind_input("position_ids", lambda: torch.arange(start, total).expand(batch, sequence))
+        self._bind_input("token_type_ids", lambda: torch.zeros(batch, sequence))
         self._bind("logits", logits, output=True)
         self._bind_buffers(rows)
         self._bind_copies(start)
@@ -238,9 +238,10 @@ class Decoding:
             made = dict(zip(self._names, self._binding.get_outputs(), strict=True))
             self._copies = {layer: made[layer.present] for layer in self._moving}
 
-    def _bind_input(self, name: str, value: Tensor) -> None:
+    def _bind_input(self, name: str, value: Callable[[], Tensor]) -> None:
+        """Bind an input that the graph has, in its dtype."""
         if name in self._inputs:
-            ready = value.to(self._runner.device, self._dtype(name)).contiguous()
+            ready = value().to(self._runner.device, self._dtype(name)).contiguous()
             self._alive.append(ready)
             self._bind(name, ready)
 

@@ -104,9 +104,10 @@ class OnnxSession:
 
     def _finished(self, logits: Tensor) -> Tensor:
         """float32 [batch, vocabulary] -> int64 [batch], the most likely tokens, when the device has them."""
+        if self.device == "cpu":  # torch would wake threads that get in the way of ONNX Runtime's
+            return torch.from_numpy(logits.numpy().argmax(-1))
         chosen = logits.argmax(-1)
-        if chosen.is_cuda:
-            torch.cuda.synchronize(chosen.device)
+        torch.cuda.synchronize(chosen.device)
         return chosen
 
     def _check(self, tokens: Tensor, new_tokens: int) -> None:
