@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle, standing
-from optkit.attribution import attribute
+from optkit.attribution import attribute, between
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
 from optkit.measuring import Measurement, Subject, measure
-from optkit.plan import Plan, make_plan
+from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe import Recipe, load_recipe
 from optkit.registry import stage_class
@@ -71,7 +71,8 @@ def run(
     with reserve(target), ExitStack() as held:
         shelf = Store(store or default_store())
         todo = make_plan(wanted.pinned(data), shelf, chosen)
-        held.enter_context(shelf.using(step.key for step in todo.steps))
+        steps_between = [each for rung in between(todo) for each in rung.evals]
+        held.enter_context(shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)]))
         standing(target, todo.artifact_key)
         context = _context(todo, progress, data)
         execution = execute(todo, shelf, context)
@@ -151,7 +152,7 @@ def evaluate(
         if asked.stages:
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
         context = _context(todo, progress, data)
-        with shelf.using([todo.steps[0].key]):
+        with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
             found = measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime)
         return _scorecard(todo, found, [])
     artifact = read_artifact(Path(model))
@@ -160,7 +161,7 @@ def evaluate(
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
     todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}), shelf, chosen)
     context = _context(todo, progress, data)
-    with shelf.using([todo.steps[0].key]):
+    with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
         measured = measure(
             todo,
             Subject(lambda: artifact.directory, _settings(todo), made.model.trust_remote_code),
@@ -245,6 +246,14 @@ def _usable(device: str | None) -> str:
 def _context(todo: Plan, progress: Progress, data: Path | None) -> Context:
     trusted = todo.recipe.model.trust_remote_code
     return Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data, trust_remote_code=trusted)
+
+
+def _metric_keys(*evals: PlannedEval) -> Iterator[str]:
+    """Yield the keys of what evals measure of the artifact and of the unmodified model."""
+    for each in evals:
+        yield each.key
+        if each.baseline_key is not None:
+            yield each.baseline_key
 
 
 def _settings(todo: Plan) -> list[Setting]:

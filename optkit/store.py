@@ -5,7 +5,7 @@
     ROOT/metrics/KEY.json         what an eval measured, with its digest
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
     ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
-    ROOT/locks/KEY.use            shared by the processes whose runs need KEY; `optkit store prune` leaves what they hold
+    ROOT/locks/KEY.use            shared by the processes whose runs need a step or a metric; `optkit store prune` leaves it
 
 The time of the last change of record.json and KEY.json is that of the last use: when a plan or a run last asked for it.
 
@@ -137,16 +137,14 @@ class Store:
     @contextlib.contextmanager
     def idle(self, key: str) -> Iterator[bool]:
         """Say whether no process works on a key and no run needs it, and keep it so meanwhile."""
-        with contextlib.ExitStack() as held:
-            for name in (f"{key}.lock", f"{key}.use"):
-                with self._explaining("the lock"):
-                    file = held.enter_context((self._directory("locks") / name).open("a"))
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    yield False
-                    return
-            yield True
+        with self._alone(f"{key}.lock", f"{key}.use") as alone:
+            yield alone
+
+    @contextlib.contextmanager
+    def unused(self, key: str) -> Iterator[bool]:
+        """Say whether no run needs a metric, and keep it so meanwhile."""
+        with self._alone(f"{key}.use") as alone:
+            yield alone
 
     def delete(self, key: str) -> None:
         """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own."""
@@ -193,6 +191,20 @@ class Store:
             with contextlib.suppress(OSError), (home / "alive").open("r") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(home, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _alone(self, *names: str) -> Iterator[bool]:
+        """Say whether no process holds any of these locks, and keep it so meanwhile."""
+        with contextlib.ExitStack() as held:
+            for name in names:
+                with self._explaining("the lock"):
+                    file = held.enter_context((self._directory("locks") / name).open("a"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    yield False
+                    return
+            yield True
 
     def _entry(self, key: str) -> Path:
         return self.root / "steps" / key

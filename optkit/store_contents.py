@@ -54,6 +54,8 @@ class Pruned(Frozen):
     in_use: tuple[StoredStep, ...]
     """Chosen, and kept because a running process works on them or needs them."""
     metrics: int
+    metrics_in_use: int
+    """Chosen, and kept because a running process needs them."""
     left: int
     """Steps that are in the store afterwards."""
     left_bytes: int
@@ -106,15 +108,15 @@ def prune(
                 more, busy = _delete(store, [step], dry_run=dry_run)
                 deleted, in_use = deleted + more, in_use + busy
                 left_bytes -= sum(each.size_bytes for each in more)
+    kept = sum(not _delete_metric(store, path, dry_run=dry_run) for path in metrics)
     if not dry_run:
         store.delete_abandoned_drafts()
-        for path in metrics:
-            path.unlink(missing_ok=True)
     return Pruned(
         root=store.root,
         steps=tuple(deleted),
         in_use=tuple(in_use),
-        metrics=len(metrics),
+        metrics=len(metrics) - kept,
+        metrics_in_use=kept,
         left=len(contents.steps) - len(deleted),
         left_bytes=contents.size_bytes - sum(step.size_bytes for step in deleted),
     )
@@ -129,6 +131,14 @@ def _delete(store: Store, steps: list[StoredStep], *, dry_run: bool) -> tuple[li
             if idle and not dry_run:
                 store.delete(step.key)
     return deleted, in_use
+
+
+def _delete_metric(store: Store, path: Path, *, dry_run: bool) -> bool:
+    """Delete an eval's numbers; returns False where a run needs them."""
+    with store.unused(path.stem) as unused:
+        if unused and not dry_run:
+            path.unlink(missing_ok=True)
+        return unused
 
 
 def _below(directory: Path) -> Iterator[Path]:

@@ -1,16 +1,20 @@
 """What each stage added: which directories are measured, that numbers are shared with shorter recipes, and the table."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import optkit
 from optkit.errors import ResourceError
 from optkit.measure import Metric
+from optkit.measuring import Bench
 from optkit.scorecard import Rung, read_json, to_json, to_markdown, waterfall
 from optkit.store import Store
+from optkit.store_contents import prune
 
 TinyModel = Callable[[str], Path]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it all. "
@@ -84,6 +88,23 @@ def test_without_memory_it_is_left_out_and_the_scorecard_stands(
     scorecard = optkit.run(recipe(tiny_model("llama"), text, stages), out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     assert scorecard.attribution == ()
     assert scorecard.rows
+
+
+def test_numbers_stay_while_others_prune(tiny_model: TinyModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, store, evals = Bench.keep, Store(tmp_path / "store"), tmp_path / "evals.yaml"
+
+    def keep_while_another_prunes(bench: Bench, *given: Any) -> None:
+        keep(bench, *given)
+        assert prune(store, everything=True).metrics == 0
+
+    monkeypatch.setattr(Bench, "keep", keep_while_another_prunes)
+    stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
+    wanted = recipe(tiny_model("llama"), text, stages)
+    made = optkit.run(wanted, out=tmp_path / "out", store=store.root, device="cpu")
+    assert [len(rung.metrics) for rung in made.attribution] == [1, 2, 2]
+    assert prune(store, everything=True).metrics == 5
+    evals.write_text(json.dumps({"evals": wanted["evals"]}))
+    assert len(optkit.evaluate(str(tmp_path / "out"), evals, store=store.root, device="cpu").rows) == len(made.rows)
 
 
 def losses(*values: float) -> Metric:

@@ -8,9 +8,13 @@ from xml.etree import ElementTree
 import pytest
 from optkit_cli.main import main
 
+from optkit import pipeline
 from optkit.errors import UsageError
-from optkit.sensitivity import LayerRow, SensitivityReport, parse_choices, to_markdown, to_svg
+from optkit.recipe import load_recipe
+from optkit.sensitivity import LayerRow, SensitivityReport, measured, parse_choices, to_markdown, to_svg
 from optkit.sensitivity.report import order_layers, word_for
+from optkit.source.calibration import Calibration
+from optkit.store import Store
 
 TinyModel = Callable[[str], Path]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,6 +55,21 @@ def test_the_command_measures_prints_and_writes(tiny_model: TinyModel, tmp_path:
     assert ElementTree.parse(tmp_path / "out" / "sensitivity.svg").getroot().tag == f"{SVG}svg"
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == written
+
+
+def test_the_model_stays_in_the_store_meanwhile(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store = str(tiny_model("llama")), Store(tmp_path / "store")
+    key = pipeline.plan(load_recipe({"model": model, "evals": ["footprint"]}), device="cpu", store=store.root).steps[0].key
+    held = []
+
+    def note(*_: object) -> SensitivityReport:
+        with store.idle(key) as idle:
+            held.append(not idle)
+        return report()
+
+    monkeypatch.setattr(measured, "_measure", note)
+    measured.measure_model(model, calibration=Calibration(dataset="c4"), choices=parse_choices("4"), device="cpu", store=store.root)
+    assert held == [True]
 
 
 def test_sums_are_over_the_layers() -> None:

@@ -178,6 +178,17 @@ def test_two_runs_use_one_step(store: Store) -> None:
         assert [step.key for step in prune(store, everything=True).in_use] == [TUNED, MODEL]
 
 
+def test_measurements_that_a_run_needs_stay(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    with store.using([f"{1:064x}"]):
+        lines = said(capsys, "store", "prune", "--all", "--dry-run", "--store", str(store.root))
+        assert lines[4:6] == [
+            "3 steps and 1 measurement would be deleted, 7 kB freed",
+            "1 measurement needed by a running optkit, kept",
+        ]
+        assert (prune(store, everything=True).metrics, store.get_json(f"{1:064x}")) == (1, {"value": 1})
+    assert (prune(store, everything=True).metrics, store.get_json(f"{1:064x}")) == (1, None)
+
+
 def test_a_store_that_can_only_be_read_is_used_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_self: Store, _name: str) -> Path:
         raise PermissionError(13, "Permission denied")

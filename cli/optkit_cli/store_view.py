@@ -37,6 +37,7 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
         f" {size_text(pruned.freed_bytes) if pruned.freed_bytes else 'nothing'} freed",
         f"{size_text(pruned.linked_bytes)} of them stay on the disk, in artifacts" if pruned.linked_bytes else "",
         f"{_counted(len(pruned.in_use), 'step')} in use by a running optkit, kept" if pruned.in_use else "",
+        f"{_counted(pruned.metrics_in_use, 'measurement')} needed by a running optkit, kept" if pruned.metrics_in_use else "",
         f"{_counted(pruned.left, 'step')}, {size_text(pruned.left_bytes)}, left in {pruned.root}" if pruned.left else "",
     ]
     table: list[RenderableType] = [Text(""), _steps(pruned.steps)] if pruned.steps else []

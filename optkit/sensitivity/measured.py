@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from optkit.errors import SourceError, UsageError
 from optkit.execute import materialize
@@ -19,6 +20,9 @@ from optkit.stages.bit_budget import Choice
 from optkit.stages.layer_quantizer import head_of
 from optkit.stages.selection import Layer, layers_of, select
 from optkit.store import Store, default_store
+
+if TYPE_CHECKING:
+    from optkit.stages.layer_sensitivity import Rounding
 
 
 def measure_model(
@@ -36,16 +40,23 @@ def measure_model(
 
     Raises UsageError where a choice fits no layer, SourceError for a quantized model and where the text is too short.
     """
+    shelf = Store(store or default_store())
+    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}), device=device, store=store, data=data)
+    trusted = todo.recipe.model.trust_remote_code
+    context = Context(device=todo.device, progress=progress or SilentProgress(), data=data, trust_remote_code=trusted)
+    with shelf.using([todo.steps[0].key]):
+        checkpoint = Checkpoint(materialize(todo, 0, shelf, context, set()))
+        return _measure(model, checkpoint, calibration, choices, "rtn" if rounding == "rtn" else "gptq", context)
+
+
+def _measure(
+    model: str, checkpoint: Checkpoint, calibration: Calibration, choices: Sequence[Choice], rounding: Rounding, context: Context
+) -> SensitivityReport:
     import torch
 
     from optkit.model.skeleton import Skeleton
     from optkit.stages.layer_sensitivity import grids_of, measure_sensitivity
 
-    progress = progress or SilentProgress()
-    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}), device=device, store=store, data=data)
-    context = Context(device=todo.device, progress=progress, data=data, trust_remote_code=todo.recipe.model.trust_remote_code)
-    directory = materialize(todo, 0, Store(store or default_store()), context, set())
-    checkpoint = Checkpoint(directory)
     selection = select(layers_of(checkpoint.shape), tuple(head_of(checkpoint.shape)), ("*",), (), "sensitivity")
     skipped = dict(selection.skipped)
     layers: dict[str, Layer] = {}
@@ -58,11 +69,11 @@ def measure_model(
     if not layers:
         name, reason = next((name, reason) for name, reason in skipped.items() if name in selection.layers)
         raise UsageError(f"no layer can have all of the choices ({name}: {reason})", where="--choices", remedy="Take other group sizes")
-    text = calibration.pinned(data)
-    tokens = calibration.tokens(directory, data, context.trust_remote_code)
+    text = calibration.pinned(context.data)
+    tokens = calibration.tokens(checkpoint.directory, context.data, context.trust_remote_code)
     skeleton = Skeleton(checkpoint, dtype=torch.float32, trust_remote_code=context.trust_remote_code)
     grids = grids_of(checkpoint, {name: [choice.form for choice in choices] for name in layers})
-    found = measure_sensitivity(skeleton, tokens, grids, "rtn" if rounding == "rtn" else "gptq", todo.device, progress)
+    found = measure_sensitivity(skeleton, tokens, grids, rounding, context.device, context.progress)
     dtypes = {name: checkpoint.tensors[f"{name}.weight"].dtype for name in layers}
     weights = sum(layer.outputs * layer.inputs for layer in layers.values())
     stored = [sum(choice.size_bytes(layer, dtypes[name]) for name, layer in layers.items()) for choice in choices]
