@@ -88,7 +88,20 @@ def test_an_interrupted_removal_does_not_stay_in_the_way(toys: Environments, mon
     assert toys.list() == []
     assert not built.directory.exists()
     assert toys.build("toy", SilentProgress()).directory == built.directory
-    assert sorted(path.name for path in toys.root.iterdir()) == [built.directory.name, "toy.lock"]
+    assert sorted(path.name for path in toys.root.iterdir()) == [built.directory.name, "toy.lock", "toy.use"]
+
+
+def test_an_environment_that_is_at_work_is_not_removed(toys: Environments) -> None:
+    with toys.using("toy", SilentProgress()) as first, toys.using("toy", SilentProgress()) as second:
+        assert first == second
+        with pytest.raises(OptkitError) as raised:
+            toys.remove("toy", SilentProgress())
+        assert str(raised.value) == (
+            f"{toys.root}: a run is at work in the environment of 'toy'. Its library would be gone from under it."
+            " Remove it when the run has ended."
+        )
+        assert first.interpreter.exists()
+    assert toys.remove("toy", SilentProgress()) == (first,)
 
 
 def test_a_directory_without_a_record_is_built_again(toys: Environments) -> None:

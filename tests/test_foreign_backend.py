@@ -12,11 +12,13 @@ import pytest
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from optkit.backends.environments import Environments
 from optkit.backends.libraries import LIBRARIES
-from optkit.errors import RecipeError, StageError
+from optkit.errors import OptkitError, RecipeError, StageError
 from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import SCHEMA, make_step_key
+from optkit.progress import SilentProgress
 from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
@@ -139,6 +141,7 @@ class FakeWorker:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     """Return what runs a stage on a model with a fake worker."""
     environment = environment_at(tmp_path / "env", "llmcompressor", {"llmcompressor": "0.14", "transformers": "5.17.0", "numpy": "2.2"})
+    monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
     monkeypatch.setattr(foreign.Environments, "require", lambda self, name, progress: environment)
 
     def go(stage: Gptq | Rtn, source: Path, worker: FakeWorker) -> tuple[Path, Any]:
@@ -177,6 +180,18 @@ def test_what_the_library_wrote_becomes_an_artifact(run: Callable[..., Any], tin
     assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert [path.name for path in target.parent.iterdir() if path.name.startswith(".foreign")] == []
     open_session(target)
+
+
+def test_the_environment_cannot_be_removed_meanwhile(run: Callable[..., Any], tiny_model: TinyModel) -> None:
+    refused = []
+
+    def remove(_written: Path) -> None:
+        with pytest.raises(OptkitError, match="a run is at work in the environment of 'llmcompressor'"):
+            Environments().remove("llmcompressor", SilentProgress())
+        refused.append(True)
+
+    run(Rtn(backend="llmcompressor", group_size=32), tiny_model("llama"), FakeWorker(remove))
+    assert refused
 
 
 def _drop(name: str) -> Callable[[Path], None]:

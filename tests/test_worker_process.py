@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from optkit.backends.process import LAUNCH, run_worker
+from optkit.backends.process import KEPT_LOGS, LAUNCH, run_worker
 from optkit.errors import StageError
 from optkit.progress import SilentProgress
 from tests.fake_library import Heard, environment_at
@@ -99,6 +100,19 @@ def test_the_librarys_exception_comes_through(toy: Toy) -> None:
     log = (launch.parent / "toy.log").read_text()
     assert "much" in log
     assert "Traceback" in log
+
+
+def test_of_the_logs_of_runs_that_failed_the_newest_are_kept(toy: Toy) -> None:
+    launch = toy("raise ValueError('odd')")
+    logs = [launch.parent / f"toy-{number}.log" for number in range(KEPT_LOGS + 3)]
+    for age, log in enumerate(logs):
+        log.write_text("")
+        os.utime(log, (1e9 - age, 1e9 - age))
+    with logs[-1].open("r") as another_run:
+        fcntl.flock(another_run, fcntl.LOCK_SH)
+        with pytest.raises(StageError, match="odd"):
+            run(launch)
+    assert {log.name for log in launch.parent.glob("*.log")} == {"toy.log", *(log.name for log in logs[:KEPT_LOGS]), logs[-1].name}
 
 
 @pytest.mark.parametrize(

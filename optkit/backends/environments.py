@@ -3,7 +3,8 @@
     ROOT/NAME-KEY/            a virtual environment; optkit.json in it says what it holds
     ROOT/draft-NAME-RANDOM/   one that is being built (renamed when it is finished, deleted when it fails) or removed
     ROOT/NAME.lock            held (flock) by the process that builds or removes
-    ROOT/logs/NAME-PID.log    what the library printed in a run that failed, with the id of optkit's process
+    ROOT/NAME.use             shared by the processes whose runs are at work in it; nothing is removed meanwhile
+    ROOT/logs/NAME-PID.log    what the library printed in a run that failed, with the id of optkit's process; the newest are kept
 
 A key is made of the requirements, the Python and the installed torch: where one of them changes, another environment is built.
 """
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from optkit.backends.installing import install, python_of
 from optkit.backends.libraries import LIBRARIES, Library, find_library
@@ -83,6 +84,13 @@ class Environments:
         """Return the environment of a library, built now where it is not there."""
         return self.find(name) or self.build(name, progress)
 
+    @contextlib.contextmanager
+    def using(self, name: str, progress: Progress) -> Iterator[Environment]:
+        """Give the environment of a library, built now where it is not there; nobody removes it meanwhile."""
+        with self._open(f"{name}.use") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            yield self.require(name, progress)
+
     def build(self, name: str, progress: Progress) -> Environment:
         """Build the environment of a library, or return it where another process has done so meanwhile.
 
@@ -125,9 +133,21 @@ class Environments:
         return sorted((each for each in found if each), key=lambda each: (each.name, each.state != "ready", each.directory.name))
 
     def remove(self, name: str, progress: Progress) -> tuple[Environment, ...]:
-        """Delete every environment of a library, the outdated ones too. Raises OptkitError where there is none."""
+        """Delete every environment of a library, the outdated ones too.
+
+        Raises OptkitError where there is none, and where a run is at work in one.
+        """
         find_library(name)
-        with self._lock(name, progress):
+        with self._lock(name, progress), self._open(f"{name}.use") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise OptkitError(
+                    f"a run is at work in the environment of '{name}'",
+                    where=str(self.root),
+                    why="Its library would be gone from under it",
+                    remedy="Remove it when the run has ended",
+                ) from error
             found = tuple(each for each in self.list() if each.name == name)
             for each in found:
                 each.directory.rename(self._draft(name))
@@ -159,9 +179,19 @@ class Environments:
 
     @contextlib.contextmanager
     def _lock(self, name: str, progress: Progress) -> Iterator[None]:
+        with self._open(f"{name}.lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                progress.say(f"{name}: another process is building its environment; waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _open(self, name: str) -> IO[str]:
+        """Open a file to lock."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            file = (self.root / f"{name}.lock").open("a")
+            return (self.root / name).open("a")
         except OSError as error:
             raise OptkitError(
                 "environments cannot be kept here",
@@ -169,13 +199,6 @@ class Environments:
                 why=f"{error.strerror}",
                 remedy="Name another place with $OPTKIT_ENVS",
             ) from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                progress.say(f"{name}: another process is building its environment; waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def _torch_is_there() -> bool:

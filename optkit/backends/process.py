@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from optkit.progress import Progress, Task
 LAUNCH = Path(__file__).with_name("workers") / "launch.py"
 END_S = 60.0
 """How long a worker that has said its last word may take to end."""
+KEPT_LOGS = 10
+"""Logs of runs that failed."""
 
 
 def run_worker(
@@ -32,13 +35,16 @@ def run_worker(
 ) -> dict[str, Any]:
     """Run the worker of a library on a request (the fields of `launch.Job`) and return the details of its result.
 
-    It ends with this process, however that ends. What the library prints goes to `log`, which stays where the worker fails.
+    It ends with this process, however that ends. What the library prints goes to `log`, which stays where the worker fails, with the newest
+    of the others beside it.
     Raises StageError with the library's exception, or with what `check_logits` finds in the file that it is given.
     """
     name = environment.name
     log.parent.mkdir(parents=True, exist_ok=True)
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as messages, log.open("wb") as output:  # noqa: PTH123
+        fcntl.flock(output, fcntl.LOCK_SH)
+        _delete_old_logs(log)
         command = [str(environment.interpreter), "-P", str(launch), name, str(writing)]
         variables = _variables(environment, str(request["device"]))
         process = subprocess.Popen(
@@ -128,6 +134,16 @@ def _how_it_ended(status: int) -> str:
         memory = " (the system ends a process so when memory runs out)" if -status == signal.SIGKILL else ""
         return f"its process was ended by {signal.Signals(-status).name}{memory}"
     return f"its process ended with status {status} and without a result"
+
+
+def _delete_old_logs(log: Path) -> None:
+    """Delete the logs beside one that no worker writes to any more, but for the newest."""
+    with contextlib.suppress(FileNotFoundError):  # another run deletes them too
+        others = sorted((path for path in log.parent.glob("*.log") if path != log), key=lambda path: path.stat().st_mtime)
+        for path in others[:-KEPT_LOGS]:
+            with path.open("r") as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def _last_line(log: Path) -> str:

@@ -106,14 +106,14 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
     selection = stage._select(layers_of(checkpoint.shape), head_of(checkpoint.shape))
     formats = stage._formats(selection)
     _refuse_shapes(offer, selection, stage._kind)
-    environment = Environments().require(offer.library, context.progress)
+    environments = Environments()
     calibration: Calibration | None = getattr(stage, "calibration", None)
-    with work_directory(target) as work:
+    with environments.using(offer.library, context.progress) as environment, work_directory(target) as work:
         request = _request(stage, offer, checkpoint, selection, formats, environment, work, context)
         written = Path(request["target"])
         written.mkdir()
         apart = _Agreement(Path(source), request, environment)
-        library_says = run_worker(environment, request, context.progress, Environments().log(offer.library), apart.check)
+        library_says = run_worker(environment, request, context.progress, environments.log(offer.library), apart.check)
         take_over(written, checkpoint, target, selection.layers, offer.library)
     return Report(
         changed=len(selection.layers),
