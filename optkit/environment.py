@@ -79,6 +79,13 @@ def visible_gpus() -> int:
     return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
+def only_visible(device: str) -> dict[str, str]:
+    """Return the variable with which another process sees this device alone: no GPU for `cpu`, for `cuda:1` the second that we see."""
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    index = int(device.partition(":")[2] or 0)
+    return {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else (seen[index] if index < len(seen) else str(index))}
+
+
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the CPU's model name, e.g. `AMD EPYC 9654 96-Core Processor`."""
     if cpuinfo.is_file():

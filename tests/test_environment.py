@@ -87,3 +87,12 @@ def test_memory_keeps_to_the_containers_limit(tmp_path, monkeypatch, limit, tota
 def test_the_driver_is_read_from_the_kernel_module(tmp_path, line):
     (tmp_path / "version").write_text(line + "\nGCC version: gcc version 12.3.0\n")
     assert environment.driver_version(tmp_path / "version") == "580.159.04"
+
+
+@pytest.mark.parametrize(
+    ("ours", "device", "theirs"),
+    [("4,7", "cuda:1", "7"), ("4,7", "cuda", "4"), ("GPU-1a", "cuda:0", "GPU-1a"), ("", "cuda:2", "2"), ("4,7", "cpu", "")],
+)
+def test_another_process_sees_one_device(monkeypatch: pytest.MonkeyPatch, ours: str, device: str, theirs: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    assert environment.only_visible(device) == {"CUDA_VISIBLE_DEVICES": theirs}

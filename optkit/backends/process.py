@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
+from optkit.environment import only_visible
 from optkit.errors import StageError
 from optkit.progress import Progress, Task
 
@@ -101,15 +102,13 @@ def _listen(messages: IO[str], progress: Progress, check_logits: Callable[[Path]
 def _variables(environment: Environment, device: str) -> dict[str, str]:
     """Return the worker's environment variables: no network, no packages of ours, no GPU but the one that was asked for."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    index = int(device.partition(":")[2] or 0)
     library = LIBRARIES.get(environment.name)
     return {
         **kept,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": os.pathsep.join((str(environment.interpreter.parent), os.environ.get("PATH", os.defpath))),
-        "CUDA_VISIBLE_DEVICES": "" if device == "cpu" else (visible[index] if index < len(visible) else str(index)),
+        **only_visible(device),
         **(library.variables if library else {}),
     }
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
 from optkit.scorecard.loading import EngineName
@@ -172,14 +173,12 @@ def _environment(python: str, device: str) -> dict[str, str]:
     if python != sys.executable:
         for name in ("PYTHONPATH", "PYTHONHOME"):
             kept.pop(name, None)
-    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    index = int(device.partition(":")[2] or 0)
     return {
         **kept,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": "" if device == "cpu" else (visible[index] if index < len(visible) else str(index)),
+        **only_visible(device),
     }
 
 
