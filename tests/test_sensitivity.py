@@ -16,7 +16,8 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
-from optkit.stages.layer_sensitivity import measure_sensitivity
+from optkit.stages.layer_sensitivity import Rounding, measure_sensitivity
+from tests.skeletons import changed_copy
 
 TinyModel = Callable[[str], Path]
 GRIDS = [Grid(3, 32, True), Grid(4, 64, False), Grid(8, 64, True)]
@@ -90,3 +91,30 @@ def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str],
     grids = {"vision.blocks.0.mlp.up": [Grid(4, 32, True)]}
     with pytest.raises(StageError, match=r"^sensitivity: 1 layers are no part of the language model's decoder blocks \(vision"):
         measure_sensitivity(skeleton, torch.zeros(1, 8, dtype=torch.int64), grids, "rtn", "cpu", SilentProgress())
+
+
+@pytest.mark.parametrize(
+    ("rounding", "factor", "said"),
+    [
+        (
+            "gptq",
+            0.0,
+            "the Hessian is not positive definite, even with damping 10.0. Exclude the layer, round to nearest (rtn), or take more text.",
+        ),
+        (
+            "rtn",
+            1e30,
+            "its predicted divergence is NaN or Inf. Activations or gradients do not fit float32 on this text. Take other text, or see"
+            " whether the model computes on it at all.",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_judged_is_named(
+    tiny_model: TinyModel, tmp_path: Path, rounding: Rounding, factor: float, said: str
+) -> None:
+    changed = [f"model.layers.2.mlp.{leaf}_proj.weight" for leaf in ("gate", "up")]
+    source = changed_copy(tiny_model("llama"), tmp_path, lambda tensors: tensors | {name: tensors[name] * factor for name in changed})
+    grids = {"model.layers.2.mlp.down_proj": [Grid(4, 32, True)]}
+    with pytest.raises(StageError) as raised:
+        measure_sensitivity(Skeleton(Checkpoint(source)), random_tokens(), grids, rounding, "cpu", SilentProgress())
+    assert str(raised.value) == f"sensitivity: model.layers.2.mlp.down_proj: {said}"

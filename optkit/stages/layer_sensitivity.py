@@ -6,6 +6,7 @@ At most one block is in memory, with what its layers saw and the hidden states i
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Literal
 
 from transformers.pytorch_utils import Conv1D
@@ -41,7 +42,8 @@ def measure_sensitivity(
     """Return layer -> the predicted divergence, nats per token, of quantizing it alone to each of its grids.
 
     tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0 throughout. Raises what `Skeleton` raises,
-    StageError for a layer that the language model does not run, ResourceError without memory.
+    StageError for a layer that the language model does not run, that GPTQ cannot round or whose divergence is NaN or Inf, ResourceError
+    without memory.
     """
     inside = {name for block in skeleton.blocks for name in skeleton.linears(block)}
     if outside := [name for name in grids if name not in inside]:
@@ -53,9 +55,26 @@ def measure_sensitivity(
         )
     found: dict[str, list[float]] = {}
     for name, weight, seen in layer_gradients(skeleton, tokens, grids, device, progress, seed):
-        nats = rounding_divergences(weight, seen, grids[name], rounding == "gptq")
+        nats = _divergences(name, weight, seen, grids[name], rounding)
         found[name] = [each / tokens.numel() for each in nats]
     return {name: found[name] for name in grids}
+
+
+def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], rounding: Rounding) -> list[float]:
+    """Return the predicted divergence of a layer in each grid, in nats, summed over all tokens."""
+    try:
+        nats = rounding_divergences(weight, seen, grids, rounding == "gptq")
+    except ValueError as error:
+        remedy = "Exclude the layer, round to nearest (rtn), or take more text"
+        raise StageError(str(error), where=f"sensitivity: {name}", remedy=remedy) from error
+    if not all(map(isfinite, nats)):
+        raise StageError(
+            "its predicted divergence is NaN or Inf",
+            where=f"sensitivity: {name}",
+            why="Activations or gradients do not fit float32 on this text",
+            remedy="Take other text, or see whether the model computes on it at all",
+        )
+    return nats
 
 
 def layer_gradients(
