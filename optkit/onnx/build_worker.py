@@ -7,12 +7,6 @@ Out: JSON lines on the file descriptor; stdout and stderr belong to the librarie
     {"type": "done"}                                       the last line of a process that is done
     {"type": "refused", "kind": "StageError", "what": ...}  an error of optkit's own, in its parts
     {"type": "error", "exception": "ValueError", "message": "first line", "disk_full": false, "no_memory": false}
-
-ONNX Runtime GenAI's model builder does the work; four things it is not left to do itself. It would load quantized weights by the names
-and layouts that it knows: it gets a model whose layers hold our codes (`optkit.onnx.handover`). It decides for a whole model whether
-matrices are codes or floats, and would round those that are still float, lm_head among them, to 4 bits: here each layer is what it is in
-the source. It would write the tokenizer anew: the source's own files stay. It saves what it built: `optkit.onnx.finishing` goes over it
-before.
 """
 
 from __future__ import annotations
@@ -27,7 +21,6 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 from optkit.errors import OptkitError
@@ -87,8 +80,9 @@ def main(descriptor: int) -> int:
 def _export(order: dict[str, Any]) -> None:
     from onnxruntime_genai.models import builder
 
-    base = sys.modules["builders.base"]
-    _take_over(base, order)
+    from optkit.onnx.adapted_builder import adapt_
+
+    adapt_(builder, order)
     builder.create_model(
         "",
         order["view"],
@@ -100,34 +94,6 @@ def _export(order: dict[str, Any]) -> None:
         hf_token="false",
         **order["options"],
     )
-
-
-def _take_over(base: ModuleType, order: dict[str, Any]) -> None:
-    from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
-    from optkit.onnx.handover import handed_over
-
-    save = base.Model.save_model
-
-    def load_weights(_builder: Any, _path: str) -> Any:
-        return handed_over(Path(order["source"]), order["head_bits"], order["trust_remote_code"])
-
-    def make_matmul_op(builder: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
-        coded = hasattr(matmul, "qweight")
-        return (builder.make_matmul_int4 if coded else builder.make_matmul_float)(matmul, *arguments, **options)
-
-    def make_packed_matmul(builder: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
-        coded = hasattr(matmul, "qweight")
-        return (builder.make_packed_matmul_int4 if coded else builder.make_packed_matmul_float)(matmul, *arguments, **options)
-
-    def save_model(builder: Any, directory: str) -> None:
-        drop_idle_zero_points(builder.model)
-        if order["shared_embedding"]:
-            embed_by_head(builder.model)
-        save(builder, directory)
-
-    base.Model.load_weights, base.Model.save_model = load_weights, save_model
-    base.Model.make_matmul_op, base.Model.make_packed_matmul = make_matmul_op, make_packed_matmul
-    base.Model.save_processing = lambda *_arguments: None
 
 
 def _is_memory(error: BaseException) -> bool:

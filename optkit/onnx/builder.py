@@ -37,7 +37,6 @@ ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "NemotronForCausalLM",
-    "OlmoForCausalLM",
     "Phi3ForCausalLM",
     "PhiForCausalLM",
     "Qwen2ForCausalLM",

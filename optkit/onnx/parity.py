@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from optkit.errors import StageError
+from optkit.errors import SourceError, StageError
 from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.onnx.builder import Order
 from optkit.onnx.codes import stored_codes
@@ -62,7 +62,10 @@ def check_parity(order: Order, text: Tensor, task: Task) -> dict[str, Any]:
     reference.close()
     task.advance(note="the source, rounded as the graph is")
     with _without_rounded_inputs(order) as directory:
-        details = _apart(order, directory, cases, wanted)
+        try:
+            details = _apart(order, directory, cases, wanted)
+        except SourceError as error:
+            raise StageError("ONNX Runtime cannot run what the exporter made", where="onnx", why=error.why or error.what) from error
     task.advance(note="the graph")
     if rounds:
         details["divergence"] = _divergence(order, cases, plain)

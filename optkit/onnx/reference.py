@@ -16,6 +16,9 @@ from optkit.model.memory import return_freed_memory
 from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
 
+EXACT = "eager"
+"""The attention that knows all that a model asks for; sdpa leaves out the soft cap of Gemma 2."""
+
 
 class Reference:
     """An opened checkpoint, float or quantized, that computes in float32 on the CPU."""
@@ -25,9 +28,10 @@ class Reference:
         checkpoint = Checkpoint(directory)
         quantized = quantized_layers(checkpoint)
         if quantized:
-            self._model: Any = load_packed(checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code)[0]
+            options = {"attn_implementation": EXACT}
+            self._model: Any = load_packed(checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code, **options)[0]
         else:
-            skeleton = Skeleton(checkpoint, torch.float32, trust_remote_code=trust_remote_code)
+            skeleton = Skeleton(checkpoint, torch.float32, EXACT, trust_remote_code)
             skeleton.load_("", "cpu")
             self._model = skeleton.model
         self._blocks = find_blocks(self._model)

@@ -1,0 +1,104 @@
+"""What ONNX Runtime GenAI's model builder (0.14) is not left to do itself, replaced in the process that exports and nowhere else.
+
+It would load quantized weights by the names and layouts that it knows, and decides for a whole model whether matrices are codes or floats,
+rounding those that are still float, lm_head among them, to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
+
+What a model computes it reads from config.json, by names of transformers 4 (`optkit.onnx.older_names`), and by rules of its own where
+transformers has others: which layers have a sliding window and which no rotary embedding, and the angles of the rotary embedding. These
+are taken from the config and the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
+from optkit.onnx.handover import handed_over
+from optkit.onnx.older_names import older_names_
+
+SAME_AT_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embedding whose angles do not depend on how long the sequence is."""
+
+
+def adapt_(builder: ModuleType, order: dict[str, Any]) -> None:
+    """Change the classes of the module `onnxruntime_genai.models.builder` so that `create_model` exports what is ordered."""
+    model = sys.modules["builders.base"].Model
+    own = {name: getattr(model, name) for name in ("save_model", "make_attention", "make_rotary_embedding_caches_from_scratch")}
+
+    def load_weights(_self: Any, _path: str) -> Any:
+        return handed_over(Path(order["source"]), order["head_bits"], order["trust_remote_code"])
+
+    def has_lm_head(self: Any, module: Any) -> bool:
+        return module is self.weights.get_output_embeddings()
+
+    def save_model(self: Any, directory: str) -> None:
+        drop_idle_zero_points(self.model)
+        if order["shared_embedding"]:
+            embed_by_head(self.model)
+        own["save_model"](self, directory)
+
+    def make_attention(self: Any, layer_id: int, *arguments: Any, **options: Any) -> None:
+        _set_layer_(self, layer_id)
+        own["make_attention"](self, layer_id, *arguments, **options)
+
+    def make_angles(self: Any) -> Any:
+        return _angles(self) or own["make_rotary_embedding_caches_from_scratch"](self)
+
+    def save_processing(_self: Any, *_arguments: Any) -> None:
+        """Write no tokenizer: the source's own files are copied."""
+
+    for replaced in (load_weights, has_lm_head, save_model, make_attention, save_processing):
+        setattr(model, replaced.__name__, replaced)
+    model.make_rotary_embedding_caches_from_scratch = make_angles
+    for name in ("make_matmul", "make_packed_matmul"):
+        setattr(model, "make_matmul_op" if name == "make_matmul" else name, _by_layer(name))
+    builder.AutoConfig = _Configs(builder.AutoConfig)  # type: ignore[attr-defined]
+
+
+class _Configs:
+    """In the place of transformers' AutoConfig."""
+
+    def __init__(self, automatic: Any) -> None:
+        self._automatic = automatic
+
+    def from_pretrained(self, *arguments: Any, **options: Any) -> Any:
+        config = self._automatic.from_pretrained(*arguments, **options)
+        older_names_(config)
+        return config
+
+
+def _by_layer(name: str) -> Callable[..., Any]:
+    """Return the method that makes a matrix product of codes where the layer has them, else of floats."""
+
+    def make(self: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
+        kind = "int4" if hasattr(matmul, "qweight") else "float"
+        return getattr(self, f"{name}_{kind}")(matmul, *arguments, **options)
+
+    return make
+
+
+def _set_layer_(builder: Any, layer: int) -> None:
+    """Give a layer the window and the rotary embedding that the config says it has."""
+    config = builder.weights.config
+    if kinds := getattr(config, "layer_types", None):
+        builder.window_size = config.sliding_window if kinds[layer] == "sliding_attention" else -1
+    if (rotary := getattr(config, "no_rope_layers", None)) is not None:
+        builder.attention_attrs["rope"] = bool(rotary[layer])
+
+
+def _angles(builder: Any) -> tuple[Tensor, Tensor] | None:
+    """Return cosines and sines, float [positions, size], as the model itself computes them; None where it has several sorts."""
+    rotary = getattr(getattr(getattr(builder, "weights", None), "model", None), "rotary_emb", None)
+    frequencies = getattr(rotary, "inv_freq", None)
+    if rotary is None or frequencies is None or getattr(rotary, "rope_type", None) not in SAME_AT_ANY_LENGTH:
+        return None
+    angles = torch.outer(torch.arange(builder.rope_attrs["cache_length"]).float(), frequencies.float())
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos() * rotary.attention_scaling, both.sin() * rotary.attention_scaling
