@@ -50,9 +50,9 @@ def quantize(source: Path, target: Path, **fields: Any) -> Report:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"algorithm": "rtn"},
+        {"algorithm": "rtn", "symmetric": True},
         {"algorithm": "rtn", "symmetric": False, "lm_head": 4},
-        {"algorithm": "mse", "block_size": 16},
+        {"algorithm": "mse", "block_size": 16, "symmetric": True},
         {"algorithm": "mse", "bits": 8, "symmetric": False, "block_size": 64},
         {"algorithm": "k_quant", "symmetric": False},
         {"algorithm": "k_quant", "symmetric": False, "bits": 8, "lm_head": "keep"},
@@ -99,7 +99,7 @@ def test_the_search_is_better_than_rounding() -> None:
     assert errors["mse"] < 0.98 * errors["rtn"]
 
 
-@pytest.mark.parametrize("fields", [{}, {"symmetric": False, "lm_head": 4, "algorithm": "rtn"}], ids=["8", "4"])
+@pytest.mark.parametrize("fields", [{}, {"symmetric": True, "lm_head": 4, "algorithm": "rtn"}], ids=["8", "4"])
 def test_a_tied_embedding_reads_the_codes_of_lm_head(llama: Path, target: Path, fields: dict[str, Any]) -> None:
     report = quantize(llama, target, embedding="shared", activations="float", **fields)
     model = loaded(target)
@@ -224,7 +224,7 @@ def test_a_damaged_model(llama: Path, target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"algorithm": "hqq"}, "hqq finds zero points: set symmetric: false"),
+        ({"algorithm": "hqq", "symmetric": True}, "hqq finds zero points: set symmetric: false"),
         ({"embedding": "shared", "lm_head": "keep"}, "embedding: shared reads the codes of lm_head"),
         ({"algorithm": "hqq", "symmetric": False, "bits": 8}, "zero points of hqq at 4 bits alone"),
         ({"embedding": "shared", "algorithm": "hqq", "symmetric": False, "lm_head": 4}, "an embedding cannot read the zero points of hqq"),

@@ -54,11 +54,11 @@ class OnnxQuantize(Transform):
     """weights: bits of a weight."""
     block_size: Literal[16, 32, 64, 128, 256] = 32
     """weights: inputs that share a scale."""
-    symmetric: bool = True
-    """weights: without zero points. false: one zero point per block, a little better and a little larger."""
-    algorithm: Literal["rtn", "mse", "k_quant", "hqq"] = "rtn"
-    """weights: `rtn`: round to the scale that reaches every weight. `mse`: search the scale with the least squared error (optkit's own);
-    the error of the weights says little of the model's, so measure. `k_quant`: llama.cpp's search. `hqq`: search zero points between the
+    symmetric: bool = False
+    """weights: without zero points. false: one zero point per block, as fast, a little larger and clearly better."""
+    algorithm: Literal["rtn", "mse", "k_quant", "hqq"] = "mse"
+    """weights: `mse`: search the scale and zero point with the least squared error (optkit's own). `rtn`: round to the scale that reaches
+    every weight, which was the better one with `symmetric: true`. `k_quant`: llama.cpp's search. `hqq`: search zero points between the
     integers, which ONNX Runtime's CPU has no fast kernel for (one token took 400 times as long) and which exist at 4 bits alone (an
     lm_head of 8 is rounded). The last two need `symmetric: false`."""
     lm_head: Literal["keep", 4, 8] = 8
@@ -97,7 +97,7 @@ class OnnxQuantize(Transform):
         if odd:
             raise ValueError(f"method: {self.method} cannot quantize {', '.join(odd)}. It has {', '.join(KINDS_OF[self.method])}")
         if self.symmetric and self.algorithm in ASYMMETRIC:
-            raise ValueError(f"{self.algorithm} finds zero points: set symmetric: false, or algorithm: rtn")
+            raise ValueError(f"{self.algorithm} finds zero points: set symmetric: false, or algorithm: mse")
         if self.embedding == "shared" and self.lm_head == "keep":
             raise ValueError("embedding: shared reads the codes of lm_head: set lm_head: 8 or 4")
         if self.algorithm == "hqq" and self.bits == 8:
