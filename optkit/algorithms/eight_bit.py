@@ -61,7 +61,8 @@ def amax_scales(values: Tensor, tile: tuple[int, int], numbers: NumberFormat, sc
 
     values: float [rows, columns].
     """
-    return _stored(_tiled(values, tile).abs().amax((1, 3)) / numbers.reach, scale_dtype)
+    largest = _tiled(values, tile).abs().amax((1, 3))
+    return _stored(largest / largest.new_tensor(numbers.reach), scale_dtype)  # CUDA multiplies by the reciprocal of a Python number
 
 
 def search_scales(

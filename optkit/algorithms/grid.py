@@ -88,12 +88,13 @@ def minmax_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return scales and zero points, both float [out, groups], that reach every weight, as compressed-tensors computes them.
 
     weight: float [out, in]. Symmetric: scale = 2 max|w| / (2^bits - 1), so the largest weight may be cut by half a step. A group of
-    zeros gets the scale 1 (compressed-tensors: the dtype's epsilon; both give zeros back).
+    zeros gets the scale 1 (compressed-tensors: the dtype's epsilon; both give zeros back). Divided by a tensor, for torch multiplies by the
+    reciprocal of a Python number on CUDA, and scales one bit off round weights that lie between two points to the other one.
     """
     grouped = grid.grouped(weight)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     span = 2 * torch.maximum(-low, high) if grid.symmetric else high - low
-    scales = grid.stored(torch.where(span == 0, torch.ones_like(span), span / grid.top))
+    scales = grid.stored(torch.where(span == 0, torch.ones_like(span), span / span.new_tensor(grid.top)))
     if grid.symmetric:
         return scales, torch.full_like(scales, grid.middle)
     return scales, (-low / scales).round().clamp(0, grid.top)

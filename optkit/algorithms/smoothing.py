@@ -20,9 +20,13 @@ ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Where the search may start."""
 LIMIT = 2.0**15
 """Scales are between 1 / LIMIT and LIMIT."""
-STEPS = 60
+STEPS = 120
 RATE = 0.05
 """The first step of each logarithm; the last is 0."""
+DECAY = 0.9, 0.999
+"""How much of the mean slope and of the mean squared slope a step keeps (Adam's)."""
+BATCH = 512
+"""Rows that one step looks at."""
 OUTPUTS = 512
 """Outputs of the readers, evenly spread, that stand for all of them."""
 TINY = 1e-30
@@ -109,9 +113,11 @@ class _Expected:
             tuple(each.variances for each in readers),
         )
 
-    def error(self, scales: Tensor) -> Tensor:
-        """Return the expected squared error, relative to the squared outputs."""
-        error: Tensor = (self.rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()
+    def error(self, scales: Tensor, step: int | None = None) -> Tensor:
+        """Return the expected squared error, relative to the squared outputs; of a step of the descent on some of the rows, in turn."""
+        parts = 1 if step is None else max(1, len(self.rows) // BATCH)
+        rows = self.rows[(step or 0) % parts :: parts]
+        error: Tensor = (rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()
         for weights, variances in zip(self.weights, self.variances, strict=True):
             error = error + (weights * scales).amax(1).square().sum() * (variances / scales.square()).sum()
         return error / (12 * INT8.reach**2)
@@ -120,16 +126,17 @@ class _Expected:
 def _descend(expected: _Expected, scales: Tensor, same: Tensor | None) -> Tensor:
     """Move the scales down the slope of the expected error (Adam on their logarithms)."""
     group = torch.arange(len(scales), device=scales.device) if same is None else same
-    start = scales.new_zeros(int(group.max()) + 1).scatter_(0, group, scales.log())
-    with torch.enable_grad():
-        logs = start.clone().requires_grad_(True)
-        optimizer = torch.optim.Adam([logs], lr=RATE)
-        for step in range(STEPS):
-            optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
-            optimizer.zero_grad()
-            expected.error(logs[group].exp()).log().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    return logs.detach()[group].exp().clamp(1 / LIMIT, LIMIT)
+    logs = scales.new_zeros(int(group.max()) + 1).scatter_(0, group, scales.log())
+    mean, square = torch.zeros_like(logs), torch.zeros_like(logs)
+    for step in range(STEPS):
+        with torch.enable_grad():
+            moved = logs.detach().requires_grad_(True)
+            (slope,) = torch.autograd.grad(expected.error(moved[group].exp(), step).log(), moved)
+        mean.lerp_(slope, 1 - DECAY[0])
+        square.lerp_(slope.square(), 1 - DECAY[1])
+        size = (square / (1 - DECAY[1] ** (step + 1))).sqrt_().add_(1e-8)
+        logs = logs - RATE * (1 - step / STEPS) / (1 - DECAY[0] ** (step + 1)) * mean / size
+    return logs[group].exp().clamp(1 / LIMIT, LIMIT)
 
 
 def _some(weight: Tensor) -> Tensor:

@@ -13,6 +13,26 @@ if TYPE_CHECKING:
     from optkit.backends.workers.launch import Job
 
 
+def restore_weights() -> None:
+    """Let the search for scales begin each time from the weights: on a CPU it scales the very tensors that it keeps to restore them.
+
+    AutoAWQ 0.2.9 keeps `{name: tensor.cpu()}`, which is a copy where the model is on a GPU alone.
+    """
+    search = quantizer.AwqQuantizer._compute_best_scale
+
+    def searched(self: Any, x: Any, w_mean: Any, x_mean: Any, module2inspect: Any, *rest: Any, **named: Any) -> Any:
+        def copied(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            state.update({name: tensor.clone() for name, tensor in state.items()})
+
+        hook = module2inspect.register_state_dict_post_hook(copied)
+        try:
+            return search(self, x, w_mean, x_mean, module2inspect, *rest, **named)
+        finally:
+            hook.remove()
+
+    quantizer.AwqQuantizer._compute_best_scale = searched
+
+
 def quantize(job: Job) -> dict[str, Any]:
     """Quantize and save; returns nothing of note."""
     scheme = next(iter(job.layers.values()))
@@ -23,6 +43,7 @@ def quantize(job: Job) -> dict[str, Any]:
             job.advance(f"block {block}")
 
     quantizer.tqdm = counted
+    restore_weights()
     job.start("autoawq", job.blocks, "blocks")
     model = AutoAWQForCausalLM.from_pretrained(
         str(job.source), torch_dtype=torch.float16 if job.device != "cpu" else job.torch_dtype(), trust_remote_code=False
