@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.source.calibration import Calibration
 from optkit.stage import Context
+from optkit.stages.awq import Awq
 from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.rtn import Rtn
+from optkit.stages.selection import layers_of
 
 TinyModel = Callable[[str], Path]
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
@@ -186,6 +189,11 @@ def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path)
         ("gpt2", {}, r"rtn.format: 8 layers are Conv1D \(transformer.h.0.attn.c_attn, ...\). .* Set format: gptq."),
         ("mixtral", {"symmetric": False}, r"rtn.symmetric: 24 layers belong to experts .* Set symmetric: true, or exclude \*.experts.\*."),
         ("mixtral", {"exclude": ("*.experts.2.*",)}, r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other experts"),
+        (
+            "mixtral",
+            {"format": "gptq", "exclude": ("*.experts.2.*",)},
+            r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other",
+        ),
         ("mixtral", {"include": ("*.gate",)}, "no layer is left to quantize"),
     ],
 )
@@ -196,6 +204,23 @@ def test_refusals_say_what_to_do(tiny_model: TinyModel, tmp_path: Path, kind: st
     assert not list(tmp_path.iterdir())
     with pytest.raises(StageError, match=message):
         stage.predict(Checkpoint(source).shape, "cpu")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [Rtn(format="gptq", group_size=32), Awq(format="awq", group_size=32, calibration=Calibration(dataset="c4"))],
+    ids=["gptq", "awq"],
+)
+def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyModel, stage: Rtn | Awq) -> None:
+    def notes(kind: str) -> list[str]:
+        selection = stage._select(layers_of(Checkpoint(tiny_model(kind)).shape), {})
+        return stage._notes(selection, stage._formats(selection))
+
+    assert notes("mixtral") == [
+        f"vLLM on GPUs opens experts in the format {stage.format}; transformers and vLLM on CPUs do not (transformers leaves them random):"
+        " format: compressed-tensors with symmetric: true is opened by both"
+    ]
+    assert notes("llama") == []
 
 
 CODE = """

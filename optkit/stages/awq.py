@@ -10,7 +10,7 @@ from pydantic import model_validator
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.stages.awq_format import AWQ, AwqPacked, refuse_unfit_for_awq
-from optkit.stages.fitting import refuse_uneven_groups, refuse_unfit
+from optkit.stages.fitting import refuse_some_experts, refuse_uneven_groups, refuse_unfit
 from optkit.stages.foreign import Backed
 from optkit.stages.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
 from optkit.stages.layer_format import HEAD, LayerFormat
@@ -38,7 +38,8 @@ class Awq(InputScaling, Backed, WeightQuantizer):
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
     format: Literal["compressed-tensors", "awq"] = "compressed-tensors"  # type: ignore[assignment]
-    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits, asymmetric, one form for all layers)."""
+    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits, asymmetric, one form for all layers; experts in it are
+    opened by vLLM on GPUs alone)."""
     scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
     """`hessian`: the scale of each group with the least rounding error, each input weighted by its activations, which cuts outliers.
     `mse`: unweighted. `minmax`: the scale that reaches every weight."""
@@ -76,6 +77,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         if self.format == AWQ:
             refuse_unfit_for_awq(layers, formats, self._kind)
             refuse_uneven_groups(layers, next(iter(formats.values())).group_size, self._kind)  # type: ignore[attr-defined]
+            refuse_some_experts(selection, formats, self._kind)
         else:
             refuse_unfit(selection, formats, self._kind)
 

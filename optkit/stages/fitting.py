@@ -20,7 +20,7 @@ def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage
     if COMPRESSED_TENSORS in methods:
         refuse_conv1d(layers, stage)
         _refuse_asymmetric_experts(layers, formats, stage)
-        refuse_some_experts(selection, formats, stage)
+    refuse_some_experts(selection, formats, stage)
     if GPTQ in methods:
         _refuse_odd_shapes(layers, stage)
     sizes = {name: getattr(form, "group_size", None) for name, form in formats.items()}
@@ -84,6 +84,16 @@ def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat])
     joined = ", ".join(name.rpartition(".")[2] for name in others)
     places = f", and so in {len(split) - 1:,} other places" if len(split) > 1 else ""
     return [f"vLLM joins {first} with {joined} and opens them in one form only{places}; transformers opens this model"]
+
+
+def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return a note where experts have a form that transformers does not open: it takes them for one tensor, and finds none."""
+    methods = {form.method for name, form in formats.items() if EXPERTS in name} - {COMPRESSED_TENSORS}
+    return [
+        f"vLLM on GPUs opens experts in the format {method}; transformers and vLLM on CPUs do not (transformers leaves them random):"
+        " format: compressed-tensors with symmetric: true is opened by both"
+        for method in sorted(methods)
+    ]
 
 
 def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:

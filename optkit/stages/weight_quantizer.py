@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from optkit.errors import StageError
-from optkit.stages.fitting import joined_differently, refuse_unfit
+from optkit.stages.fitting import experts_for_gpus, joined_differently, refuse_unfit
 from optkit.stages.layer_format import HEAD, LayerFormat
 from optkit.stages.layer_quantizer import Job, LayerQuantizer
 from optkit.stages.overrides import KEEP, Override, Overrides, override_of
@@ -33,7 +33,8 @@ class WeightQuantizer(LayerQuantizer):
     symmetric: bool = True
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
     format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
-    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the one for GPT-2's Conv1D layers)."""
+    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the one for GPT-2's Conv1D layers;
+    experts in it are opened by vLLM on GPUs alone)."""
     lm_head: bool = False
     """Quantize lm_head too; one that is tied to the embedding becomes a matrix of its own, and the embedding stays as it is."""
     overrides: Overrides = {}
@@ -92,7 +93,7 @@ class WeightQuantizer(LayerQuantizer):
         refuse_unfit(selection, formats, self._kind)
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-        return joined_differently(selection, formats)
+        return [*joined_differently(selection, formats), *experts_for_gpus(formats)]
 
     def _override(self, name: str) -> Override | Literal["keep"] | None:
         return override_of(name, self.overrides, self._kind)
