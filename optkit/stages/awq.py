@@ -38,8 +38,8 @@ class Awq(InputScaling, Backed, WeightQuantizer):
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
     format: Literal["compressed-tensors", "awq"] = "compressed-tensors"  # type: ignore[assignment]
-    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits, asymmetric, one form for all layers; experts in it are
-    opened by vLLM on GPUs alone)."""
+    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits, asymmetric, one form for all layers;
+    experts in it are opened by vLLM on GPUs alone)."""
     scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
     """`hessian`: the scale of each group with the least rounding error, each input weighted by its activations, which cuts outliers.
     `mse`: unweighted. `minmax`: the scale that reaches every weight."""
