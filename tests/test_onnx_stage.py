@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from optkit.errors import RecipeError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.onnx.builder import Order
+from optkit.onnx.genai_tokenizer import agree_on_tokens, genai_tokens
 from optkit.onnx.model_file import ModelFile
 from optkit.onnx.parity import _cases, check_parity
 from optkit.progress import SilentTask
@@ -140,13 +142,40 @@ def test_a_source_without_a_tokenizer_is_compared_on_numbers(exported: Exported,
     from optkit.stages.onnx import _text
 
     order = order_of(exported("llama"), tiny_model("llama"), tmp_path)
-    assert _text(order).shape[0] > 700
+    assert len(_text(order)[1]) > 700
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").symlink_to(order.source / "config.json")
     (bare / "model.safetensors").symlink_to(order.source / "model.safetensors")
-    numbers = _text(replace(order, source=bare))
-    assert 0 <= int(numbers.min()) < int(numbers.max()) < 512
+    text, numbers = _text(replace(order, source=bare))
+    assert (text, len(numbers)) == ("", 2000)
+    assert 0 <= min(numbers) < max(numbers) < 512
+
+
+def test_genais_tokenizer_is_compared(exported: Exported, tiny_model: TinyModel, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    target = Path(shutil.copytree(exported("llama")[0], tmp_path / "onnx", ignore=shutil.ignore_patterns("model.onnx*")))
+    text = "def  run(self):\n\n    Über 12 345 tokens"
+    ids = AutoTokenizer.from_pretrained(tiny_model("llama"))(text).input_ids
+    assert agree_on_tokens(target, text, ids) == ""
+    path = target / "tokenizer.json"
+    plain = json.loads(path.read_text())
+    for_sentencepiece = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    odd = {
+        **plain,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, for_sentencepiece, plain["decoder"]]},
+    }
+    path.write_text(json.dumps(odd))
+    assert genai_tokens(target, text) != ids
+    assert agree_on_tokens(target, text, ids) == ""
+    assert json.loads(path.read_text()) == plain
+    path.write_text(json.dumps(odd))
+    said = r"^ONNX Runtime GenAI cuts text into other tokens than transformers, from token 0 of 3 on: give it token ids that transformers' "
+    assert re.match(said, agree_on_tokens(target, text, [1, 2, 3]))
+    assert json.loads(path.read_text()) == odd
+    path.unlink()
+    assert agree_on_tokens(target, text, ids).startswith("ONNX Runtime GenAI cannot read its tokenizer: give it token ids")
 
 
 def test_sequences_fit_positions_and_reach_beyond_a_window() -> None:

@@ -34,8 +34,10 @@ LIMITS = {"float32": 2e-5, "float16": 2e-2}
 SmolLM2-135M comes to 2.5e-6 (9.3e-5 of a logit) and to 5.7e-3 on a CPU."""
 STATE_LIMITS = {"float32": 1e-3, "float16": 5e-2}
 """Dtype of the graph -> the relative error from which on the output of a block differs."""
-DIVERGENCE_LIMIT = 0.1
-"""Mean KL divergence from the source, in nats a token, that rounded inputs and a rounded lm_head may cost."""
+DIVERGENCE_LIMIT = 0.5
+"""Mean KL divergence from the source, in nats a token, that rounded inputs and a rounded lm_head may cost.
+
+GPTQ's SmolLM2-135M comes to 0.004 with lm_head in 8 bits, to 0.13 in 4: more is no rounding but a mistake."""
 SHAPES = ((1, 1), (1, 7), (2, 33), (3, 64))
 """Batch and length of the sequences; one longer sequence is added, and read once more through the KV cache."""
 LONG, LONGEST = 256, 2048

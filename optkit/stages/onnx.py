@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +22,6 @@ from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_format import HEAD
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from optkit.onnx.builder import Order
 
 CHARACTERS = 8_000
@@ -82,7 +81,10 @@ class Onnx(Transform):
         Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime has no operator for, and where the graph
         does not say what the source says; ResourceError where memory or disk run out.
         """
+        import torch
+
         from optkit.onnx.builder import build
+        from optkit.onnx.genai_tokenizer import agree_on_tokens
         from optkit.onnx.model_file import ModelFile
         from optkit.onnx.parity import PARTS, check_parity
 
@@ -94,7 +96,9 @@ class Onnx(Transform):
             build(order, task)
             exported = time.monotonic()
             _write_beside(order)
-            apart = check_parity(order, _text(order), task)
+            text, ids = _text(order)
+            apart = check_parity(order, torch.tensor(ids), task)
+        disagreement = agree_on_tokens(target, text, ids) if text else ""
         graph = ModelFile(target)
         details = {
             "target": order.provider,
@@ -109,7 +113,7 @@ class Onnx(Transform):
             "compare_s": round(time.monotonic() - exported, 1),
             **apart,
         }
-        return Report(changed=len(graph.initializers), details=details, notes=tuple(_notes(order, details)))
+        return Report(changed=len(graph.initializers), details=details, notes=(*_notes(order, details), *filter(None, [disagreement])))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size of the graph's weights, and the memory of the source in float32 or of the graph as ONNX Runtime holds it."""
@@ -170,10 +174,8 @@ def _write_beside(order: Order) -> None:
     path.write_text(json.dumps(genai, indent=2) + "\n", encoding="utf-8")
 
 
-def _text(order: Order) -> Tensor:
-    """Return tokens to compare on, int64 [n]: a text, or numbers where the source has no tokenizer."""
-    import torch
-
+def _text(order: Order) -> tuple[str, list[int]]:
+    """Return a text to compare on and its tokens; "" and some numbers where the source has no tokenizer."""
     from optkit.source.calibration import load_tokenizer
     from optkit.source.texts import TextSource
 
@@ -181,9 +183,9 @@ def _text(order: Order) -> Tensor:
     try:
         tokenizer = load_tokenizer(order.source, order.trust_remote_code)
     except SourceError:
-        return torch.randint(0, vocabulary, (CHARACTERS // 4,), generator=torch.Generator().manual_seed(0))
-    ids = tokenizer(TextSource(dataset="python-reference").joined(None)[:CHARACTERS], verbose=False).input_ids
-    return torch.tensor([each for each in ids if each < vocabulary], dtype=torch.int64)
+        return "", random.Random(0).choices(range(vocabulary), k=CHARACTERS // 4)
+    text = TextSource(dataset="python-reference").joined(None)[:CHARACTERS]
+    return text, [each for each in tokenizer(text, verbose=False).input_ids if each < vocabulary]
 
 
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
