@@ -82,6 +82,21 @@ def test_float16_on_a_cpu_has_fused_attention(exported: Exported) -> None:
     assert (target / "model.onnx.data").stat().st_size < 0.52 * (exported("llama")[0] / "model.onnx.data").stat().st_size
 
 
+def test_bfloat16_is_not_compared_without_a_gpu(exported: Exported) -> None:
+    report = exported("llama", target="cuda", dtype="bfloat16")[1]
+    assert "logits_apart" not in report.details
+    said = "the graph was not compared with its source: ONNX Runtime has no kernels of bfloat16 here, only with --device cuda"
+    assert report.notes == (said,)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("dml", "float16"), ("webgpu", "float16"), ("webgpu", "float32"), ("cuda", "float16")])
+def test_graphs_for_other_providers_are_compared_on_the_cpu(exported: Exported, target: str, dtype: str) -> None:
+    directory, report = exported("llama", target=target, dtype=dtype)
+    assert max(report.details["logits_apart"].values()) < report.details["logits_limit"]
+    genai = json.loads((directory / "genai_config.json").read_text())["model"]["decoder"]["session_options"]
+    assert [*genai["provider_options"][0]] == [target]
+
+
 @pytest.mark.parametrize(("kind", "fields"), [("llama", {}), ("qwen2", {}), ("llama", {"dtype": "float16"})])
 def test_the_size_is_predicted(exported: Exported, tiny_model: TinyModel, kind: str, fields: dict[str, Any]) -> None:
     target = exported(kind, **fields)[0]

@@ -65,6 +65,8 @@ class Order:
     float_activations: bool = True
     """MatMulNBits multiplies in the dtype of the graph; False: it may round its inputs to 8 bits (accuracy level 4)."""
     trust_remote_code: bool = False
+    device: str = "cpu"
+    """Where the graph is compared with its source."""
 
 
 def refuse_architecture(architecture: str) -> None:

@@ -23,7 +23,7 @@ def block_outputs(model: ModelFile) -> list[tuple[str, ...]]:
     return [tuple(node.input[: 2 if skip else 1]) for _, (node, skip) in sorted(norms.items())]
 
 
-def states(directory: Path, tokens: Tensor, work: Path) -> list[Tensor]:
+def states(directory: Path, tokens: Tensor, work: Path, device: str) -> list[Tensor]:
     """Return what enters the first block of a graph and what leaves each of them, float32 [b, s, hidden]; an empty list where it cannot
     be told.
 
@@ -39,8 +39,8 @@ def states(directory: Path, tokens: Tensor, work: Path) -> list[Tensor]:
     (work / MODEL).write_bytes(model.proto.SerializeToString())
     for path in OnnxFile(directory / MODEL).data_files:
         (work / path.name).hardlink_to(path)
-    session: Any = open_model(work / MODEL).session
-    with runtime_errors("on a few tokens", str(directory), "cpu", "Use a machine with more memory"):
+    session: Any = open_model(work / MODEL, device).session
+    with runtime_errors("on a few tokens", str(directory), device, "Use a machine with more memory"):
         arrays = session.run(names, prompt_feeds(OnnxFile(work / MODEL).inputs, tokens.numpy()))
     found = {name: torch.from_numpy(array).float() for name, array in zip(names, arrays, strict=True)}
     return [torch.stack([found[name] for name in parts]).sum(0) for parts in wanted]

@@ -86,7 +86,7 @@ class Onnx(Transform):
         from optkit.onnx.builder import build
         from optkit.onnx.genai_tokenizer import agree_on_tokens
         from optkit.onnx.model_file import ModelFile
-        from optkit.onnx.parity import PARTS, check_parity
+        from optkit.onnx.parity import PARTS, check_parity, comparable
 
         checkpoint = Checkpoint(source)
         order = self._order(checkpoint.shape, source, target, context)
@@ -97,7 +97,7 @@ class Onnx(Transform):
             exported = time.monotonic()
             _write_beside(order)
             text, ids = _text(order)
-            apart = check_parity(order, torch.tensor(ids), task)
+            apart = check_parity(order, torch.tensor(ids), task) if comparable(order) else {}
         disagreement = agree_on_tokens(target, text, ids) if text else ""
         graph = ModelFile(target)
         details = {
@@ -140,6 +140,7 @@ class Onnx(Transform):
             shared_embedding=self.embedding == "shared",
             float_activations=not quantized or (self.activations or ("int8" if self.target == "cpu" else "float")) == "float",
             trust_remote_code=context.trust_remote_code,
+            device=context.device if self.target == "cuda" and context.device.startswith("cuda") else "cpu",
         )
 
     def _refuse_idle_fields(self, shape: ModelShape, quantized: bool, head_is_float: bool) -> None:
@@ -191,5 +192,7 @@ def _text(order: Order) -> tuple[str, list[int]]:
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
     rounded = [f"lm_head is rounded to {order.head_bits} bits for the export"] if order.head_bits else []
     rounded += [] if order.float_activations else ["ONNX Runtime rounds the inputs of quantized layers to 8 bits while it computes"]
-    cost = f"; it costs {details['divergence']:.2g} nats a token" if rounded else ""
-    return [f"{'; '.join(rounded)}{cost}"] if rounded else []
+    cost = f"; it costs {details['divergence']:.2g} nats a token" if "divergence" in details else ""
+    told = [f"{'; '.join(rounded)}{cost}"] if rounded else []
+    unproven = f"the graph was not compared with its source: ONNX Runtime has no kernels of {order.dtype} here, only with --device cuda"
+    return told if "logits_apart" in details else [*told, unproven]
