@@ -1,6 +1,6 @@
-"""Every quantization method of optkit by one protocol: perplexity, size and CPU time, as a Markdown table.
+"""Every quantization method of optkit by one protocol: perplexity, divergence, size and CPU time, as a Markdown table.
 
-    python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR]
+    python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE]
 
 DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the first 15 windows of 2048 tokens of
 WikiText-2's test split, through optkit's session. What the store holds is not measured again (its CPU time is then shown as `-`).
@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from optkit.pipeline import plan
 
 TEXT = {"calibration": {"dataset": "c4", "samples": 64, "sequence_length": 512}}
 GRID = {"group_size": 64}
-EVALS = [{"perplexity": {"dataset": "wikitext2", "split": "test", "window": 2048, "windows": 15}}, "footprint"]
+WINDOWS = {"dataset": "wikitext2", "split": "test", "window": 2048, "windows": 15}
+EVALS = [{"perplexity": WINDOWS}, {"divergence": WINDOWS}, "footprint"]
 
 
 def stage(kind: str, **fields: Any) -> dict[str, Any]:
@@ -29,42 +31,69 @@ def stage(kind: str, **fields: Any) -> dict[str, Any]:
     return {kind: fields}
 
 
+GPTQ = stage("gptq", **GRID, **TEXT)
+GPTQ3 = stage("gptq", bits=3, **GRID, **TEXT)
+HEADS = stage("rotate", residual=False)
+BF16 = stage("cast", dtype="bfloat16")
 METHODS: dict[str, list[dict[str, Any]]] = {
     "unmodified": [],
-    "rtn, 4 bits": [stage("rtn", **GRID)],
-    "gptq, 4 bits": [stage("gptq", **GRID, **TEXT)],
-    "gptq, 4 bits, asymmetric": [stage("gptq", symmetric=False, **GRID, **TEXT)],
-    "awq, 4 bits": [stage("awq", symmetric=True, **GRID, **TEXT)],
-    "awq, 4 bits, asymmetric": [stage("awq", symmetric=False, **GRID, **TEXT)],
-    "awq_scale + gptq, 4 bits": [stage("awq_scale", **GRID, **TEXT), stage("gptq", **GRID, **TEXT)],
-    "rotate (heads) + gptq, 4 bits": [stage("rotate", residual=False), stage("gptq", **GRID, **TEXT)],
-    "gptq, 3 bits": [stage("gptq", bits=3, **GRID, **TEXT)],
-    "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), stage("gptq", bits=3, **GRID, **TEXT)],
-    "rotate (heads) + gptq, 3 bits": [stage("rotate", residual=False), stage("gptq", bits=3, **GRID, **TEXT)],
-    "cast + auto_bits, 4.5 bits": [stage("cast", dtype="bfloat16"), stage("auto_bits", average_bits=4.5, **TEXT)],
+    "rotate + smoothquant": [stage("rotate"), stage("smoothquant", **TEXT)],
+    "smoothquant": [stage("smoothquant", **TEXT)],
+    "fp8, weights alone, gptq": [stage("fp8", activations="none", rounding="gptq", **TEXT)],
+    "fp8, dynamic, gptq": [stage("fp8", rounding="gptq", **TEXT)],
+    "int8, LLM.int8()": [stage("int8")],
+    "fp8, dynamic": [stage("fp8")],
+    "fp8, static, one scale for a tensor": [stage("fp8", activations="static", scales="tensor", **TEXT)],
+    "gptq, asymmetric 32": [stage("gptq", group_size=32, symmetric=False, **TEXT)],
+    "gptq, asymmetric 32 + kv_scales": [stage("gptq", group_size=32, symmetric=False, **TEXT), stage("kv_scales", **TEXT)],
+    "cast + auto_bits, 4.5 bits": [BF16, stage("auto_bits", average_bits=4.5, **TEXT)],
+    "cast + auto_bits, 4.25 bits": [BF16, stage("auto_bits", average_bits=4.25, **TEXT)],
+    "cast + gptq, symmetric 32": [BF16, stage("gptq", group_size=32, **TEXT)],
+    "awq_scale + gptq": [stage("awq_scale", **GRID, **TEXT), GPTQ],
+    "gptq": [GPTQ],
+    "rotate (heads) + gptq": [HEADS, GPTQ],
+    "awq, asymmetric": [stage("awq", symmetric=False, **GRID, **TEXT)],
+    "awq, symmetric": [stage("awq", symmetric=True, **GRID, **TEXT)],
     "nf4": [stage("nf4")],
     "fp4": [stage("nf4", type="fp4")],
-    "nvfp4": [stage("mx", type="nvfp4")],
-    "mxfp4": [stage("mx", type="mxfp4")],
-    "int8, LLM.int8()": [stage("int8")],
-    "smoothquant, W8A8": [stage("smoothquant", **TEXT)],
-    "fp8, dynamic": [stage("fp8")],
-    "fp8, static": [stage("fp8", activations="static", **TEXT)],
+    "cast + nvfp4": [BF16, stage("mx", type="nvfp4")],
+    "cast + nvfp4, minmax": [BF16, stage("mx", type="nvfp4", scale_search="minmax")],
+    "cast + mxfp4": [BF16, stage("mx", type="mxfp4")],
+    "rtn": [stage("rtn", **GRID)],
+    "gptq, 3 bits": [GPTQ3],
+    "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), GPTQ3],
+    "rotate (heads) + gptq, 3 bits": [HEADS, GPTQ3],
 }
 
 
-def measure(name: str, model: Path, data: Path, store: Path | None) -> tuple[float, float | None, float]:
-    """Return perplexity, seconds of user CPU of the stages (None where they lay in the store), and bytes on disk."""
-    recipe = {"name": "method", "model": {"name": str(model)}, "stages": METHODS[name], "evals": EVALS}
+@dataclass(frozen=True)
+class Found:
+    """What one method made of one model."""
+
+    perplexity: float
+    divergence: float | None
+    """Nats a token; None for the unmodified model."""
+    size_bytes: float
+    bits: float | None
+    """For each weight of the quantized layers."""
+    cpu_s: float | None
+    """User CPU of the stages; None where they lay in the store."""
+
+
+def measure(name: str, model: Path, data: Path, store: Path | None, device: str) -> Found:
+    """Run a method and measure what it leaves."""
+    evals = EVALS if METHODS[name] else [each for each in EVALS if "divergence" not in each]
+    recipe = {"name": "method", "model": {"name": str(model)}, "stages": METHODS[name], "evals": evals, "attribution": False}
     with tempfile.TemporaryDirectory(dir=store) as out:
-        todo = plan(optkit.load_recipe(recipe), store=store, data=data, device="cpu")
+        todo = plan(optkit.load_recipe(recipe), store=store, data=data, device=device)
         before = os.times()
         if METHODS[name]:
-            optkit.run(optkit.load_recipe({**recipe, "evals": []}), out=Path(out) / "made", store=store, data=data, device="cpu")
+            optkit.run(optkit.load_recipe({**recipe, "evals": []}), out=Path(out) / "made", store=store, data=data, device=device)
         spent = os.times().user - before.user if todo.pending else None
-        scorecard = optkit.run(optkit.load_recipe(recipe), out=Path(out) / "measured", store=store, data=data, device="cpu")
+        scorecard = optkit.run(optkit.load_recipe(recipe), out=Path(out) / "measured", store=store, data=data, device=device)
     numbers = {row.metric.name: row.metric.value for row in scorecard.rows}
-    return numbers["perplexity"], spent, numbers["size_bytes"]
+    bits = numbers.get("bits_per_quantized_weight")
+    return Found(numbers["perplexity"], numbers.get("kl_divergence"), numbers["size_bytes"], bits, spent)
 
 
 def main() -> None:
@@ -74,19 +103,30 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--only", default="*")
     parser.add_argument("--store", type=Path)
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
-    print("| method |", " | ".join(model.name for model in asked.models), "| size | user CPU |")
-    print("|---" * (len(asked.models) + 3) + "|")
+    names = [f"{what} {model.name}" for what in ("perplexity", "KL") for model in asked.models]
+    print("| method | bits |", " | ".join(names), "| size | user CPU |")
+    print("|---" * (len(names) + 4) + "|")
     for name in METHODS:
         if fnmatch(name, asked.only):
             try:
-                found = [measure(name, model, asked.data, asked.store) for model in asked.models]
+                found = [measure(name, model, asked.data, asked.store, asked.device) for model in asked.models]
             except optkit.OptkitError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
-            spent = next((seconds for _, seconds, _ in found if seconds is not None), None)
-            cells = [name, *(f"{perplexity:.3f}" for perplexity, _, _ in found), f"{found[0][2] / 1e6:.0f} MB"]
-            print("|", " | ".join([*cells, "-" if spent is None else f"{spent:.0f} s"]), "|", flush=True)
+            cells = [name, _cell(found[0].bits, ".2f"), *(f"{each.perplexity:.3f}" for each in found)]
+            cells += [*(_cell(each.divergence, ".4f") for each in found), f"{found[0].size_bytes / 1e6:.0f} MB"]
+            print(
+                "|",
+                " | ".join([*cells, _cell(next((each.cpu_s for each in found if each.cpu_s is not None), None), ".0f", " s")]),
+                "|",
+                flush=True,
+            )
+
+
+def _cell(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 if __name__ == "__main__":
