@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from optkit.errors import ArtifactError, StoreError
 from optkit.frozen import Frozen
+from optkit.model.onnx_file import is_onnx
 from optkit.store import describe_file, explain_os_error, is_unchanged, list_files, write_text_atomically
 
 RECORD = "optkit.json"
@@ -169,17 +170,19 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
     """Make `out` the artifact with these weights, by a rename; call it inside `reserve(out)`.
 
     `stored`: the files of the store's record when the weights lie in the store; they become hard links where the disk allows it, which
-    costs no space. The files of a user's own directory are copied, so that nobody changes both by changing one.
+    costs no space. The files of a user's own directory are copied, so that nobody changes both by changing one, and so are those of an
+    ONNX model, because `onnx.load` and onnx.checker refuse data files with several hard links.
     An artifact of the same key that is still whole stays as it is. `record` holds the fields of `ArtifactRecord` but `files`.
     """
     if known := standing(out, record["key"]):
         return known
     draft = out.with_name(f".{out.name}.draft-{secrets.token_hex(4)}")
+    link = stored is not None and not is_onnx(weights)
     try:
         files = {}
         for name in list_files(weights):
             if name not in OWN_FILES:
-                linked = place(weights / name, draft / name, link=stored is not None)
+                linked = place(weights / name, draft / name, link=link)
                 files[name] = stored[name] if linked and stored else describe_file(draft / name)
         made = ArtifactRecord.model_validate({**record, "files": files})
         (draft / RECORD).write_text(made.model_dump_json(indent=1), encoding="utf-8")

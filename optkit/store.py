@@ -147,7 +147,7 @@ class Store:
             yield alone
 
     def delete(self, key: str) -> None:
-        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own."""
+        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own, or copies."""
         with self._explaining("a draft"):
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
             with (self._entry(key) / "alive").open("w") as alive:

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from optkit.artifact import RECORD, is_artifact, publish, read_artifact, reserve, settle
@@ -47,6 +48,25 @@ def test_a_published_artifact_is_read_back(weights, tmp_path):
 def test_weights_from_the_store_take_no_space_twice(weights, tmp_path):
     publish_from(weights, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").samefile(weights.get("w") / "model.safetensors")
+
+
+def test_an_onnx_model_from_the_store_opens_where_onnx_refuses_hard_links(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    table = onnx.numpy_helper.from_array(np.arange(64, dtype=np.float32), "table")
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [64])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["table"], ["y"])], "g", [], [result], [table])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    store = Store(tmp_path / "store")
+    with store.write("w") as draft:
+        onnx.save(model, draft.model / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
+    made = publish_from(store, tmp_path / "out")
+    opened = onnx.load(made.directory / "model.onnx")
+    onnx.checker.check_model(made.directory / "model.onnx")
+    assert onnx.numpy_helper.to_array(opened.graph.initializer[0]).tolist() == list(range(64))
+    made.check()
+    recorded = {name: known["sha256"] for name, known in made.record.files.items()}
+    assert recorded == {name: known["sha256"] for name, known in store.record("w")["files"].items()}
+    assert publish_from(store, tmp_path / "out") == made
 
 
 def test_weights_of_the_user_are_copied(weights, tmp_path):

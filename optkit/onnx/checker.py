@@ -17,8 +17,8 @@ RUNTIME_DOMAIN = "com.microsoft"
 def problem_of_graph(model: ModelProto) -> str:
     """Return what onnx.checker has against a model, in one line; empty where it finds nothing wrong.
 
-    The graph alone is checked, with weights that lie elsewhere as inputs: the checker refuses data files with several hard links, as
-    artifacts have them. `model` is left as it is.
+    The graph alone is checked, with weights that lie elsewhere as inputs: the checker refuses data files with several hard links, which
+    a user's may have. `model` is left as it is.
     """
     import onnx
 

@@ -1,7 +1,7 @@
 """An ONNX model that is being changed: its graph in memory, its weights on disk, read and written one at a time.
 
 What is written has one data file beside the graph, so that no model is too large for a protobuf (2 GB), and no model has to fit into
-memory. Data files are read through a memory map: `onnx.load` refuses those with several hard links, as artifacts and stores have them.
+memory. Data files are read through a memory map: `onnx.load` refuses those with several hard links, which a user's may have.
 """
 
 from __future__ import annotations
