@@ -10,6 +10,7 @@ from onnx import helper
 from pydantic import ValidationError
 
 from optkit.errors import StageError
+from optkit.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx_quantize import OnnxQuantize
 from tests.conftest import save_tokenizer
@@ -137,16 +138,30 @@ def test_text_needs_an_input_for_tokens(product: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "dynamic", "bits": 4}, "bits means nothing for method: dynamic, only for method: weights"),
+        ({"method": "dynamic", "bits": 8}, "bits means nothing for method: dynamic, only for method: weights"),
         ({"method": "dynamic", "ranges": "entropy"}, "ranges means nothing for method: dynamic, only for method: static"),
         ({"per_channel": False}, "per_channel means nothing for method: weights, only for method: dynamic or static"),
-        ({"method": "static", "percentile": 99}, "set ranges: percentile"),
+        ({"method": "dynamic", "calibration": CALIBRATION}, "calibration means nothing for method: dynamic, only for method: static"),
+        ({"calibration": CALIBRATION}, "calibration means nothing for method: weights, only for method: static"),
+        ({"method": "static"}, "method: static needs a text: add calibration: {dataset: c4, samples: 32}, or set method: dynamic"),
+        ({"method": "static", "calibration": CALIBRATION, "percentile": 99}, "set ranges: percentile"),
         ({"method": "dynamic", "op_types": ["Gemm"]}, "method: dynamic cannot quantize Gemm. It has MatMul, Conv"),
     ],
 )
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         OnnxQuantize(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({}, None), ({"method": "dynamic"}, None), ({"method": "static", "calibration": {"dataset": "python-reference"}}, "python-reference")],
+)
+def test_a_text_is_pinned_only_where_it_is_read(fields: dict[str, Any], text: str | None) -> None:
+    pinned = load_recipe({"model": "smollm2-135m", "stages": ["onnx", {"onnx_quantize": fields}]}).pinned(None)
+    resolved = pinned.resolved()["stages"][1]["onnx_quantize"]["calibration"]
+    assert (resolved and resolved["dataset"]) == text
+    assert load_recipe(pinned.resolved()) == pinned
 
 
 def close(found: NDArray[np.float32], want: NDArray[np.float32], least: float) -> None:

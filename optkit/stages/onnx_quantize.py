@@ -74,8 +74,8 @@ class OnnxQuantize(Transform):
     """dynamic, static: one scale per output channel of a weight; false: one for the whole weight."""
     reduce_range: bool = False
     """dynamic, static: weights in 7 bits, for CPUs without VNNI, where sums of 8 bit products overflow."""
-    calibration: Calibration = Calibration(dataset="c4", samples=32)
-    """static: the text whose activations are measured."""
+    calibration: Calibration | None = None
+    """static: the text whose activations are measured; no other method reads one."""
     ranges: Literal["min-max", "entropy", "percentile"] = "min-max"
     """static: what an activation's scale reaches: all values seen, the range that loses the least entropy, or a share of the values."""
     percentile: float = Field(default=99.999, gt=50, le=100)
@@ -87,11 +87,14 @@ class OnnxQuantize(Transform):
 
     @model_validator(mode="after")
     def _meaningful(self) -> Self:
-        for name in sorted(self.model_fields_set):
+        changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        for name in sorted(changed):
             methods = [method for method, fields in FIELDS_OF.items() if name in fields]
             if methods and self.method not in methods:
                 raise ValueError(f"{name} means nothing for method: {self.method}, only for method: {' or '.join(methods)}")
-        if "percentile" in self.model_fields_set and self.ranges != "percentile":
+        if self.method == "static" and self.calibration is None:
+            raise ValueError("method: static needs a text: add calibration: {dataset: c4, samples: 32}, or set method: dynamic")
+        if "percentile" in changed and self.ranges != "percentile":
             raise ValueError(f"percentile means nothing for ranges: {self.ranges}: set ranges: percentile")
         odd = [kind for kind in self.op_types if self.method in KINDS_OF and kind not in KINDS_OF[self.method]]
         if odd:
@@ -133,7 +136,7 @@ class OnnxQuantize(Transform):
             "opset": opset,
             "ir_version": written.proto.ir_version,
         }
-        texts = (self.calibration.identity(),) if self.method == "static" else ()
+        texts = (self.calibration.identity(),) if self.calibration else ()
         return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
 
     def _quantize_weights(self, model: ModelFile, target: Path, context: Context) -> Done:
@@ -171,7 +174,7 @@ class OnnxQuantize(Transform):
             made = Path(work) / "made"
             made.mkdir()
             form = Int8Form(self.op_types, chosen, self.per_channel, self.reduce_range)
-            if self.method == "dynamic":
+            if self.calibration is None:
                 quantize_dynamic(settled, made, form)
             else:
                 tokens = self.calibration.tokens(source, context.data, context.trust_remote_code).numpy()
