@@ -158,6 +158,21 @@ def test_joined_gate_and_up_and_joined_queries_keys_and_fewer_values(tmp_path: P
     assert differ(loaded.run(), before) < 2e-6
 
 
+def test_a_norm_of_heads_gives_each_of_them_its_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = {f"linear_{which}_head_dim": 16 for which in ("key", "value")} | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    monkeypatch.setitem(CONFIGS, "hybrid", {"model_type": "qwen3_5_text", **SIZES, "head_dim": 16, "num_hidden_layers": 4, **heads})
+    loaded = Loaded(save_tiny_model("hybrid", tmp_path / "hybrid"))
+    before, group = loaded.run(), loaded.group("linear_attn.norm")
+    assert [loaded.short(name) for name in group.consumers] == ["linear_attn.out_proj"]
+    assert group.rows is not None
+    assert torch.equal(group.rows, torch.arange(16).repeat(4))
+    scales = loaded.random_scales(group)
+    norm = loaded.module("linear_attn.norm").weight.clone()  # type: ignore[operator]
+    fold_(loaded.skeleton, group, scales)
+    torch.testing.assert_close(loaded.module("linear_attn.norm").weight, norm / scales[:16])
+    assert differ(loaded.run(), before) < 2e-6
+
+
 def test_fused_experts_take_no_scales(tiny_model: TinyModel) -> None:
     loaded = Loaded(tiny_model("gpt_oss"))
     assert [loaded.short(group.producer) for group in loaded.wiring().groups] == ["input_layernorm", "self_attn.v_proj"]

@@ -104,11 +104,12 @@ def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ..
             before = weight.float() + group.offset
             weight.copy_(before / by_output - group.offset)
             reached = before / (weight.float() + group.offset)
-            by_input = torch.where(reached.isfinite() & (reached > 0), reached, by_input)
+            by_output = torch.where(reached.isfinite() & (reached > 0), reached, by_output)
+            by_input = by_output if group.rows is None else by_output[group.rows.to(weight.device)]
         else:
             weight.copy_(weight.float() / (by_output if isinstance(producer, Conv1D) else by_output[:, None]))
         if isinstance(bias := getattr(producer, "bias", None), Tensor):
-            bias.copy_(bias.float() / (by_input if group.kind == "norm" else by_output))
+            bias.copy_(bias.float() / by_output)
             changed.append(f"{place}.bias")
         for name in group.consumers:
             module = skeleton.model.get_submodule(group.places[name])
