@@ -19,6 +19,7 @@ from optkit.errors import StageError
 from optkit.kernels.formats import quantized_layers
 from optkit.kernels.packed import PackedLinear, PackedWeight
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
 from optkit.onnx.codes import from_bytes, in_bytes, stored_codes
 from optkit.onnx.handover import CodedLinear, _group_alike_, exact_codes
 from optkit.onnx.model_file import ModelFile
@@ -276,3 +277,24 @@ def test_a_head_that_is_quantized_already(
     run(stage, tiny_model("llama"), tmp_path / "rtn")
     with pytest.raises(StageError, match=said):
         Onnx(**fields).predict(Checkpoint(tmp_path / "rtn").shape, "cpu")
+
+
+def test_what_is_left_out_follows_the_target(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run(Rtn(group_size=32), tiny_model("llama"), tmp_path / "rtn")
+    shape = Checkpoint(tmp_path / "rtn").shape
+
+    def order(**fields: Any) -> tuple[str, int | None, bool]:
+        found = Onnx(**fields)._order(shape, Path(), Path(), Context())
+        return found.dtype, found.head_bits, found.float_activations
+
+    assert order() == ("float32", 8, False)
+    assert order(activations="float") == ("float32", None, True)
+    assert order(activations="float", lm_head=4) == ("float32", 4, True)
+    assert order(lm_head="keep") == ("float32", None, False)
+    assert order(target="cuda") == ("float16", 8, True)
+    assert order(target="cuda", activations="int8", dtype="bfloat16") == ("bfloat16", 8, False)
+    narrow = ModelShape({**shape.config, "hidden_size": 72}, shape.tensors)
+    assert Onnx()._order(narrow, Path(), Path(), Context()).head_bits is None
+    said = "^onnx.lm_head: lm_head cannot be rounded: its groups of 8 inputs are no multiple of 16. Set lm_head: keep.$"
+    with pytest.raises(StageError, match=said):
+        Onnx(lm_head=8)._order(narrow, Path(), Path(), Context())

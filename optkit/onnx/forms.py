@@ -21,8 +21,8 @@ BITS = (4, 8)
 """Bits of the codes that MatMulNBits is given."""
 GROUP_SIZES = (16, 32, 64, 128, 256)
 """Inputs of MatMulNBits that can share a scale."""
-HEAD_GROUP_SIZE = 32
-"""Inputs of lm_head that share a scale where it is rounded for the export."""
+HEAD_GROUP_SIZES = {4: 32, 8: 128}
+"""Bits that lm_head is rounded to for the export -> inputs that share a scale. In 8 bits wider groups cost no accuracy and read less."""
 CODED = {"pack-quantized": "compressed-tensors", "gptq": "gptq", "awq": "awq"}
 """Forms of layers whose codes can be handed over, and the `quant_method` that they belong to."""
 CODE_LEAVES = ("weight_packed", "qweight")
@@ -75,6 +75,11 @@ def unfit(layer: str, why: str) -> StageError:
         why=why[0].upper() + why[1:],
         remedy=f"Give it {' or '.join(str(each) for each in BITS)} bits in groups of {sizes} inputs (or multiples), or exclude it",
     )
+
+
+def head_group_size(inputs: int, bits: int) -> int:
+    """Return how many inputs of an lm_head that is rounded share a scale: as many as are asked for and divide them."""
+    return gcd(inputs, HEAD_GROUP_SIZES[bits])
 
 
 def coded_layers(tensors: Iterable[str]) -> list[str]:

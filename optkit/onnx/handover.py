@@ -32,7 +32,7 @@ from optkit.kernels.stored import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton, stored_dtype
 from optkit.onnx.codes import in_bytes
-from optkit.onnx.forms import GROUP_SIZES, HEAD_GROUP_SIZE, unfit, why_not_matmul_nbits
+from optkit.onnx.forms import GROUP_SIZES, head_group_size, unfit, why_not_matmul_nbits
 from optkit.progress import SilentProgress
 
 PACKED_TOGETHER = ("q_proj", "k_proj", "v_proj")
@@ -145,7 +145,7 @@ def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool)
 @torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> QuantizedWeight:
     """Return a float weight, [out, in], rounded to nearest on the scales and zero points with the least squared error."""
-    grid = Grid(bits, gcd(weight.shape[1], HEAD_GROUP_SIZE), symmetric=False)
+    grid = Grid(bits, head_group_size(weight.shape[1], bits), symmetric=False)
     scales, zeros = search_scales(weight.float(), grid)
     return round_to_nearest(weight.float(), scales, zeros, grid)
 

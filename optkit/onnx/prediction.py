@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
 from typing import Any
 
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.onnx.builder import Order
-from optkit.onnx.forms import CODE_LEAVES, HEAD_GROUP_SIZE
+from optkit.onnx.forms import CODE_LEAVES, head_group_size
 
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BYTES_OF_CODES = (*CODE_LEAVES, "weight_zero_point", "qzeros")
@@ -49,7 +48,7 @@ def float_bytes(shape: ModelShape) -> int:
 
 def _rounded(info: TensorInfo, bits: int, dtype: str) -> dict[str, TensorInfo]:
     outputs, inputs = info.shape
-    groups = inputs // gcd(inputs, HEAD_GROUP_SIZE)
+    groups = inputs // head_group_size(inputs, bits)
     return {
         "lm_head.qweight": TensorInfo("U8", (outputs, inputs * bits // 8)),
         "lm_head.scales": TensorInfo(dtype, (outputs, groups)),

@@ -16,7 +16,7 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.model.writer import copy_companions, write_config
-from optkit.onnx.forms import CODE_LEAVES, DTYPES, refuse_scheme
+from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import exported_config, exported_shape, float_bytes
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_format import HEAD
@@ -55,20 +55,29 @@ class Onnx(Transform):
     """What the graph computes in, and holds what is not quantized in. Left out: float32 for cpu, float16 for the others. cpu has float32
     and float16, cuda float16 and bfloat16, dml float16, webgpu float16 and float32."""
     lm_head: Literal["keep", 4, 8] | None = None
-    """Of a quantized model whose lm_head is float: the bits that it is rounded to, or `keep`. Left out: 8."""
+    """Of a quantized model whose lm_head is float: the bits that it is rounded to, or `keep`. Left out: 8, but keep for cpu with
+    `activations: float`."""
     embedding: Literal["keep", "shared"] = "keep"
     """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it float, a matrix of its own."""
     activations: Literal["int8", "float"] | None = None
     """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at
-    all. Left out: int8 for cpu, float for the others."""
+    all. Left out: int8 for cpu, float for the others. For cpu float has a fast kernel at 4 bits, and none at 8."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.dtype and self.dtype not in DTYPES[self.target]:
             raise ValueError(f"{self.dtype}: a graph for {self.target} computes in {' or '.join(DTYPES[self.target])}")
-        if self.embedding == "shared" and self.lm_head == "keep":
+        if self.embedding == "shared" and self._lm_head == "keep":
             raise ValueError("embedding: shared reads the codes of lm_head: set lm_head: 8 or 4")
         return self
+
+    @property
+    def _float_activations(self) -> bool:
+        return (self.activations or ("int8" if self.target == "cpu" else "float")) == "float"
+
+    @property
+    def _lm_head(self) -> Literal["keep", 4, 8]:
+        return self.lm_head or ("keep" if self._float_activations and self.target == "cpu" else 8)
 
     def made_with(self) -> dict[str, Any]:
         """Return the exporter's version: another one makes another graph."""
@@ -126,40 +135,54 @@ class Onnx(Transform):
         from optkit.onnx.builder import Order, refuse_architecture
 
         refuse_architecture(next(iter(shape.config.get("architectures") or [""])))
-        quantized = bool(shape.config.get("quantization_config"))
         refuse_scheme(shape)
-        head_is_float = not any(f"{HEAD}.{leaf}" in shape.tensors for leaf in CODE_LEAVES)
-        self._refuse_idle_fields(shape, quantized, head_is_float)
-        head_bits = (self.lm_head or 8) if quantized and head_is_float and self.lm_head != "keep" else None
+        quantized = bool(shape.config.get("quantization_config"))
+        self._refuse_idle_fields(shape, quantized)
         return Order(
             source=source,
             target=target,
             provider=self.target,
             dtype=self.dtype or DTYPES[self.target][0],
-            head_bits=head_bits,
+            head_bits=self._head_bits(shape) if quantized else None,
             shared_embedding=self.embedding == "shared",
-            float_activations=not quantized or (self.activations or ("int8" if self.target == "cpu" else "float")) == "float",
+            float_activations=self._float_activations or not quantized,
             trust_remote_code=context.trust_remote_code,
             device=context.device if self.target == "cuda" and context.device.startswith("cuda") else "cpu",
         )
 
-    def _refuse_idle_fields(self, shape: ModelShape, quantized: bool, head_is_float: bool) -> None:
-        given = [name for name in ("lm_head", "embedding", "activations") if name in self.model_fields_set]
-        if given and not quantized:
+    def _head_bits(self, shape: ModelShape) -> int | None:
+        """Return the bits that lm_head is rounded to; None where it stays or is quantized already. Raises StageError where it cannot be."""
+        if self._lm_head == "keep" or _head_is_coded(shape):
+            return None
+        inputs = int(shape.config["hidden_size"])
+        if not (reason := why_not_matmul_nbits(self._lm_head, head_group_size(inputs, self._lm_head))):
+            return self._lm_head
+        if self.lm_head is None:
+            return None
+        raise StageError(f"lm_head cannot be rounded: {reason}", where="onnx.lm_head", remedy="Set lm_head: keep")
+
+    def _refuse_idle_fields(self, shape: ModelShape, quantized: bool) -> None:
+        given = {"lm_head": self.lm_head, "embedding": self.embedding == "shared", "activations": self.activations}
+        if not quantized and (idle := next((name for name, value in given.items() if value), None)):
             raise StageError(
-                f"{given[0]} means nothing here: the model has float weights",
-                where=f"onnx.{given[0]}",
+                f"{idle} means nothing here: the model has float weights",
+                where=f"onnx.{idle}",
                 remedy="Leave it out, put gptq, awq or rtn before onnx, or onnx_quantize behind it",
             )
-        if self.lm_head and not head_is_float:
+        if self.lm_head and _head_is_coded(shape):
             raise StageError("lm_head is quantized already", where="onnx.lm_head", remedy="Leave it out: its codes are kept")
-        if self.embedding == "shared" and not (shape.config.get("tie_word_embeddings") and head_is_float):
+        tied = shape.config.get("tie_word_embeddings")
+        if self.embedding == "shared" and (_head_is_coded(shape) or not tied):
             raise StageError(
                 "the embedding and lm_head are two matrices",
                 where="onnx.embedding",
-                why="config.json does not tie them" if head_is_float else "lm_head was quantized apart",
+                why="lm_head was quantized apart" if tied else "config.json does not tie them",
                 remedy="Set embedding: keep",
             )
+
+
+def _head_is_coded(shape: ModelShape) -> bool:
+    return any(f"{HEAD}.{leaf}" in shape.tensors for leaf in CODE_LEAVES)
 
 
 def _write_beside(order: Order) -> None:
