@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 DTYPE_BITS = {
@@ -14,6 +16,9 @@ DTYPE_BITS = {
     "I4": 4, "U4": 4, "I2": 2, "U2": 2,
 }  # fmt: skip
 """Bits of one element, by the names that safetensors uses; integers of less than 8 bits are ONNX's, named like the others."""
+
+BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Where config.json says how many decoder blocks there are."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,33 @@ class ModelShape:
     @property
     def positions(self) -> int | None:
         """Longest sequence that the model was built for, in tokens; None where its config does not say."""
-        config = self.config.get("text_config") or self.config
-        found = config.get("max_position_embeddings", config.get("n_positions"))
+        found = self._text_config.get("max_position_embeddings", self._text_config.get("n_positions"))
         return int(found) if found else None
 
     def block(self, name: str) -> tuple[str, int] | None:
-        """Return the list and the index of the decoder block that a tensor belongs to: `model.layers.3.mlp...` -> `("model.layers", 3)`."""
-        found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)
-        return (found[1], int(found[2])) if found else None
+        """Return the list and the index of the decoder block that a tensor belongs to: `model.layers.3.mlp...` -> `("model.layers", 3)`.
+
+        Of several lists (a multi-modal model has one for images too) it is that of the language model.
+        """
+        place = place_in_list(name)
+        return place if place and self._decoder in (None, place[0]) else None
+
+    @cached_property
+    def _decoder(self) -> str | None:
+        """The list of the decoder blocks: the largest of as many as config.json says; None where there is one list, or none fits."""
+        members: dict[str, set[int]] = {}
+        sizes: Counter[str] = Counter()
+        for name, info in self.tensors.items():
+            if place := place_in_list(name):
+                members.setdefault(place[0], set()).add(place[1])
+                sizes[place[0]] += info.elements
+        count = next((self._text_config[key] for key in BLOCK_COUNTS if key in self._text_config), None)
+        fitting = [name for name, indices in members.items() if len(indices) == count]
+        return max(fitting, key=sizes.__getitem__) if fitting and len(members) > 1 else None
+
+    @property
+    def _text_config(self) -> Mapping[str, Any]:
+        return self.config.get("text_config") or self.config
 
     @property
     def block_bytes(self) -> int:
@@ -71,5 +95,11 @@ class ModelShape:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head."""
+        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, what sees images."""
         return sum(info.size_bytes for name, info in self.tensors.items() if self.block(name) is None)
+
+
+def place_in_list(name: str) -> tuple[str, int] | None:
+    """Return the outermost list of modules that a tensor belongs to, and the index there; None where it is in none."""
+    found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)
+    return (found[1], int(found[2])) if found else None

@@ -17,7 +17,7 @@ from optkit.sensitivity.report import LayerRow, SensitivityReport, order_layers,
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.bit_budget import Choice
-from optkit.stages.layer_quantizer import head_of
+from optkit.stages.layer_quantizer import outside_of
 from optkit.stages.selection import Layer, layers_of, select
 from optkit.store import Store, default_store
 
@@ -57,7 +57,7 @@ def _measure(
     from optkit.model.skeleton import Skeleton
     from optkit.stages.layer_sensitivity import grids_of, measure_sensitivity
 
-    selection = select(layers_of(checkpoint.shape), tuple(head_of(checkpoint.shape)), ("*",), (), "sensitivity")
+    selection = select(layers_of(checkpoint.shape), tuple(outside_of(checkpoint.shape)), ("*",), (), "sensitivity")
     skipped = dict(selection.skipped)
     layers: dict[str, Layer] = {}
     for name, layer in selection.layers.items():

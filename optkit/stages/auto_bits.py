@@ -20,7 +20,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.bit_budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
 from optkit.stages.gptq import Gptq
-from optkit.stages.layer_quantizer import head_of
+from optkit.stages.layer_quantizer import outside_of
 from optkit.stages.overrides import Override
 from optkit.stages.rtn import Rtn
 from optkit.stages.selection import Selection, layers_of, select
@@ -160,7 +160,7 @@ class AutoBits(Transform):
         return cost.model_copy(update=more), left
 
     def _problem(self, shape: ModelShape) -> _Problem:
-        selection = select(layers_of(shape), tuple(head_of(shape)), self.include, self.exclude, KIND)
+        selection = select(layers_of(shape), tuple(outside_of(shape)), self.include, self.exclude, KIND)
         items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
         budget = make_budget(items, shape, self.average_bits, self.size_bytes)
         budget.refuse_too_small(items, KIND)

@@ -31,7 +31,7 @@ from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
 from optkit.stages.layer_format import LayerFormat, quantization_config
-from optkit.stages.layer_quantizer import LayerQuantizer, head_of, recount
+from optkit.stages.layer_quantizer import LayerQuantizer, outside_of, recount
 from optkit.stages.offers import OFFERS, Offer
 from optkit.stages.selection import Selection, layers_of
 
@@ -103,7 +103,8 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
     _refuse_device(offer, context.device, stage._kind)
     checkpoint = Checkpoint(source)
     _refuse_own_code(checkpoint.config, stage._kind)
-    selection = stage._select(layers_of(checkpoint.shape), head_of(checkpoint.shape))
+    _refuse_multi_modal(checkpoint.config, stage._kind)
+    selection = stage._select(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
     formats = stage._formats(selection)
     _refuse_shapes(offer, selection, stage._kind)
     environments = Environments()
@@ -213,6 +214,16 @@ def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:
             f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
             where=f"{kind}.backend",
             why="It was written for one version of transformers, and the library has another",
+            remedy=f"Take backend: {OWN}",
+        )
+
+
+def _refuse_multi_modal(config: Mapping[str, Any], kind: str) -> None:
+    if "text_config" in config:
+        raise StageError(
+            f"{next(iter(config.get('architectures') or ['the model']))} is more than a language model",
+            where=f"{kind}.backend",
+            why="Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's",
             remedy=f"Take backend: {OWN}",
         )
 

@@ -17,12 +17,12 @@ from optkit.errors import ResourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import is_out_of_memory
 from optkit.model.routers import is_router
-from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.shape import ModelShape, TensorInfo, place_in_list
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_format import HEAD, LayerFormat, quantization_config
-from optkit.stages.selection import Layer, Selection, layers_of, select
+from optkit.stages.selection import Layer, Selection, layers_of, matrices_of, select
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -149,7 +149,7 @@ class LayerQuantizer(Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate, near what was measured."""
-        selection = self._select(layers_of(shape), head_of(shape))
+        selection = self._select(layers_of(shape), outside_of(shape))
         formats = self._formats(selection)
         tensors: dict[str, TensorInfo] = {}
         for name, info in shape.tensors.items():
@@ -174,7 +174,11 @@ class LayerQuantizer(Transform):
         return formats
 
     def _write_config(self, job: Job, target: Path) -> None:
-        write_config(target, self._config(job.skeleton.checkpoint.config, job.selection, job.formats))
+        """Write config.json; it knows layers by their names in the model too, where transformers renames what it reads."""
+        names = {stored: name for name, stored in _stored_names(job.skeleton).items() if stored != name}
+        formats = {**job.formats, **{names[name]: form for name, form in job.formats.items() if name in names}}
+        skipped = {**job.selection.skipped, **{names[name]: reason for name, reason in job.selection.skipped.items() if name in names}}
+        write_config(target, self._config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats))
 
     def _config(self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
         told = with_own_head(config) if HEAD in formats else config
@@ -254,6 +258,12 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
     return {HEAD: Layer(HEAD, outputs, inputs, transposed=False)}
 
 
+def outside_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the linear layers outside the decoder blocks as far as names tell: the output layer, and those of other lists of blocks."""
+    others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
+    return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
+
+
 def tied(config: Mapping[str, Any]) -> bool:
     """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
     return bool((config.get("text_config") or config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
@@ -279,8 +289,28 @@ def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
             layers[name] = Layer(name, outputs, inputs, transposed)
     layers |= {name: layer for name, layer in layers_of(skeleton.checkpoint.shape).items() if is_router(name)}
     outside = {
-        name: Layer(name, module.out_features, module.in_features, transposed=False)
-        for name, module in skeleton.model.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith(tuple(blocks))
+        stored: Layer(stored, module.out_features, module.in_features, transposed=False)
+        for name, stored in _stored_names(skeleton).items()
+        if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
     }
-    return layers, outside
+    read = set(skeleton.tensor_names.values())
+    unread = {name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read}
+    return layers, {**outside, **unread}
+
+
+def _stored_names(skeleton: Skeleton) -> dict[str, str]:
+    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head keeps its own."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from optkit.model.experts import Experts
+
+    uses = Counter(skeleton.tensor_names.values())
+    modules = dict(skeleton.model.named_modules())
+    unfused = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(unfused):
+            tensor = skeleton.tensor_names.get(f"{name}.weight", name)
+            found[name] = name if uses[tensor] > 1 else tensor.removesuffix(".weight")
+    return found

@@ -71,15 +71,19 @@ def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
 
 def layers_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the linear layers of the decoder blocks as far as names and shapes tell: what `Skeleton.linears` finds, without torch."""
+    return {name: layer for name, layer in matrices_of(shape).items() if shape.block(f"{name}.weight")}
+
+
+def matrices_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return everything that looks like a linear layer: matrices that no name calls an embedding."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
     layers = {}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
         looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "relative_attention_bias"))
-        if leaf != "weight" or len(info.shape) != 2 or shape.block(tensor) is None or looked_up:
-            continue
-        outputs, inputs = reversed(info.shape) if transposed else info.shape
-        layers[name] = Layer(name, outputs, inputs, transposed)
+        if leaf == "weight" and len(info.shape) == 2 and not looked_up:
+            outputs, inputs = reversed(info.shape) if transposed else info.shape
+            layers[name] = Layer(name, outputs, inputs, transposed)
     return layers
 
 

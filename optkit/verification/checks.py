@@ -9,6 +9,7 @@ from optkit.artifact import OWN_FILES, Artifact
 from optkit.errors import OptkitError
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.onnx_file import MODEL, is_onnx
+from optkit.model.shape import BLOCK_COUNTS, place_in_list
 from optkit.store import list_files, sha256_of
 from optkit.verification.check import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
@@ -19,7 +20,6 @@ TOKENIZER = "tokenizer.json"
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 EMBEDDINGS = tuple(f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings"))
-BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
@@ -110,7 +110,7 @@ def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
 
 
 def _add_to_block(blocks: dict[str, dict[int, set[str]]], checkpoint: Checkpoint, name: str) -> None:
-    if place := checkpoint.shape.block(name):
+    if place := place_in_list(name):
         group, index = place
         blocks.setdefault(group, {}).setdefault(index, set()).add(name.removeprefix(f"{group}.").partition(".")[2])
 
