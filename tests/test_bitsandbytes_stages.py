@@ -14,10 +14,10 @@ from optkit_evals.footprint import Footprint
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from optkit.errors import StageError
+from optkit.errors import SourceError, StageError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
-from optkit.session import open_session
+from optkit.session import open_session, opening
 from optkit.session.memory import weight_bytes
 from optkit.stage import Context, Report
 from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
@@ -143,6 +143,20 @@ def test_the_compute_dtype_is_the_models_unless_it_is_said(sources: TinyModel, t
     quantize(Nf4(compute_dtype="bfloat16"), sources("llama float16"), tmp_path / "said")
     found = [Checkpoint(tmp_path / place).config["quantization_config"]["bnb_4bit_compute_dtype"] for place in ("as stored", "said")]
     assert found == ["float16", "bfloat16"]
+
+
+def test_a_layer_that_this_cpu_cannot_multiply_by_is_named(sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitsandbytes.nn import modules
+
+    quantize(Nf4(), sources("llama"), tmp_path / "packed")
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    monkeypatch.setattr(opening, "BITSANDBYTES_TILE", (48, 64))
+    with pytest.raises(SourceError) as raised:
+        open_session(tmp_path / "packed")
+    assert str(raised.value) == (
+        f"{tmp_path / 'packed'}: model.layers.0.self_attn.q_proj: 64 x 64 weights are no tiles of 48 x 64. bitsandbytes packs 4-bit weights"
+        " so for CPUs with AVX512-BF16. Open it on a GPU, or exclude the layer from nf4."
+    )
 
 
 def test_layers_that_are_left_out_stay_as_they_are_in_transformers_too(sources: TinyModel, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
 """What transformers needs to open the quantization methods that optkit does not read itself."""
+BITSANDBYTES_TILE = 32, 64
+"""Outputs and inputs that bitsandbytes' kernel for CPUs with AVX512-BF16 takes together."""
 
 
 def open_session(
@@ -138,8 +140,25 @@ def _load_whole(
             why="A parameter without weights would be random numbers",
             remedy="See that config.json and the weights belong together",
         )
+    if method == "bitsandbytes" and device == "cpu":
+        _refuse_unpackable(model, where)
     notes = [f"{method}: opened by transformers, with the kernels that it has for it"] if method else []
     return model.eval().requires_grad_(False), notes
+
+
+def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:
+    """Raise SourceError for a layer of 4 bits that bitsandbytes would fail to pack anew for this CPU at the first call."""
+    for name, module in model.named_modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        outputs, inputs, (rows, columns) = module.out_features, module.in_features, BITSANDBYTES_TILE
+        if outputs % rows or inputs % columns:
+            raise SourceError(
+                f"{outputs} x {inputs} weights are no tiles of {rows} x {columns}",
+                where=f"{where}: {name}",
+                why="bitsandbytes packs 4-bit weights so for CPUs with AVX512-BF16",
+                remedy="Open it on a GPU, or exclude the layer from nf4",
+            )
 
 
 def _dtype(name: str) -> torch.dtype:
