@@ -223,6 +223,22 @@ def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyM
     assert notes("llama") == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "which"),
+    [
+        ({}, ""),
+        ({"exclude": ("*.0.mlp.*",)}, "model.layers.0.mlp.down_proj is left out"),
+        ({"overrides": {"*.down_proj": {"bits": 8}}}, "layers have several forms"),
+        ({"overrides": {"*.down_proj": {"bits": 8}}, "format": "compressed-tensors"}, ""),
+    ],
+)
+def test_exceptions_in_gptqs_format_are_told(tiny_model: TinyModel, fields: dict[str, Any], which: str) -> None:
+    stage = Rtn(**{"format": "gptq", "group_size": 32} | fields)
+    selection = stage._select(layers_of(Checkpoint(tiny_model("llama")).shape), {})
+    said = ", which vLLM and gptqmodel read in the format gptq and transformers does not: it opens format: compressed-tensors"
+    assert stage._notes(selection, stage._formats(selection)) == ([which + said] if which else [])
+
+
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 class MineConfig(LlamaConfig):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 
 from optkit.errors import StageError
-from optkit.stages.layer_format import COMPRESSED_TENSORS, LayerFormat
+from optkit.stages.layer_format import COMPRESSED_TENSORS, HEAD, LayerFormat
 from optkit.stages.packed_format import GPTQ, GPTQ_MULTIPLE
-from optkit.stages.selection import Layer, Selection, stacks
+from optkit.stages.selection import OUTSIDE, ROUTER, Layer, Selection, stacks
 
 EXPERTS = ".experts."
 
@@ -84,6 +84,16 @@ def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat])
     joined = ", ".join(name.rpartition(".")[2] for name in others)
     places = f", and so in {len(split) - 1:,} other places" if len(split) > 1 else ""
     return [f"vLLM joins {first} with {joined} and opens them in one form only{places}; transformers opens this model"]
+
+
+def exceptions_for_vllm(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return a note where the format gptq has exceptions: transformers opens it with optimum, which takes no layer of a block for one."""
+    forms = {form for name, form in formats.items() if form.method == GPTQ and name != HEAD}
+    left = [name for name, reason in selection.skipped.items() if reason not in (OUTSIDE, ROUTER)]
+    if not forms or (len(forms) == 1 and not left):
+        return []
+    which = f"{left[0]} is left out" if left else "layers have several forms"
+    return [f"{which}, which vLLM and gptqmodel read in the format gptq and transformers does not: it opens format: compressed-tensors"]
 
 
 def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:

@@ -13,6 +13,8 @@ from optkit.model.shape import ModelShape
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt"})
 """Architectures whose projections are transformers' Conv1D, stored [in, out]."""
+OUTSIDE, ROUTER = "outside the decoder blocks", "router"
+"""Why a layer is not quantized whatever the patterns say."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
     beyond = tuple(outside)
     refuse_unmatched(f"{stage}.include", include, layers, beyond)
     refuse_unmatched(f"{stage}.exclude", [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in beyond)], layers)
-    skipped = dict.fromkeys(beyond, "outside the decoder blocks")
+    skipped = dict.fromkeys(beyond, OUTSIDE)
     chosen = {}
     for name, layer in layers.items():
         if not any(fnmatchcase(name, pattern) for pattern in include):
@@ -103,7 +105,7 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
         elif any(fnmatchcase(name, pattern) for pattern in exclude):
             skipped[name] = "excluded"
         elif is_router(name):
-            skipped[name] = "router"
+            skipped[name] = ROUTER
         else:
             chosen[name] = layer
     _refuse_nothing(chosen, len(layers), stage)

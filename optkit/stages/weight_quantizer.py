@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from optkit.errors import StageError
-from optkit.stages.fitting import experts_for_gpus, joined_differently, refuse_unfit
+from optkit.stages.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
 from optkit.stages.layer_format import HEAD, LayerFormat
 from optkit.stages.layer_quantizer import Job, LayerQuantizer
 from optkit.stages.overrides import KEEP, Override, Overrides, override_of
@@ -93,7 +93,7 @@ class WeightQuantizer(LayerQuantizer):
         refuse_unfit(selection, formats, self._kind)
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-        return [*joined_differently(selection, formats), *experts_for_gpus(formats)]
+        return [*joined_differently(selection, formats), *exceptions_for_vllm(selection, formats), *experts_for_gpus(formats)]
 
     def _override(self, name: str) -> Override | Literal["keep"] | None:
         return override_of(name, self.overrides, self._kind)
