@@ -104,7 +104,7 @@ def test_awq_and_a_head_in_8_bits(tiny_model: TinyModel, tmp_path: Path) -> None
     run(Awq(format="awq", group_size=32, symmetric=False, calibration=SMALL), tiny_model("llama"), tmp_path / "awq")
     source = Checkpoint(tmp_path / "awq")
     assert (source.quantization or {})["quant_method"] == "awq"
-    stage = Onnx()
+    stage = Onnx(embedding="keep")
     report = run(stage, tmp_path / "awq", tmp_path / "onnx")
     found = weights_of_graph(tmp_path / "onnx")
     head = found.pop("lm_head")
@@ -116,7 +116,7 @@ def test_awq_and_a_head_in_8_bits(tiny_model: TinyModel, tmp_path: Path) -> None
     assert report.notes[0].startswith(
         "lm_head is rounded to 8 bits for the export; ONNX Runtime rounds the inputs of quantized layers to 8 "
     )
-    assert (report.details["lm_head"], report.details["activations"]) == ("8 bits", "int8")
+    assert (report.details["lm_head"], report.details["embedding"], report.details["activations"]) == ("8 bits", "as in the source", "int8")
     assert stage.predict(source.shape, "cpu")[0].disk_bytes == (tmp_path / "onnx" / "model.onnx.data").stat().st_size
 
 
@@ -142,8 +142,9 @@ def test_layers_of_many_forms_and_a_quantized_head(tiny_model: TinyModel, tmp_pa
 
 def test_the_embedding_reads_the_codes_of_the_head(tiny_model: TinyModel, tmp_path: Path) -> None:
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=False)
-    stage = Onnx(embedding="shared", lm_head=8)
+    stage = Onnx()
     report = run(stage, tmp_path / "packed", tmp_path / "onnx")
+    assert report.notes[0].startswith("lm_head and the embedding that is tied to it are rounded to 8 bits for the export; ")
     kinds = report.details["nodes"]
     assert (kinds["GatherBlockQuantized"], kinds.get("MatMul", 0)) == (1, 0)
     assert "model.embed_tokens.weight" not in ModelFile(tmp_path / "onnx").initializers
@@ -283,16 +284,17 @@ def test_what_is_left_out_follows_the_target(tiny_model: TinyModel, tmp_path: Pa
     run(Rtn(group_size=32), tiny_model("llama"), tmp_path / "rtn")
     shape = Checkpoint(tmp_path / "rtn").shape
 
-    def order(**fields: Any) -> tuple[str, int | None, bool]:
+    def order(**fields: Any) -> tuple[str, int | None, bool, bool]:
         found = Onnx(**fields)._order(shape, Path(), Path(), Context())
-        return found.dtype, found.head_bits, found.float_activations
+        return found.dtype, found.head_bits, found.shared_embedding, found.float_activations
 
-    assert order() == ("float32", 8, False)
-    assert order(activations="float") == ("float32", None, True)
-    assert order(activations="float", lm_head=4) == ("float32", 4, True)
-    assert order(lm_head="keep") == ("float32", None, False)
-    assert order(target="cuda") == ("float16", 8, True)
-    assert order(target="cuda", activations="int8", dtype="bfloat16") == ("bfloat16", 8, False)
+    assert order() == ("float32", 8, True, False)
+    assert order(embedding="keep") == ("float32", 8, False, False)
+    assert order(activations="float") == ("float32", None, False, True)
+    assert order(activations="float", lm_head=4) == ("float32", 4, False, True)
+    assert order(lm_head="keep") == ("float32", None, False, False)
+    assert order(target="cuda") == ("float16", 8, False, True)
+    assert order(target="cuda", activations="int8", dtype="bfloat16") == ("bfloat16", 8, False, False)
     narrow = ModelShape({**shape.config, "hidden_size": 72}, shape.tensors)
     assert Onnx()._order(narrow, Path(), Path(), Context()).head_bits is None
     said = "^onnx.lm_head: lm_head cannot be rounded: its groups of 8 inputs are no multiple of 16. Set lm_head: keep.$"

@@ -57,8 +57,9 @@ class Onnx(Transform):
     lm_head: Literal["keep", 4, 8] | None = None
     """Of a quantized model whose lm_head is float: the bits that it is rounded to, or `keep`. Left out: 8, but keep for cpu with
     `activations: float`."""
-    embedding: Literal["keep", "shared"] = "keep"
-    """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it float, a matrix of its own."""
+    embedding: Literal["keep", "shared"] | None = None
+    """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it float, a matrix of its own. Left out:
+    shared for cpu, where they are tied and lm_head has 8 bits."""
     activations: Literal["int8", "float"] | None = None
     """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at
     all. Left out: int8 for cpu, float for the others. For cpu float has a fast kernel at 4 bits, and none at 8."""
@@ -113,6 +114,7 @@ class Onnx(Transform):
             "target": order.provider,
             "dtype": order.dtype,
             "lm_head": f"{order.head_bits} bits" if order.head_bits else "as in the source",
+            "embedding": "the codes of lm_head" if order.shared_embedding else "as in the source",
             "activations": "float" if order.float_activations else "int8",
             "opset": next(entry.version for entry in graph.proto.opset_import if entry.domain in ("", "ai.onnx")),
             "ir_version": graph.proto.ir_version,
@@ -138,13 +140,15 @@ class Onnx(Transform):
         refuse_scheme(shape)
         quantized = bool(shape.config.get("quantization_config"))
         self._refuse_idle_fields(shape, quantized)
+        head_bits = self._head_bits(shape) if quantized else None
+        tied = bool(shape.config.get("tie_word_embeddings"))
         return Order(
             source=source,
             target=target,
             provider=self.target,
             dtype=self.dtype or DTYPES[self.target][0],
-            head_bits=self._head_bits(shape) if quantized else None,
-            shared_embedding=self.embedding == "shared",
+            head_bits=head_bits,
+            shared_embedding=(self.embedding or ("shared" if tied and head_bits == 8 and self.target == "cpu" else "keep")) == "shared",
             float_activations=self._float_activations or not quantized,
             trust_remote_code=context.trust_remote_code,
             device=context.device if self.target == "cuda" and context.device.startswith("cuda") else "cpu",
@@ -162,7 +166,7 @@ class Onnx(Transform):
         raise StageError(f"lm_head cannot be rounded: {reason}", where="onnx.lm_head", remedy="Set lm_head: keep")
 
     def _refuse_idle_fields(self, shape: ModelShape, quantized: bool) -> None:
-        given = {"lm_head": self.lm_head, "embedding": self.embedding == "shared", "activations": self.activations}
+        given = {"lm_head": self.lm_head, "embedding": self.embedding, "activations": self.activations}
         if not quantized and (idle := next((name for name, value in given.items() if value), None)):
             raise StageError(
                 f"{idle} means nothing here: the model has float weights",
@@ -213,7 +217,8 @@ def _text(order: Order) -> tuple[str, list[int]]:
 
 
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
-    rounded = [f"lm_head is rounded to {order.head_bits} bits for the export"] if order.head_bits else []
+    both = " and the embedding that is tied to it are" if order.shared_embedding else " is"
+    rounded = [f"lm_head{both} rounded to {order.head_bits} bits for the export"] if order.head_bits else []
     rounded += [] if order.float_activations else ["ONNX Runtime rounds the inputs of quantized layers to 8 bits while it computes"]
     cost = f"; it costs {details['divergence']:.2g} nats a token" if "divergence" in details else ""
     told = [f"{'; '.join(rounded)}{cost}"] if rounded else []
