@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""What torch's RuntimeErrors say of an allocation on the CPU that failed."""
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+"""What torch's RuntimeErrors say of an allocation on the CPU, or of a memory map, that failed."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
