@@ -19,6 +19,7 @@ from optkit.onnx.builder import Order
 from optkit.onnx.genai_tokenizer import agree_on_tokens, genai_tokens
 from optkit.onnx.model_file import ModelFile
 from optkit.onnx.parity import _cases, check_parity
+from optkit.onnx.prediction import is_tied
 from optkit.progress import SilentTask
 from optkit.recipe import load_recipe
 from optkit.stage import Context, Report
@@ -235,3 +236,10 @@ def test_what_the_exporter_cannot_do_is_told(tiny_model: TinyModel, tmp_path: Pa
     (tmp_path / "onnx").mkdir()
     with pytest.raises(StageError, match="^onnx: exporter genai: ValueError: rope_scaling.factor must be positive"):
         Onnx().run(odd, tmp_path / "onnx", Context())
+
+
+def test_an_lm_head_is_tied_where_there_is_no_other(tiny_model: TinyModel) -> None:
+    tied, apart = (Checkpoint(tiny_model(kind)).shape for kind in ("llama", "qwen2"))
+    for shape, expected in ((tied, True), (apart, False)):
+        silent = {name: value for name, value in shape.config.items() if name != "tie_word_embeddings"}
+        assert is_tied(shape) == is_tied(replace(shape, config=silent)) == expected

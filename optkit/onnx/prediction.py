@@ -20,7 +20,7 @@ def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
     """Return config and tensors of the graph: codes and zero points with the bytes that they have, all floats in the graph's dtype."""
     dtype = STORED[order.dtype]
     tensors: dict[str, TensorInfo] = {}
-    tied = bool(shape.config.get("tie_word_embeddings"))
+    tied = is_tied(shape)
     embedding = next((name for name in shape.tensors if name.endswith(EMBEDDING)), "")
     for name, info in shape.tensors.items():
         leaf = name.rpartition(".")[2]
@@ -31,6 +31,12 @@ def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
     if order.head_bits:
         tensors |= _rounded(shape.tensors[HEAD if HEAD in shape.tensors else embedding], order.head_bits, dtype)
     return ModelShape(config=exported_config(shape.config, order.dtype), tensors=tensors | _rotary(shape, dtype))
+
+
+def is_tied(shape: ModelShape) -> bool:
+    """Whether lm_head is the embedding; where config.json does not say, whether there is no other lm_head."""
+    said = shape.config.get("tie_word_embeddings")
+    return bool(said) if said is not None else not any(name.startswith("lm_head.") for name in shape.tensors)
 
 
 def exported_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

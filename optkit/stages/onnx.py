@@ -17,7 +17,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
-from optkit.onnx.prediction import exported_config, exported_shape, float_bytes
+from optkit.onnx.prediction import exported_config, exported_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_format import HEAD
 
@@ -141,14 +141,14 @@ class Onnx(Transform):
         quantized = bool(shape.config.get("quantization_config"))
         self._refuse_idle_fields(shape, quantized)
         head_bits = self._head_bits(shape) if quantized else None
-        tied = bool(shape.config.get("tie_word_embeddings"))
+        share = self.embedding is None and head_bits == 8 and self.target == "cpu" and is_tied(shape)
         return Order(
             source=source,
             target=target,
             provider=self.target,
             dtype=self.dtype or DTYPES[self.target][0],
             head_bits=head_bits,
-            shared_embedding=(self.embedding or ("shared" if tied and head_bits == 8 and self.target == "cpu" else "keep")) == "shared",
+            shared_embedding=share or self.embedding == "shared",
             float_activations=self._float_activations or not quantized,
             trust_remote_code=context.trust_remote_code,
             device=context.device if self.target == "cuda" and context.device.startswith("cuda") else "cpu",
@@ -175,7 +175,7 @@ class Onnx(Transform):
             )
         if self.lm_head and _head_is_coded(shape):
             raise StageError("lm_head is quantized already", where="onnx.lm_head", remedy="Leave it out: its codes are kept")
-        tied = shape.config.get("tie_word_embeddings")
+        tied = is_tied(shape)
         if self.embedding == "shared" and (_head_is_coded(shape) or not tied):
             raise StageError(
                 "the embedding and lm_head are two matrices",
