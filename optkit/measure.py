@@ -25,10 +25,13 @@ class Session(Protocol):
     """Width of the logits."""
     positions: int
     """Longest sequence that the model was built for, in tokens."""
-    notes: tuple[str, ...]
-    """What is in force and what fell back, one sentence each, e.g. `int4: 210 of 210 layers use torch's CPU kernel`."""
     hidden_memory: str
     """Why torch does not know how much of the device's memory the session takes; empty where it does."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210 layers use torch's CPU kernel`."""
+        ...
 
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""

@@ -116,7 +116,7 @@ class TimedRun:
     """What the turns of one model said so far."""
 
     eval: Eval
-    session_notes: Sequence[str]
+    session_notes: dict[str, None] = field(default_factory=dict)
     turns: list[Sequence[Metric]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -151,8 +151,9 @@ class Bench:
             with self.opened(subject) as session:
                 for each in timed:
                     key = each.key if subject is artifact else each.baseline_key or each.key
-                    run = runs.setdefault(key, TimedRun(each.eval, session.notes))
+                    run = runs.setdefault(key, TimedRun(each.eval))
                     run.turns.append(each.eval.run(session, replace(self.context, turn=turn, notes=run.notes)))
+                    run.session_notes.update(dict.fromkeys(session.notes))
         for key, run in runs.items():
             metrics = run.eval.pool(run.turns, replace(self.context, notes=run.notes))
             self.keep(key, metrics, [*run.session_notes, *run.notes])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo
 from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -15,6 +16,7 @@ from optkit.errors import MissingPackageError, StageError
 from optkit.session import open_session
 from optkit.stages import attention
 from optkit.stages.attention import Attention
+from optkit.stages.compile import RECOMPILE_LIMIT
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
@@ -79,6 +81,22 @@ def test_which_models_have_sliding_windows(config: PreTrainedConfig, refused: bo
     else:
         assert setting.on_load(model, "cpu") is model
     assert setting.on_load(model, "cuda") is model
+
+
+def test_shapes_that_torch_no_longer_compiles_are_told(tiny_model: Callable[[str], Path]) -> None:
+    sessions = [open_session(tiny_model("llama"), [Attention(implementation=kind)]) for kind in ("flex_attention", "sdpa")]
+    assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
+    assert [session.notes for session in sessions] == [(), ()]
+    double = torch.compile(lambda tensor: tensor * 2, dynamic=False, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (3, 4, 5):
+            double(torch.ones(length))
+    assert [session.notes for session in sessions] == [
+        ("torch compiled a function for 64 shapes and ran it uncompiled for others: ask for fewer batches and lengths",),
+        (),
+    ]
+    sessions[0].close()
+    assert open_session(tiny_model("llama"), [Attention(implementation="flex_attention")]).notes == ()
 
 
 def test_unknown_implementations_and_fields_are_refused() -> None:

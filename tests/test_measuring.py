@@ -129,6 +129,20 @@ def test_the_baselines_repeats_lie_on_both_sides_of_the_artifacts(measured, monk
     assert found.baseline_notes == ("said by the session", "noise in turn 1", "noise in turn 3")
 
 
+@pytest.mark.parametrize("kind", ["plain", "timed"])
+def test_what_falls_back_while_it_is_measured_is_told(measured, monkeypatch, kind):
+    eval_class = {"plain": Plain, "timed": Timed}[kind]
+    run = eval_class.run
+
+    def fall_back(self, session, context):
+        session.notes = ("fell back",)
+        return run(self, session, context)
+
+    monkeypatch.setattr(eval_class, "run", fall_back)
+    found = measured(kind)
+    assert found.notes == found.baseline_notes == ("fell back",)
+
+
 def test_timings_are_kept_together_or_not_at_all(measured, monkeypatch):
     def fail_at_the_end(self, session, context):
         if context.turn == Turn(1, 2):

@@ -18,12 +18,14 @@ from optkit.errors import EvalError, OptkitError
 from optkit.model.memory import return_freed_memory
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.session.tokenizer import encode, open_tokenizer
+from optkit.stages.compile import RECOMPILE_LIMIT, times_given_up
 
 LOGITS_BYTES = 64 << 20
 """Most bytes of logits that are computed at once where they have to be cast to float32."""
 CACHE_STEP = 128
 """A static cache is as long as the next multiple of this, so that requests of like lengths share one compiled step."""
 NO_POSITIONS = 1 << 31
+UNCOMPILED = f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: ask for fewer batches and lengths"
 
 
 class TorchSession:
@@ -38,7 +40,7 @@ class TorchSession:
         trust_remote_code: bool,
         new_cache: Callable[[], Cache] | None = None,
     ) -> None:
-        self.directory, self.device, self.notes = directory, device, notes
+        self.directory, self.device = directory, device
         self.hidden_memory = ""
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
@@ -47,8 +49,16 @@ class TorchSession:
         self._new_cache = new_cache
         self._trust_remote_code = trust_remote_code
         self._compiled = getattr(model, "_compiled_call_impl", None) is not None
+        self._compiles = self._compiled or getattr(model.config, "_attn_implementation", "") == "flex_attention"
+        self._notes, self._given_up_before = notes, times_given_up()
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._idle: tuple[tuple[int, int], StaticCache] | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is in force and what fell back so far, one sentence each."""
+        gave_up = self._compiles and times_given_up() > self._given_up_before
+        return (*self._notes, UNCOMPILED) if gave_up else self._notes
 
     @property
     def model(self) -> PreTrainedModel:
@@ -106,7 +116,7 @@ class TorchSession:
         """Give the memory back; the session cannot be used afterwards."""
         self._opened = self._idle = None
         self.__dict__.pop("_one_token_cache", None)
-        if self._compiled:
+        if self._compiles:
             torch.compiler.reset()
         if self.device != "cpu":
             torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from optkit.errors import MissingPackageError, StageError
 from optkit.stage import Setting
-from optkit.stages.compile import silence_advice
+from optkit.stages.compile import allow_many_shapes, silence_advice
 
 
 class Attention(Setting):
@@ -58,6 +58,7 @@ class Attention(Setting):
                     remedy="Use sdpa or eager, or a GPU",
                 )
             silence_advice()
+            allow_many_shapes()
         return model
 
     def describe(self, device: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -15,7 +16,9 @@ from optkit.errors import MissingPackageError, StageError
 from optkit.stage import Setting
 
 RECOMPILE_LIMIT = 64
-"""Shapes of requests (batch, length of the cache) that are compiled before torch would quietly stop compiling."""
+"""Shapes of requests (batch, length of the cache) that are compiled before torch stops compiling."""
+GIVEN_UP = "Dynamo recompile limit exceeded"
+"""How torch's counter of what it does not compile names too many shapes."""
 
 
 class Compile(Setting):
@@ -53,9 +56,7 @@ class Compile(Setting):
             _require_triton()
         _require_compiler(_kind(device))
         silence_advice()
-        import torch._dynamo
-
-        torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+        allow_many_shapes()
         model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False)
         return model
 
@@ -73,6 +74,22 @@ class Compile(Setting):
 def silence_advice() -> None:
     """Keep torch's compiler from telling the user of optkit to allow TensorFloat32, which would change what is measured."""
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning, r"torch\._inductor\.compile_fx")
+
+
+def allow_many_shapes() -> None:
+    """Let torch compile a function for `RECOMPILE_LIMIT` shapes; its own limit is 8."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+
+
+def times_given_up() -> int:
+    """Return how often in this process torch ran a function as it is because it had been compiled for too many shapes."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return sum(count for reason, count in counters["unimplemented"].items() if reason.startswith(GIVEN_UP))
 
 
 def _kind(device: str) -> str:
