@@ -51,7 +51,7 @@ class Onnx(Transform):
     """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention), norms and rotary embeddings."""
     target: Literal["cpu", "cuda", "dml", "webgpu"] = "cpu"
     """Execution provider that the graph is made for."""
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """What the graph computes in, and holds what is not quantized in. Left out: float32 for cpu, float16 for the others. cpu has float32
     and float16, cuda float16 and bfloat16, dml float16, webgpu float16 and float32."""
     lm_head: Literal["keep", 4, 8] | None = None
