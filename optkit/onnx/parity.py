@@ -105,24 +105,24 @@ def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Seque
     runner = OnnxRunner(directory, order.device)
     apart: dict[str, float] = {}
     largest = 0.0
-    for name, found, theirs in _computed(runner, cases, wanted):
+    for name, tokens, found, theirs in _computed(runner, cases, wanted):
         difference = float((found - theirs).abs().max())
         apart[name] = difference / max(float(theirs.abs().max()), 1.0)
         largest = max(largest, difference)
         if not apart[name] <= LIMITS[order.dtype]:
             runner.close()
-            raise _differs(order, directory, cases, name, (found, theirs))
+            raise _differs(order, directory, name, tokens, (found, theirs))
     runner.close()
     return {"logits_apart": apart, "logits_limit": LIMITS[order.dtype], "largest_difference": largest}
 
 
-def _computed(runner: OnnxRunner, cases: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, logits of the graph and those of the source of each case, and of the last one read through the KV cache."""
+def _computed(runner: OnnxRunner, cases: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yield name, tokens, logits of the graph and those of the source of each case, and of the last one read through the KV cache."""
     for case, theirs in zip(cases, wanted, strict=True):
-        yield f"{len(case)} x {case.shape[1]}", _logits(runner, case), theirs
+        yield f"{len(case)} x {case.shape[1]}", case, _logits(runner, case), theirs
     long = cases[-1]
     if long.shape[1] > STEPS:
-        yield f"{STEPS} steps", _step_by_step(runner, long), wanted[-1][:, -STEPS - 1 :]
+        yield f"{STEPS} steps", long, _step_by_step(runner, long), wanted[-1][:, -STEPS - 1 :]
 
 
 def _logits(runner: OnnxRunner, tokens: Tensor) -> Tensor:
@@ -157,23 +157,23 @@ def _divergence(order: Order, cases: Sequence[Tensor], plain: Sequence[Tensor]) 
     return found
 
 
-def _differs(order: Order, directory: Path, cases: Sequence[Tensor], name: str, logits: tuple[Tensor, Tensor]) -> StageError:
+def _differs(order: Order, directory: Path, name: str, tokens: Tensor, logits: tuple[Tensor, Tensor]) -> StageError:
     ours, theirs = logits
+    what = f"logits of {name}" if name.endswith("steps") else f"logits of {name} tokens"
     if not bool(ours.isfinite().all()):
         why = f"Numbers of the model do not fit {order.dtype}" if order.dtype == "float16" else ""
-        return StageError(f"the graph gives NaN or Inf as logits of {name} tokens", where="onnx", why=why, remedy="Set dtype: float32")
+        return StageError(f"the graph gives NaN or Inf as {what}", where="onnx", why=why, remedy="Set dtype: float32")
     largest, limit = float(theirs.abs().max()), LIMITS[order.dtype]
     return StageError(
-        f"the graph does not say what its source says: logits of {name} tokens differ by {float((ours - theirs).abs().max()):.3g}",
+        f"the graph does not say what its source says: {what} differ by {float((ours - theirs).abs().max()):.3g}",
         where="onnx",
-        why=f"The largest is {largest:.3g} and the limit {limit:g} of that; {_place(order, directory, cases)}",
+        why=f"The largest is {largest:.3g} and the limit {limit:g} of that; {_place(order, directory, tokens)}",
         remedy="The exporter does not know this model well enough, and nothing was kept",
     )
 
 
-def _place(order: Order, directory: Path, cases: Sequence[Tensor]) -> str:
+def _place(order: Order, directory: Path, tokens: Tensor) -> str:
     """Return the first place where the hidden states of graph and source differ, as a phrase."""
-    tokens = next(case for case in cases if len(case) > 1)
     reference = Reference(order.source, order.trust_remote_code)
     _round_head_(reference, order)
     wanted = reference.states(tokens)
