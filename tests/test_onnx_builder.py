@@ -150,3 +150,13 @@ def test_the_builder_knows_what_we_say_it_knows() -> None:
     genai = pytest.importorskip("onnxruntime_genai")
     text = (Path(genai.__file__).parent / "models" / "builder.py").read_text()
     assert [name for name in ARCHITECTURES if f'"{name}"' not in text] == []
+
+
+def test_another_version_of_the_builder_is_told() -> None:
+    pytest.importorskip("onnx_ir")
+    from optkit.onnx.adapted_builder import REPLACED, _methods
+
+    partial = type("Model", (), dict.fromkeys(REPLACED[2:]))
+    said = "^onnx: exporter genai: the builder of the installed ONNX Runtime GenAI has no has_lm_head, load_weights. optkit changes .* 0.14. "
+    with pytest.raises(StageError, match=said):
+        _methods(partial)

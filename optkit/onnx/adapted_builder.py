@@ -19,18 +19,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.errors import StageError
 from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
 from optkit.onnx.handover import handed_over
 from optkit.onnx.older_names import older_names_
 
+REPLACED = (
+    "has_lm_head",
+    "load_weights",
+    "make_attention",
+    "make_matmul_float",
+    "make_matmul_int4",
+    "make_matmul_op",
+    "make_packed_matmul",
+    "make_packed_matmul_float",
+    "make_packed_matmul_int4",
+    "make_rotary_embedding_caches_from_scratch",
+    "save_model",
+    "save_processing",
+)
+"""Methods of its `Model` that are replaced, or that their replacements call."""
 SAME_AT_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
 """Types of rotary embedding whose angles do not depend on how long the sequence is."""
 
 
 def adapt_(builder: ModuleType, order: dict[str, Any]) -> None:
-    """Change the classes of the module `onnxruntime_genai.models.builder` so that `create_model` exports what is ordered."""
+    """Change the classes of the module `onnxruntime_genai.models.builder` so that `create_model` exports what is ordered.
+
+    Raises StageError where that module is not the one that this was written for.
+    """
     model = sys.modules["builders.base"].Model
-    own = {name: getattr(model, name) for name in ("save_model", "make_attention", "make_rotary_embedding_caches_from_scratch")}
+    own = _methods(model)
 
     def load_weights(_self: Any, _path: str) -> Any:
         return handed_over(Path(order["source"]), order["head_bits"], order["trust_remote_code"])
@@ -60,6 +79,18 @@ def adapt_(builder: ModuleType, order: dict[str, Any]) -> None:
     for name in ("make_matmul", "make_packed_matmul"):
         setattr(model, "make_matmul_op" if name == "make_matmul" else name, _by_layer(name))
     builder.AutoConfig = _Configs(builder.AutoConfig)  # type: ignore[attr-defined]
+
+
+def _methods(model: type) -> dict[str, Any]:
+    """Return the methods that are replaced."""
+    if unknown := [name for name in REPLACED if not hasattr(model, name)]:
+        raise StageError(
+            f"the builder of the installed ONNX Runtime GenAI has no {', '.join(unknown)}",
+            where="onnx: exporter genai",
+            why="optkit changes how it works there, and knows version 0.14",
+            remedy="Run: pip install 'onnxruntime-genai<0.15'",
+        )
+    return {name: getattr(model, name) for name in REPLACED}
 
 
 class _Configs:
