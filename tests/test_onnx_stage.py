@@ -108,7 +108,7 @@ def test_the_size_is_predicted(exported: Exported, tiny_model: TinyModel, kind: 
 
 def test_one_export_is_of_one_exporter() -> None:
     genai = pytest.importorskip("onnxruntime_genai")
-    assert Onnx().made_with() == {"packages": [f"onnxruntime-genai=={genai.__version__}"]}
+    assert Onnx(exporter="genai").made_with() == {"packages": [f"onnxruntime-genai=={genai.__version__}"]}
 
 
 def order_of(exported: tuple[Path, Report], source: Path, copy: Path) -> Order:
@@ -228,7 +228,7 @@ def test_fields_of_quantized_models_alone(tiny_model: TinyModel, fields: dict[st
 
 def test_an_architecture_that_is_not_known(tiny_model: TinyModel) -> None:
     with pytest.raises(StageError, match=r"^onnx: the exporter genai does not know GPT2LMHeadModel. It knows "):
-        Onnx().predict(Checkpoint(tiny_model("gpt2")).shape, "cpu")
+        Onnx(exporter="genai").predict(Checkpoint(tiny_model("gpt2")).shape, "cpu")
 
 
 def test_what_the_exporter_cannot_do_is_told(tiny_model: TinyModel, tmp_path: Path) -> None:

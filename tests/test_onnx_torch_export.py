@@ -14,40 +14,23 @@ from numpy.typing import NDArray
 
 from optkit.errors import SourceError, StageError
 from optkit.onnx import torch_export
-from optkit.onnx.torch_export import encoder_head, export_encoder
+from optkit.onnx.encoder_heads import encoder_head
+from optkit.onnx.torch_export import export_encoder
 from optkit.stage import Context
 from optkit.stages.onnx_quantize import OnnxQuantize
-from tests.conftest import save_tokenizer
+from tests.encoders import ENCODERS, save_encoder
 from tests.exported import loaded, outputs
 
-SIZES = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "BertModel": {"model_type": "bert", **SIZES, "max_position_embeddings": 64},
-    "BertForSequenceClassification": {"model_type": "bert", **SIZES, "max_position_embeddings": 64, "num_labels": 3},
-    "DistilBertModel": {"model_type": "distilbert", "vocab_size": 512, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
-    | {"max_position_embeddings": 64},
-}
 Encoder = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    import transformers
-
     root = tmp_path_factory.mktemp("encoders")
 
     def make(architecture: str) -> Path:
         directory = root / architecture
-        if not directory.exists():
-            config = transformers.AutoConfig.for_model(**CONFIGS[architecture])
-            with torch.random.fork_rng():
-                torch.manual_seed(3)
-                model = getattr(transformers, architecture)(config).eval()
-                for parameter in model.parameters():
-                    parameter.data.normal_(0, 0.3)
-            model.save_pretrained(directory)
-            save_tokenizer(directory)
-        return directory
+        return directory if directory.exists() else save_encoder(architecture, directory)
 
     return make
 
@@ -83,7 +66,7 @@ def bert(encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["BertModel", *(pytest.param(each, marks=pytest.mark.slow) for each in CONFIGS if each != "BertModel")]
+    "architecture", ["BertModel", *(pytest.param(each, marks=pytest.mark.slow) for each in ENCODERS if each != "BertModel")]
 )
 def test_says_what_the_model_says(encoder: Encoder, target: Path, architecture: str) -> None:
     source = encoder(architecture)

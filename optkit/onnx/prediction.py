@@ -33,6 +33,12 @@ def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
     return ModelShape(config=exported_config(shape.config, order.dtype), tensors=tensors | _rotary(shape, dtype))
 
 
+def float32_shape(shape: ModelShape) -> ModelShape:
+    """Return config and tensors of a graph in float32 with the weights of its source and no others."""
+    kept = {name: TensorInfo("F32", info.shape) for name, info in shape.tensors.items() if not (name == HEAD and is_tied(shape))}
+    return ModelShape(config=exported_config(shape.config, "float32"), tensors=kept)
+
+
 def is_tied(shape: ModelShape) -> bool:
     """Whether lm_head is the embedding; where config.json does not say, whether there is no other lm_head."""
     said = shape.config.get("tie_word_embeddings")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,12 +20,13 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL
 from optkit.model.writer import copy_companions, write_config
+from optkit.onnx.encoder_heads import WHERE, Head, encoder_head
 from optkit.onnx.model_file import ModelFile, ModelWriter, all_graphs
 from optkit.onnx.opening import open_model, runtime_errors
+from optkit.onnx.prediction import exported_config
 from optkit.onnx.quiet import quiet_tools
 from optkit.source.quiet import quiet_transformers
 
-WHERE = "onnx"
 OPSET = 21
 TRACED = (2, 9)
 """Batch and length of the tokens that the graph is traced with."""
@@ -36,24 +35,6 @@ SHAPES = ((1, 1), (1, 7), (3, 33), (2, 128))
 LIMIT = 1e-4
 """How far an output may be from the source's, as a share of its largest value."""
 PREFIX = "model"
-
-
-@dataclass(frozen=True)
-class Head:
-    """What an architecture is loaded as, and what it gives."""
-
-    loader: str
-    outputs: tuple[str, ...]
-
-
-HEADS = {
-    "ForSequenceClassification": Head("AutoModelForSequenceClassification", ("logits",)),
-    "ForTokenClassification": Head("AutoModelForTokenClassification", ("logits",)),
-    "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", ("start_logits", "end_logits")),
-    "ForMaskedLM": Head("AutoModelForMaskedLM", ("logits",)),
-    "Model": Head("AutoModel", ("last_hidden_state",)),
-}
-"""By the end of the name of the architecture; a bare encoder gives the features of each token, which pooling makes embeddings of."""
 
 
 class Named(nn.Module):
@@ -88,7 +69,7 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
         _name_by_modules_(graph)
         ModelWriter(graph, target).finish()
     copy_companions(source, target)
-    write_config(target, dict(checkpoint.config))
+    write_config(target, exported_config(checkpoint.config, "float32"))
     written = ModelFile(target)
     return {
         "architecture": type(model).__name__,
@@ -100,21 +81,6 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
         "size_bytes": written.size_bytes,
         **_compare(named, target, positions),
     }
-
-
-def encoder_head(config: Mapping[str, Any]) -> Head:
-    """Return how an encoder is loaded, from its config.json. Raises StageError for what is none, with the exporter that there is for it."""
-    architecture = str(next(iter(config.get("architectures") or [""])))
-    found = next((head for end, head in HEADS.items() if architecture.endswith(end)), None)
-    if found and not config.get("is_encoder_decoder") and not config.get("is_decoder"):
-        return found
-    decodes = architecture.endswith("ForCausalLM") or config.get("is_decoder")
-    raise StageError(
-        f"{architecture or config.get('model_type')} is no encoder that torch exports here",
-        where=WHERE,
-        why=f"It knows architectures that end with {', '.join(HEADS)}",
-        remedy="Take exporter: genai, which is for causal language models" if decodes else "Export another model",
-    )
 
 
 def _load(source: Path, head: Head, trust_remote_code: bool) -> nn.Module:

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -16,8 +17,11 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.model.writer import copy_companions, write_config
+from optkit.onnx.builds import GENAI_BUILDS, installed
+from optkit.onnx.encoder_heads import architecture_of, encoder_head
+from optkit.onnx.exporters import exporter_for
 from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
-from optkit.onnx.prediction import exported_config, exported_shape, float_bytes, is_tied
+from optkit.onnx.prediction import exported_config, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_format import HEAD
 
@@ -33,7 +37,7 @@ STALE = ("quantize_config.json",)
 
 
 class Onnx(Transform):
-    """Export a causal language model to ONNX with fused attention and a KV cache, proven to give the logits of its source.
+    """Export a model to ONNX, proven to say what its source says: decoders with fused attention and a KV cache, and encoders.
 
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
     """
@@ -47,8 +51,10 @@ class Onnx(Transform):
         "onnxscript>=0.5",
     )
 
-    exporter: Literal["genai"] = "genai"
-    """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention), norms and rotary embeddings."""
+    exporter: Literal["genai", "torch"] | None = None
+    """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention), norms and rotary embeddings; for the
+    decoders that it knows. `torch`: torch.onnx.export, for encoders (BERT and its kin). Left out: genai for decoders that it knows, else
+    torch."""
     target: Literal["cpu", "cuda", "dml", "webgpu"] = "cpu"
     """Execution provider that the graph is made for."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
@@ -66,11 +72,24 @@ class Onnx(Transform):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        if self.exporter == "torch" and (idle := self._idle_with_torch):
+            raise ValueError(f"{idle[0]}: {idle[1]}")
         if self.dtype and self.dtype not in DTYPES[self.target]:
             raise ValueError(f"{self.dtype}: a graph for {self.target} computes in {' or '.join(DTYPES[self.target])}")
         if self.embedding == "shared" and self._lm_head == "keep":
             raise ValueError("embedding: shared reads the codes of lm_head: set lm_head: 8 or 4")
         return self
+
+    @property
+    def _idle_with_torch(self) -> tuple[str, str] | None:
+        """The first field that means nothing to the exporter torch, and why; None where there is none."""
+        if self.target != "cpu":
+            return "target", "a graph of the exporter torch is the same for every provider. Leave it out"
+        if self.dtype not in (None, "float32"):
+            return "dtype", f"the exporter torch writes float32. Put onnx_optimize with {self.dtype}: true behind it"
+        given = {"lm_head": self.lm_head, "embedding": self.embedding, "activations": self.activations}
+        name = next((name for name, value in given.items() if value), None)
+        return (name, "the exporter torch rounds nothing. Leave it out, and put onnx_quantize behind it") if name else None
 
     @property
     def _float_activations(self) -> bool:
@@ -81,16 +100,36 @@ class Onnx(Transform):
         return self.lm_head or ("keep" if self._float_activations and self.target == "cpu" else 8)
 
     def made_with(self) -> dict[str, Any]:
-        """Return the exporter's version: another one makes another graph."""
-        names = ("onnxruntime-genai", "onnxruntime-genai-cuda", "onnxruntime-genai-directml")
-        return {"packages": [f"onnxruntime-genai=={next(filter(None, map(package_version, names)), 'none')}"]}
+        """Return the exporter's version: another one makes another graph. Where the model decides on the exporter, those of both."""
+        genai = f"onnxruntime-genai=={next(iter(installed(GENAI_BUILDS).values()), 'none')}"
+        torch = [f"{name}=={package_version(name)}" for name in ("torch", "transformers", "onnxscript")]
+        return {"packages": {"genai": [genai], "torch": torch, None: [genai, *torch]}[self.exporter]}
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Export in a process of its own, then compare the graph with its source on a text.
+        """Export, then compare the graph with its source.
 
         Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime has no operator for, and where the graph
         does not say what the source says; ResourceError where memory or disk run out.
         """
+        config = Checkpoint(source).config
+        chosen = self.exporter or exporter_for(config)
+        report = (self._by_torch if chosen == "torch" else self._by_genai)(source, target, context)
+        because = () if self.exporter or chosen == "genai" else (f"exported by torch: the exporter genai has no {architecture_of(config)}",)
+        return replace(report, details={"exporter": chosen, **report.details}, notes=(*because, *report.notes))
+
+    def _by_torch(self, source: Path, target: Path, context: Context) -> Report:
+        from optkit.onnx.model_file import ModelFile
+        from optkit.onnx.torch_export import export_encoder
+
+        self._refuse_for_torch(Checkpoint(source).shape)
+        started = time.monotonic()
+        with context.progress.task("onnx", 1, "model"):
+            details = export_encoder(source, target, trust_remote_code=context.trust_remote_code)
+        seconds = round(time.monotonic() - started, 1)
+        return Report(changed=len(ModelFile(target).initializers), details={"dtype": "float32", **details, "export_s": seconds})
+
+    def _by_genai(self, source: Path, target: Path, context: Context) -> Report:
+        """Export in a process of its own, then compare the graph with its source on a text."""
         import torch
 
         from optkit.onnx.builder import build
@@ -128,9 +167,25 @@ class Onnx(Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size of the graph's weights, and the memory of the source in float32 or of the graph as ONNX Runtime holds it."""
+        if (self.exporter or exporter_for(shape.config)) == "torch":
+            self._refuse_for_torch(shape)
+            left = float32_shape(shape)
+            return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + 3 * left.size_bytes), left
         order = self._order(shape, Path(), Path(), Context(device=device))
         left = exported_shape(shape, order)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(float_bytes(shape), 2 * left.size_bytes)), left
+
+    def _refuse_for_torch(self, shape: ModelShape) -> None:
+        """Raise StageError for a model or a field that the exporter torch does not take."""
+        encoder_head(shape.config)
+        if idle := self._idle_with_torch:
+            raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
+        if method := (shape.config.get("quantization_config") or {}).get("quant_method"):
+            raise StageError(
+                f"the exporter torch writes float weights, and the model is quantized already ({method})",
+                where="onnx",
+                remedy="Export the float checkpoint, and put onnx_quantize behind it",
+            )
 
     def _order(self, shape: ModelShape, source: Path, target: Path, context: Context) -> Order:
         """Return what the exporter is asked for. Raises StageError for what it cannot do with this model."""

@@ -1,0 +1,32 @@
+"""Tiny random encoders (BERT and its kin)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import save_tokenizer
+
+SIZES = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "BertModel": {"model_type": "bert", **SIZES, "max_position_embeddings": 64},
+    "BertForSequenceClassification": {"model_type": "bert", **SIZES, "max_position_embeddings": 64, "num_labels": 3},
+    "DistilBertModel": {"model_type": "distilbert", "vocab_size": 512, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+    | {"max_position_embeddings": 64},
+}
+
+
+def save_encoder(architecture: str, directory: Path) -> Path:
+    """Write a seeded random float32 model of one of `ENCODERS`, as transformers saves it, with the tiny tokenizer."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**ENCODERS[architecture])
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = getattr(transformers, architecture)(config).eval()
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.3)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
