@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from optkit.frozen import Frozen
 from optkit.progress import Progress, SilentProgress
@@ -58,6 +58,17 @@ class Session(Protocol):
         ...
 
 
+@runtime_checkable
+class QueueingSession(Protocol):
+    """A session that can run ahead of its GPU."""
+
+    device: str
+
+    def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream, without waiting for the device."""
+        ...
+
+
 class Metric(Frozen):
     """One number with its unit, its uncertainty and the protocol that it was measured by."""
 
@@ -76,6 +87,8 @@ class Metric(Frozen):
     pairing: Literal["exact", "paired_log", "independent"] = "exact"
     """How a ratio to the baseline is formed: `exact` divides the values; `paired_log` takes exp of the mean difference of samples
     that lie on the same tokens; `independent` divides values whose samples are unrelated repeats."""
+    failure: str = ""
+    """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing, and gates on it fail."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +164,9 @@ class Eval(Frozen):
 
 
 def _pooled(metrics: Sequence[Metric]) -> Metric:
-    if len(metrics) == 1:
-        return metrics[0]
+    failed = next((metric for metric in metrics if metric.failure), None)
+    if failed or len(metrics) == 1:
+        return failed or metrics[0]
     if not metrics[0].samples:
         worst = min if metrics[0].higher_is_better else max
         return worst(metrics, key=lambda metric: metric.value)

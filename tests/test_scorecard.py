@@ -281,3 +281,24 @@ def test_footnotes_write_out_a_long_beginning_once():
         "greedy; 3 repeats",
         text,
     ]
+
+
+def test_what_could_not_be_measured_fails_its_gates_and_says_why():
+    lost = speed((0.0,), 8).model_copy(update={"failure": "memory ran out on cuda", "samples": (), "interval": None})
+    gates = {"decode_tokens_per_s[batch=8]": ">= 1.2x", "decode_tokens_per_s": ">= 1"}
+    scorecard = card(metrics=(speed((24.0, 25.0, 26.0)), lost), gates=gates)
+    assert scorecard.verdict is Verdict.FAIL
+    assert scorecard.rows[1].ratio is None
+    assert [gate.why for gate in scorecard.rows[1].gates] == ["memory ran out on cuda"] * 2
+    row = table_rows(scorecard)[1]
+    assert (row.artifact, row.ratio) == ("failed", "-")
+    assert row.gate == ">= 1.2x FAIL (memory ran out on cuda), >= 1 FAIL (memory ran out on cuda)"
+    assert "| failed | - |" in to_markdown(scorecard)
+    json.loads(to_json(scorecard))
+
+
+def test_a_limit_relative_to_a_baseline_that_could_not_be_measured_stays_open():
+    lost = speed((0.0,), 8).model_copy(update={"failure": "memory ran out on cuda", "samples": (), "interval": None})
+    scorecard = card(metrics=(speed((24.0, 25.0, 26.0), 8),), baseline=(lost,), gates={"decode_tokens_per_s": ">= 1.2x"})
+    assert table_rows(scorecard)[0].baseline == "failed"
+    assert table_rows(scorecard)[0].gate == ">= 1.2x INCONCLUSIVE (of the baseline, memory ran out on cuda)"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ from optkit_evals.throughput import Throughput
 from optkit.errors import EvalError, ResourceError
 from optkit.measure import EvalContext, Turn
 from optkit.progress import SilentProgress, SilentTask
+from optkit.statistics import mean_estimate
 from tests.bigram_session import BigramSession, Said
 
+WARMING = ["warming up, batch 1, prompt 4 0/0 runs", "+1", "+1", "+1"]
 REMEDY = "raise repeats, or run again with --retime on a quiet machine"
 
 
@@ -65,7 +68,7 @@ def values(metrics):
 def test_prefill_and_decode_apart(session, clock):
     metrics = Throughput(batch_sizes=(4,), prompts=(10,), new_tokens=6, repeats=3).run(session, EvalContext())
     found = values(metrics)
-    assert set(found) == set(Throughput.metrics)
+    assert set(found) == set(Throughput.metrics) - {"peak_reserved_bytes", "energy_per_token_j"}
     assert found["time_to_first_token_s"] == pytest.approx(0.5)
     assert found["prefill_tokens_per_s"] == pytest.approx(4 * 10 / 0.5)
     assert found["decode_tokens_per_s"] == pytest.approx(4 * 5 / 0.5)
@@ -75,8 +78,8 @@ def test_prefill_and_decode_apart(session, clock):
 
 
 def test_samples_are_kept_and_their_interval_is_students(session, clock):
-    clock.slow_answers = {3: 1.0, 4: 1.1, 5: 1.2}
-    metrics = Throughput(new_tokens=3, prompts=(8,), repeats=3, warmup=2).run(session, EvalContext())
+    clock.slow_answers = {4: 1.0, 5: 1.1, 6: 1.2}
+    metrics = Throughput(new_tokens=3, prompts=(8,), repeats=3, interval=0.9).run(session, EvalContext())
     first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
     assert first.samples == pytest.approx((0.5, 0.55, 0.6))
     assert first.value == pytest.approx(0.55)
@@ -91,36 +94,69 @@ def test_every_batch_with_every_prompt(session, clock):
     assert rows == [(1, 4), (1, 8), (2, 4), (2, 8)]
 
 
-def test_warm_up_goes_on_until_two_runs_agree(session, clock):
+def test_warm_up_goes_on_until_the_running_mean_stands_still(session, clock):
     clock.slow_answers = {1: 60.0, 2: 5.0, 3: 1.5}
-    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1).run(session, EvalContext())
-    assert clock.answers == 5 + 2
+    context = EvalContext()
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1).run(session, context)
+    assert clock.answers == 6 + 2  # the means are 32.5, 3.25, 1.25, 1, 1
+    assert context.notes == ["throughput, batch 1, prompt 4, 2 new tokens: 6 warm-up runs until the times stood still, 2 repeats"]
     assert values(metrics)["time_to_first_token_s"] == pytest.approx(0.5)
 
 
+def test_warm_up_ends_at_the_time_limit(session, clock):
+    clock.slow_answers = {run: float(run) for run in range(100)}
+    context = EvalContext()
+    Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1, limit_s=10, interval=0.9).run(session, context)
+    assert clock.answers == 6 + 2  # 0.6 s x (2 + 3 + 4 + 5 + 6) are 12 s beyond the first
+    assert "6 warm-up runs, and their running mean still moves by more than 3%" in context.notes[0]
+
+
+def test_repeats_go_on_until_the_interval_is_narrow(session, clock):
+    clock.slow_answers = {4: 1.0, 5: 1.1}
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=2, interval=0.05)
+    metrics = throughput.run(session, EvalContext())
+    first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
+    assert len(first.samples) == 6
+    half = [(low.interval[1] - low.interval[0]) / 2 / low.value for low in metrics if low.name == "time_to_first_token_s"]
+    assert half[0] < 0.05
+    five = mean_estimate(first.samples[:5])
+    assert (five.interval[1] - five.interval[0]) / 2 / five.value > 0.05
+
+
+def test_repeats_end_at_four_times_as_many_or_at_the_time_limit(session, clock):
+    clock.slow_answers = {run: 1.0 + run % 2 for run in range(4, 100)}
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=3).run(session, EvalContext())
+    assert len(metrics[0].samples) == 12
+    clock.answers = 0
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=3, limit_s=3.5).run(session, EvalContext())
+    assert len(metrics[0].samples) == 4  # 0.6 + 1.2 + 0.6 + 1.2 s
+
+
 def test_a_machine_that_never_settles_is_said_on_the_terminal_and_in_the_scorecard(session, clock):
-    clock.slow_answers = {run: 1.0 + run % 2 for run in range(100)}
+    clock.slow_answers = {run: 1.0 + run // 2 % 2 for run in range(12)} | {run: 1.0 + run % 2 for run in range(12, 100)}
     context = EvalContext(progress=Said())
-    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3, warmup=2)
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
     throughput.pool([throughput.run(session, context)], context)
-    assert clock.answers == 12 + 3
-    assert context.notes == context.progress.warnings
-    settling, spread = context.notes
-    assert settling.startswith("throughput, batch 1, prompt 4: 12 warm-up runs, and the last two still differ by more than 10%")
-    assert spread == f"throughput, batch 1, prompt 4: the repeats spread by 35% of their mean; {REMEDY}"
+    assert clock.answers == 12 + 12
+    settling, spread = context.progress.warnings
+    assert context.notes[0::2] == [settling, spread]
+    assert settling.startswith("throughput, batch 1, prompt 4: 12 warm-up runs, and their running mean still moves by more than 3%")
+    assert context.notes[1] == "throughput, batch 1, prompt 4, 2 new tokens: 12 warm-up runs and the times still moved, 12 repeats"
+    assert spread == f"throughput, batch 1, prompt 4: the 12 repeats spread by 35% of their mean; {REMEDY}"
 
 
 def test_a_quiet_machine_is_not_warned_about(session, clock):
     context = EvalContext(progress=Said())
     throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
     throughput.pool([throughput.run(session, context)], context)
-    assert context.notes == context.progress.warnings == []
+    assert context.progress.warnings == []
+    assert len(context.notes) == 1
 
 
 def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     throughput = Throughput(new_tokens=3, prompts=(8,), repeats=5)
     context = EvalContext(progress=Said())
-    clock.slow_answers = dict.fromkeys(range(6, 11), 1.5)  # answers 1 to 5 are the first turn's, with its two warm-up runs
+    clock.slow_answers = dict.fromkeys(range(7, 12), 1.5)  # answers 1 to 6 are the first turn's, with its three warm-up runs
     turns = [throughput.run(session, replace(context, turn=Turn(index, 2))) for index in range(2)]
     first = [next(metric for metric in turn if metric.name == "time_to_first_token_s") for turn in turns]
     assert [metric.samples for metric in first] == [pytest.approx((0.5,) * 3), pytest.approx((0.75,) * 2)]
@@ -132,27 +168,31 @@ def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     assert both.interval[1] - both.value == pytest.approx(2.7764 * 0.136931 / 5**0.5, rel=1e-4)
     peaks = [next(metric.value for metric in turn if metric.name == "peak_memory_bytes") for turn in turns]
     assert next(metric.value for metric in pooled if metric.name == "peak_memory_bytes") == max(peaks)
-    assert context.notes == [f"throughput, batch 1, prompt 8: the repeats spread by 23% of their mean; {REMEDY}"]
+    assert context.progress.warnings == [f"throughput, batch 1, prompt 8: the 5 repeats spread by 23% of their mean; {REMEDY}"]
 
 
-def test_a_turn_of_one_repeat_has_no_interval_and_both_have(session, clock):
+def test_a_turn_of_one_repeat_makes_a_second_one_because_one_has_no_interval(session, clock):
     throughput = Throughput(new_tokens=2, prompts=(4,), repeats=2)
     turns = [throughput.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)]
-    assert [len(turn[0].samples) for turn in turns] == [1, 1]
-    assert turns[0][0].interval is None
-    assert throughput.pool(turns, EvalContext())[0].interval is not None
+    assert [len(turn[0].samples) for turn in turns] == [2, 2]
+    alone = throughput.model_copy(update={"limit_s": 0.1}).run(session, EvalContext(turn=Turn(0, 2)))
+    assert alone[0].samples == pytest.approx((8.0,))
+    assert alone[0].interval is None
 
 
 def test_the_warm_up_is_seen(session, clock):
     shown = Lines()
     Throughput(new_tokens=2, prompts=(4,), repeats=2).run(session, EvalContext(progress=shown, turn=Turn(1, 2)))
-    assert shown.lines == ["throughput, turn 2 of 2 0/1 runs", "warming up, batch 1, prompt 4 0/0 runs", "+1", "+1", "+1 batch 1, prompt 4"]
+    assert shown.lines == ["throughput, turn 2 of 2 0/1 runs", *WARMING, "+1 batch 1, prompt 4", "+0 batch 1, prompt 4"]
 
 
 def test_rows_and_lengths_are_known_before_anything_runs():
     throughput = Throughput(batch_sizes=(1, 4), prompts=(8,), new_tokens=2)
     assert throughput.row_labels() == ({"batch": 1, "prompt": 8, "new_tokens": 2}, {"batch": 4, "prompt": 8, "new_tokens": 2})
     assert throughput.longest_sequence() == 10
+    several = Throughput(batch_sizes=(2,), prompts=(8, 9), new_tokens=(2, 4))
+    assert [tuple(row.values()) for row in several.row_labels()] == [(2, 8, 2), (2, 8, 4), (2, 9, 2), (2, 9, 4)]
+    assert several.longest_sequence() == 13
 
 
 def test_the_prompt_is_seeded_and_within_the_vocabulary(session):
@@ -176,18 +216,27 @@ def test_more_tokens_than_positions(session):
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        ResourceError("out of memory at new token 1 of 8 x 4 tokens on cpu", where="model", why="no room"),
     ],
 )
-def test_out_of_memory_says_where(session, clock, error):
+def test_out_of_memory_marks_a_configuration_and_goes_on(session, clock, error):
     def fail(batch: int, index: int) -> None:
         if batch == 8:
             raise error
         clock.tick(batch, index)
 
     session.on_token = fail
-    expected = r"throughput at batch 8, prompt 4, 2 new tokens: memory ran out on cpu\. Lower batch_sizes"
-    with pytest.raises(ResourceError, match=expected):
-        Throughput(batch_sizes=(1, 8), prompts=(4,), new_tokens=2, repeats=2).run(session, EvalContext())
+    context = EvalContext(progress=Said())
+    throughput = Throughput(batch_sizes=(8, 1), prompts=(4,), new_tokens=2, repeats=2)
+    found = throughput.pool([throughput.run(session, context)], context)
+    message = "throughput at batch 8, prompt 4, 2 new tokens: memory ran out on cpu. Lower batch_sizes, prompts or new_tokens."
+    assert context.progress.warnings == [message]
+    failed = [metric for metric in found if metric.labels["batch"] == 8]
+    assert len(failed) == 7
+    assert {(metric.value, metric.failure, metric.samples) for metric in failed} == {(0.0, "memory ran out on cpu", ())}
+    assert all(metric.value and not metric.failure for metric in found if metric.labels["batch"] == 1)
+    with pytest.raises(ResourceError, match=re.escape(message)):
+        Throughput(batch_sizes=(8,), prompts=(4,), new_tokens=2).run(session, EvalContext())
 
 
 def test_other_errors_pass_unchanged(session):
@@ -232,12 +281,30 @@ def test_the_protocol_states_what_was_timed(session, clock):
     found = Throughput(prompts=(4,), new_tokens=2, repeats=2, warmup=3).run(session, EvalContext(seed=5))
     (protocol,) = {metric.protocol for metric in found}
     assert "memory is the largest resident set of the process during the repeats" in protocol
-    for part in ("seed 5", "greedy", "3 warm-up runs", "mean of 2 repeats", "device synchronised", "threads, torch " + torch.__version__):
+    for part in (
+        "seed 5",
+        "greedy",
+        "3 warm-up runs",
+        "mean of 2 repeats",
+        "within 2%",
+        "wall clock",
+        "threads, torch " + torch.__version__,
+    ):
         assert part in protocol
 
 
 def test_fields_that_mean_nothing_are_refused():
-    for fields in ({"batch_sizes": ()}, {"batch_sizes": (0,)}, {"prompts": (0,)}, {"new_tokens": 1}, {"repeats": 1}, {"warmup": 0}):
+    for fields in (
+        {"batch_sizes": ()},
+        {"batch_sizes": (0,)},
+        {"prompts": (0,)},
+        {"new_tokens": 1},
+        {"repeats": 1},
+        {"warmup": 0},
+        {"new_tokens": ()},
+        {"interval": 0},
+        {"limit_s": 0},
+    ):
         with pytest.raises(ValueError, match="Input should be|at least"):
             Throughput(**fields)
 

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from optkit.scorecard import Measured, Row, Scorecard, StepLine, footnotes, format_ratio, format_value, protocols, table_rows
+from optkit.scorecard import Measured, Row, Scorecard, StepLine, footnotes, format_ratio, format_value, protocols, table_rows, value_text
 from optkit_cli.attribution_view import attribution_view
 from optkit_cli.loading_view import loading_view
 from optkit_cli.progress import clock_text
@@ -70,7 +70,7 @@ def _label(label: str, row: Row) -> Text:
 def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
     gap = "\n" if narrow else " "
     metric, baseline = measured.metric, measured.baseline
-    values = [format_value(each.value, each.unit) if each else "-" for each in (baseline, metric)]
+    values = [value_text(each) if each else "-" for each in (baseline, metric)]
     if narrow:
         values = [value if len(value) <= WIDEST_VALUE else value.replace(" ", gap) for value in values]
     uncertain = Text("-")
@@ -79,7 +79,10 @@ def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
     elif metric.interval:
         uncertain = Text(f"± {format_value(metric.value, metric.unit, metric.interval).split(' ± ')[1].split(' ')[0]}")
     gates = [
-        Text.assemble(gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict)) for gate in measured.gates
+        Text.assemble(
+            gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict), f"\n{gate.why}" if gate.why else ""
+        )
+        for gate in measured.gates
     ]
     return *map(Text, values), uncertain, Text("\n").join(gates)
 
@@ -114,4 +117,4 @@ def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
 def _unclear_timings(scorecard: Scorecard) -> list[str]:
     """Name the timings whose gate is open; repeats on a machine that does nothing else may close it."""
     timings = [row for row in scorecard.rows if row.metric.pairing == "independent"]
-    return list(dict.fromkeys(gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE"))
+    return list(dict.fromkeys(gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE" and not gate.why))

@@ -16,6 +16,8 @@ class Peak:
     """Filled in when the watched work has ended."""
 
     size_bytes: int | None = None
+    reserved_bytes: int | None = None
+    """What torch held of a GPU to allocate from."""
     unknown: str = ""
     """Why there is no number."""
 
@@ -36,6 +38,7 @@ def watched_peak(device: str, hidden: str = "") -> Iterator[Peak]:
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         peak.size_bytes = int(torch.cuda.max_memory_allocated(device))
+        peak.reserved_bytes = int(torch.cuda.max_memory_reserved(device))
         return
     try:
         (PROCESS / "clear_refs").write_text("5", encoding="ascii")

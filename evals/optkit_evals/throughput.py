@@ -1,9 +1,10 @@
-"""How fast a model answers: prefill and decode apart, latencies, peak memory and the bandwidth that decoding reaches."""
+"""How fast a model answers: prefill and decode apart, latencies, peak memory, energy and the bandwidth that decoding reaches."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, ClassVar
 
@@ -12,21 +13,53 @@ from pydantic import Field
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
 from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.progress import Task
 from optkit.statistics import Estimate, mean, mean_estimate, standard_error
+from optkit_evals.gpu_watch import GpuWatch
 from optkit_evals.peak_memory import Peak, watched_peak
-from optkit_evals.timing import SETTLED, Timing, answer, random_tokens, warm_up
+from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
 
 Positive = Annotated[int, Field(ge=1)]
+Answer = Annotated[int, Field(ge=2)]
 
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+REMEDY = "Lower batch_sizes, prompts or new_tokens"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration of the grid."""
+
+    batch: int
+    prompt: int
+    new_tokens: int
+
+    @property
+    def labels(self) -> dict[str, int | str]:
+        """What tells its rows from others."""
+        return {"batch": self.batch, "prompt": self.prompt, "new_tokens": self.new_tokens}
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, prompt {self.prompt}"
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What was measured of a cell."""
+
+    timings: Sequence[Timing]
+    peak: Peak
+    warm_up: WarmUp
+    energy_j: float | None
+    """Of all repeats together."""
 
 
 class Throughput(Eval):
-    """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, achieved bandwidth."""
+    """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, energy, achieved bandwidth."""
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     timed: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = (
         "prefill_tokens_per_s",
@@ -37,146 +70,213 @@ class Throughput(Eval):
         "inter_token_p99_s",
         "decode_bytes_per_s",
         "peak_memory_bytes",
+        "peak_reserved_bytes",
+        "energy_per_token_j",
     )
 
     batch_sizes: tuple[Positive, ...] = Field(default=(1,), min_length=1)
     """Sequences at once; each is measured with each prompt length."""
     prompts: tuple[Positive, ...] = Field(default=(128,), min_length=1)
     """Prompt lengths in tokens."""
-    new_tokens: int = Field(default=64, ge=2)
-    """Tokens generated after the prompt."""
+    new_tokens: Answer | Annotated[tuple[Answer, ...], Field(min_length=1)] = 64
+    """Tokens generated after the prompt; with several, each is measured with each batch and prompt."""
     repeats: int = Field(default=5, ge=2)
-    """Measured runs; one alone would have no interval."""
+    """Measured runs, at least; more follow, up to four times as many, until the interval is narrow."""
+    interval: float = Field(default=0.02, gt=0, lt=1)
+    """How far the 95% intervals of prefill and decode may reach, as a fraction of their means, before repeats stop."""
+    limit_s: float = Field(default=60.0, gt=0)
+    """Seconds of one configuration after which no further warm-up runs and repeats begin, however wide its interval is."""
     warmup: int = Field(default=2, ge=1)
-    """Runs before these, at least; more follow until two in succession agree within 10%."""
+    """Runs before these, at least; more follow until the mean of two moves by less than 3%."""
+
+    def cells(self) -> list[Cell]:
+        """Return every configuration, in the order of the rows."""
+        lengths = (self.new_tokens,) if isinstance(self.new_tokens, int) else self.new_tokens
+        return [Cell(*each) for each in product(self.batch_sizes, self.prompts, lengths)]
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return batch, prompt and new tokens of each configuration."""
-        return tuple(self._labels(batch, prompt) for batch, prompt in product(self.batch_sizes, self.prompts))
+        return tuple(cell.labels for cell in self.cells())
 
     def longest_sequence(self) -> int:
         """Return the tokens of the longest prompt with its answer."""
-        return max(self.prompts) + self.new_tokens
+        return max(cell.prompt + cell.new_tokens for cell in self.cells())
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises EvalError where the model has too few positions, ResourceError where memory runs out."""
+        """Measure. A configuration that does not fit into memory is marked and the next one measured.
+
+        Raises EvalError where the model has too few positions, ResourceError where memory runs out in every configuration.
+        """
         if self.longest_sequence() > session.positions:
+            longest = max(self.cells(), key=lambda cell: cell.prompt + cell.new_tokens)
             raise EvalError(
-                f"a prompt of {max(self.prompts)} and {self.new_tokens} new tokens are {self.longest_sequence()}, and the model has"
+                f"a prompt of {longest.prompt} and {longest.new_tokens} new tokens are {self.longest_sequence()}, and the model has"
                 f" {session.positions} positions",
                 where="throughput",
                 remedy="Shorten prompts or new_tokens",
             )
+        watch = GpuWatch.of(session.device)
+        if others := watch.others():
+            context.warn(f"throughput: {others}, and the numbers are shared with it")
         protocol = self._protocol(session, context.seed)
-        configurations = list(product(self.batch_sizes, self.prompts))
-        repeats = context.turn.share(self.repeats)
-        found: list[Metric] = []
+        cells = self.cells()
         turn = f", turn {context.turn.index + 1} of {context.turn.count}" if context.turn.count > 1 else ""
-        with context.progress.task(f"throughput{turn}", len(configurations) * repeats, "runs") as task:
-            for batch, prompt in configurations:
-                label = f"batch {batch}, prompt {prompt}"
-                tokens = random_tokens(session, batch, prompt, context.seed)
-                with _memory_named(f"throughput at {label}, {self.new_tokens} new tokens", session.device):
-                    with context.progress.task(f"warming up, {label}", 0, "runs") as warming:
-                        runs, settled = warm_up(session, tokens, self.new_tokens, self.warmup, warming)
-                    timings = []
-                    with watched_peak(session.device, session.hidden_memory) as peak:
-                        for _ in range(repeats):
-                            timings.append(answer(session, tokens, self.new_tokens))
-                            task.advance(note=label)
-                for warning in _warnings(peak, runs, settled):
-                    context.warn(f"throughput, {label}: {warning}")
-                found += self._metrics(session, timings, peak, batch, prompt, protocol)
+        found: list[Metric] = []
+        failures: list[ResourceError] = []
+        with context.progress.task(f"throughput{turn}", len(cells) * context.turn.share(self.repeats), "runs") as task:
+            for cell in cells:
+                measured = self._measure(session, cell, context, watch, task)
+                if isinstance(measured, ResourceError):
+                    failures.append(measured)
+                    context.warn(str(measured))
+                    found += self._failed(cell, measured.what, protocol)
+                else:
+                    found += self._metrics(session, cell, measured, protocol)
+        if len(failures) == len(cells):
+            raise failures[0]
+        for warning in watch.warnings():
+            context.warn(f"throughput: {warning}")
+        if note := watch.note():
+            context.notes.append(f"throughput: {note}")
         return found
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns as those of one, and warn where the repeats lie far apart."""
         found = super().pool(turns, context)
-        for batch, prompt in product(self.batch_sizes, self.prompts):
-            labels = self._labels(batch, prompt)
-            samples = {metric.name: metric.samples for metric in found if metric.labels == labels}
+        for cell in self.cells():
+            samples = {metric.name: metric.samples for metric in found if metric.labels == cell.labels and not metric.failure}
+            if not samples:
+                continue
             pairs = zip(samples["time_to_first_token_s"], samples["decode_tokens_per_s"], strict=True)
-            times = [first_s + batch * (self.new_tokens - 1) / rate for first_s, rate in pairs]
+            times = [first_s + cell.batch * (cell.new_tokens - 1) / rate for first_s, rate in pairs]
             spread = standard_error(times) * len(times) ** 0.5 / mean(times)
             if spread > WIDE_SPREAD:
                 context.warn(
-                    f"throughput, batch {batch}, prompt {prompt}: the repeats spread by {spread:.0%} of their mean;"
+                    f"throughput, {cell}: the {len(times)} repeats spread by {spread:.0%} of their mean;"
                     f" raise repeats, or run again with --retime on a quiet machine"
                 )
         return found
 
-    def _labels(self, batch: int, prompt: int) -> dict[str, int | str]:
-        return {"batch": batch, "prompt": prompt, "new_tokens": self.new_tokens}
+    def _measure(self, session: Session, cell: Cell, context: EvalContext, watch: GpuWatch, task: Task) -> Repeats | ResourceError:
+        """Warm up and repeat; returns the error where memory ran out, so that nothing that it holds is left."""
+        try:
+            return self._repeat(session, cell, context, watch, task)
+        except (ResourceError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, (ResourceError, MemoryError)) and not any(sign in str(error).lower() for sign in NO_MEMORY):
+                raise
+            failure = ResourceError(
+                f"memory ran out on {session.device}", where=f"throughput at {cell}, {cell.new_tokens} new tokens", remedy=REMEDY
+            )
+        gc.collect()
+        if session.device != "cpu":
+            import torch
 
-    def _metrics(self, session: Session, timings: list[Timing], peak: Peak, batch: int, prompt: int, protocol: str) -> list[Metric]:
-        labels = self._labels(batch, prompt)
-        decoded = self.new_tokens - 1
-        step_bytes = session.decode_bytes(batch, prompt + self.new_tokens // 2)
-        measured = (
-            ("prefill_tokens_per_s", "tokens/s", True, [batch * prompt / each.first_token_s for each in timings]),
-            ("decode_tokens_per_s", "tokens/s", True, [batch * decoded / each.decode_s for each in timings]),
-            ("time_to_first_token_s", "s", False, [each.first_token_s for each in timings]),
-            ("inter_token_p50_s", "s", False, [each.between_quantile_s(0.50) for each in timings]),
-            ("inter_token_p95_s", "s", False, [each.between_quantile_s(0.95) for each in timings]),
-            ("inter_token_p99_s", "s", False, [each.between_quantile_s(0.99) for each in timings]),
-            ("decode_bytes_per_s", "bytes/s", True, [step_bytes * decoded / each.decode_s for each in timings]),
+            torch.cuda.empty_cache()
+        return failure
+
+    def _repeat(self, session: Session, cell: Cell, context: EvalContext, watch: GpuWatch, task: Task) -> Repeats:
+        repeats = context.turn.share(self.repeats)
+        limit_s = self.limit_s / context.turn.count
+        tokens = random_tokens(session, cell.batch, cell.prompt, context.seed)
+        with context.progress.task(f"warming up, {cell}", 0, "runs") as warming, uninterrupted():
+            settling = warm_up(session, tokens, cell.new_tokens, self.warmup, limit_s, warming)
+        timings: list[Timing] = []
+        with watched_peak(session.device, session.hidden_memory) as peak, uninterrupted():
+            before_j = watch.energy_j()
+            while wants_more(timings, repeats, self.interval, limit_s):
+                timings.append(answer(session, tokens, cell.new_tokens))
+                watch.read()
+                task.advance(steps=int(len(timings) <= repeats), note=str(cell))
+            after_j = watch.energy_j()
+        for warning in _warnings(peak, settling):
+            context.warn(f"throughput, {cell}: {warning}")
+        settled = "until the times stood still" if settling.settled else "and the times still moved"
+        context.notes.append(
+            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(timings)} repeats"
         )
-        found = []
-        for name, unit, higher_is_better, samples in measured:
-            estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
-            found.append(
-                Metric(
-                    name=name,
-                    labels=labels,
-                    value=estimate.value,
-                    unit=unit,
-                    higher_is_better=higher_is_better,
-                    interval=estimate.interval,
-                    protocol=protocol,
-                    samples=tuple(samples),
-                    pairing="independent",
-                )
-            )
-        if peak.size_bytes is not None:
-            found.append(
-                Metric(
-                    name="peak_memory_bytes",
-                    labels=labels,
-                    value=peak.size_bytes,
-                    unit="bytes",
-                    higher_is_better=False,
-                    protocol=protocol,
-                )
-            )
-        return found
+        used_j = after_j - before_j if after_j is not None and before_j is not None else None
+        return Repeats(tuple(timings), peak, settling, used_j)
+
+    def _metrics(self, session: Session, cell: Cell, measured: Repeats, protocol: str) -> list[Metric]:
+        timings, batch, decoded = measured.timings, cell.batch, cell.new_tokens - 1
+        step_bytes = session.decode_bytes(batch, cell.prompt + cell.new_tokens // 2)
+        samples = {
+            "prefill_tokens_per_s": [batch * cell.prompt / each.first_token_s for each in timings],
+            "decode_tokens_per_s": [batch * decoded / each.decode_s for each in timings],
+            "time_to_first_token_s": [each.first_token_s for each in timings],
+            "inter_token_p50_s": [each.between_quantile_s(0.50) for each in timings],
+            "inter_token_p95_s": [each.between_quantile_s(0.95) for each in timings],
+            "inter_token_p99_s": [each.between_quantile_s(0.99) for each in timings],
+            "decode_bytes_per_s": [step_bytes * decoded / each.decode_s for each in timings],
+        }
+        peak, tokens = measured.peak, batch * cell.new_tokens * len(timings)
+        counts = {
+            "peak_memory_bytes": peak.size_bytes,
+            "peak_reserved_bytes": peak.reserved_bytes,
+            "energy_per_token_j": None if measured.energy_j is None else measured.energy_j / tokens,
+        }
+        found = [_timed(name, cell, values, protocol) for name, values in samples.items()]
+        return found + [_counted(name, cell, value, protocol) for name, value in counts.items() if value is not None]
+
+    def _failed(self, cell: Cell, reason: str, protocol: str) -> list[Metric]:
+        """Return the rows of a configuration that could not be measured, so that gates on it fail and say why."""
+        rows = [_timed(name, cell, (0.0,), protocol) for name in UNITS]
+        return [row.model_copy(update={"failure": reason, "samples": (), "interval": None}) for row in rows]
 
     def _protocol(self, session: Session, seed: int) -> str:
         environment = describe_environment(session.device)
-        threads = f", {environment['cpu_threads']} threads" if session.device == "cpu" and "cpu_threads" in environment else ""
-        memory = "resident set of the process" if session.device == "cpu" else "memory that torch allocated"
+        gpu = session.device != "cpu"
+        threads = f", {environment['cpu_threads']} threads" if not gpu and "cpu_threads" in environment else ""
+        memory = "memory that torch allocated (and reserved)" if gpu else "resident set of the process"
+        clock = "CUDA events behind each token (other engines than torch: wall clock)" if gpu else "wall clock"
+        energy = "; energy is the GPU's own count over the repeats, prefill included, for each new token" if gpu else ""
         return (
-            f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until two agree within"
-            f" {SETTLED:.0%}, then the mean of {self.repeats} repeats (of their percentiles, for latencies); where two models are compared,"
-            f" half of the unmodified one's repeats come before the other's and half after; wall clock, device synchronised at each"
-            f" token; prefill is up to the first token, decode after it;"
-            f" memory is the largest {memory} during the repeats;"
+            f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until the mean of two moves by"
+            f" less than {SETTLED:.0%}, then the mean of {self.repeats} repeats (of their percentiles, for latencies), and of up to"
+            f" {MOST_REPEATS} times as many until the intervals of prefill and decode are within {self.interval:.0%};"
+            f" where two models are compared, half of the unmodified one's repeats come before the other's and half after;"
+            f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
+            f" memory is the largest {memory} during the repeats{energy};"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
 
 
-def _warnings(peak: Peak, runs: int, settled: bool) -> Iterator[str]:
-    if not settled:
-        yield f"{runs} warm-up runs, and the last two still differ by more than {SETTLED:.0%}; something else may be using the machine"
+UNITS = {
+    "prefill_tokens_per_s": "tokens/s",
+    "decode_tokens_per_s": "tokens/s",
+    "time_to_first_token_s": "s",
+    "inter_token_p50_s": "s",
+    "inter_token_p95_s": "s",
+    "inter_token_p99_s": "s",
+    "decode_bytes_per_s": "bytes/s",
+}
+
+
+def _timed(name: str, cell: Cell, samples: Sequence[float], protocol: str) -> Metric:
+    estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+    return Metric(
+        name=name,
+        labels=cell.labels,
+        value=estimate.value,
+        unit=UNITS[name],
+        higher_is_better=UNITS[name].endswith("/s"),
+        interval=estimate.interval,
+        protocol=protocol,
+        samples=tuple(samples),
+        pairing="independent",
+    )
+
+
+def _counted(name: str, cell: Cell, value: float, protocol: str) -> Metric:
+    unit = "bytes" if name.endswith("bytes") else "J"
+    return Metric(name=name, labels=cell.labels, value=value, unit=unit, higher_is_better=False, protocol=protocol)
+
+
+def _warnings(peak: Peak, settling: WarmUp) -> Iterator[str]:
+    if not settling.settled:
+        yield (
+            f"{settling.runs} warm-up runs, and their running mean still moves by more than {SETTLED:.0%};"
+            f" something else may be using the machine"
+        )
     if peak.unknown:
         yield f"peak_memory_bytes is not reported: {peak.unknown}"
-
-
-@contextmanager
-def _memory_named(where: str, device: str) -> Iterator[None]:
-    """Say at which configuration memory ran out."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error).lower() for sign in NO_MEMORY):
-            raise
-        raise ResourceError(f"memory ran out on {device}", where=where, remedy="Lower batch_sizes, prompts or new_tokens") from error

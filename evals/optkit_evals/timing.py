@@ -1,23 +1,29 @@
-"""Time one model's answers, token by token: warm-up until it has settled, then repeats."""
+"""Time one model's answers, token by token: warm-up until it has settled, then repeats until the interval is narrow."""
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from optkit.measure import Session
+from optkit.measure import QueueingSession, Session
 from optkit.progress import Task
-from optkit.statistics import quantile
+from optkit.statistics import mean, mean_estimate, quantile
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.cuda import Event
 
-SETTLED = 0.10
-"""Two successive runs whose times differ by less than this fraction: compilation, caches and clocks have settled."""
+SETTLED = 0.03
+"""The mean of the last two runs moves by less than this fraction with another run: compilation, caches and clocks have settled."""
 MOST_FURTHER_RUNS = 10
 """Warm-up runs beyond those asked for, after which it is given up."""
+MOST_REPEATS = 4
+"""Times the repeats asked for, after which no more are made however wide the interval is."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +48,91 @@ class Timing:
         return quantile(self.between_tokens_s, fraction)
 
 
+@dataclass(frozen=True)
+class WarmUp:
+    """How a warm-up ended."""
+
+    runs: int
+    settled: bool
+
+
 def answer(session: Session, tokens: Tensor, new_tokens: int) -> Timing:
-    """Let the session answer once, int64 [batch, prompt], and return when its tokens came."""
+    """Let the session answer once, int64 [batch, prompt], and return when its tokens came.
+
+    Torch on a GPU is timed by CUDA events behind each token, so that no token waits until Python has seen the one before; everything
+    else by the wall clock, when the device has finished a token.
+    """
+    if session.device != "cpu" and isinstance(session, QueueingSession):
+        return _answer_by_events(session, tokens, new_tokens)
     moments = [time.perf_counter()]
     moments += [time.perf_counter() for _ in session.stream(tokens, new_tokens)]
     first, *between = [later - earlier for earlier, later in pairwise(moments)]
     return Timing(first, tuple(between))
 
 
-def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, task: Task) -> tuple[int, bool]:
-    """Let the session answer at least `runs` times and until two successive runs agree; return how many it took and whether they did."""
+def _answer_by_events(session: QueueingSession, tokens: Tensor, new_tokens: int) -> Timing:
+    import torch
+
+    device = session.device
+    torch.cuda.synchronize(device)
+    events = [_event(device)]
+    events += [_event(device) for _ in session.queue(tokens, new_tokens)]
+    torch.cuda.synchronize(device)
+    first, *between = [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(events)]
+    return Timing(first, tuple(between))
+
+
+def _event(device: str) -> Event:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_s: float, task: Task) -> WarmUp:
+    """Let the session answer at least `runs` times and until the running mean stands still; not longer than `limit_s` beyond those."""
     times: list[float] = []
-    while len(times) < runs + MOST_FURTHER_RUNS:
+    while len(times) < runs + MOST_FURTHER_RUNS and (len(times) < max(runs, 3) or sum(times[runs:]) < limit_s):
         times.append(answer(session, tokens, new_tokens).total_s)
         task.advance()
-        if len(times) >= max(runs, 2) and abs(times[-1] - times[-2]) < SETTLED * times[-2]:
-            return len(times), True
-    return len(times), False
+        if len(times) >= max(runs, 3) and abs(mean(times[-2:]) - mean(times[-3:-1])) < SETTLED * mean(times[-3:-1]):
+            return WarmUp(len(times), True)
+    return WarmUp(len(times), False)
+
+
+def wants_more(timings: Sequence[Timing], repeats: int, interval: float, limit_s: float) -> bool:
+    """Say whether another repeat is due: fewer than `repeats`, or the 95% interval of a mean reaches further than the fraction `interval`.
+
+    Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats excepted.
+    """
+    if len(timings) < repeats:
+        return True
+    if len(timings) >= MOST_REPEATS * repeats or sum(each.total_s for each in timings) >= limit_s:
+        return False
+    if len(timings) < 2:
+        return True
+    first, decode = [each.first_token_s for each in timings], [each.decode_s for each in timings]
+    return any(_half_width(samples) > interval for samples in (first, decode))
+
+
+def _half_width(samples: Sequence[float]) -> float:
+    estimate = mean_estimate(samples)
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    return (high - low) / 2 / estimate.value if estimate.value else 0.0
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Keep Python's garbage collector out of the timings."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def random_tokens(session: Session, batch: int, prompt: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_no
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, read_json, to_json
-from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows
+from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows, value_text
 
 __all__ = [
     "COLUMNS",
@@ -33,5 +33,6 @@ __all__ = [
     "table_rows",
     "to_json",
     "to_markdown",
+    "value_text",
     "waterfall",
 ]

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from optkit.errors import EvalError, did_you_mean
-from optkit.gates import Gate, metric_key, parse_gate
+from optkit.gates import Gate, Verdict, metric_key, parse_gate
 from optkit.measure import Metric
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine
 from optkit.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio
@@ -78,15 +78,22 @@ def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> M
 
 
 def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:
-    """A ratio to 0 has no value; every other failure to form one is a mistake of the eval and is not hidden."""
+    """A ratio to 0, or of what could not be measured, has no value; every other failure to form one is a mistake of the eval."""
+    if metric.failure or baseline.failure:
+        return None
     if metric.pairing == "exact" and baseline.value == 0:
         return None
     return ratio_to_baseline(metric, baseline)
 
 
 def _judge(gate: Gate, metric: Metric, ratio: Estimate | None, baseline: Sequence[Metric]) -> GateResult:
+    if metric.failure:
+        return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why=metric.failure)
     if gate.relative and ratio is None:
         same = [each for each in baseline if (each.name, each.labels) == (metric.name, metric.labels)]
+        if same and same[0].failure:
+            why = f"of the baseline, {same[0].failure}"
+            return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.INCONCLUSIVE, why=why)
         raise EvalError(
             f"the limit {gate.text} is relative to the baseline, and there is no ratio",
             where=f"gate {gate.key}",

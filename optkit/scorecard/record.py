@@ -57,6 +57,8 @@ class GateResult(Frozen):
     key: str
     limit: str
     verdict: Verdict
+    why: str = ""
+    """Why the number, or the baseline's, could not be measured."""
 
 
 class Measured(Frozen):

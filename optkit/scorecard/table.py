@@ -12,6 +12,8 @@ from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import Measured, Scorecard
 
 NOTHING = "-"
+FAILED = "failed"
+"""What could not be measured; the notes say why."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def table_rows(scorecard: Scorecard) -> list[Row]:
             artifact=_value(row.metric),
             ratio=format_ratio(row.ratio, row.ratio_interval) if row.ratio is not None else NOTHING,
             change=_change(row),
-            gate=", ".join(f"{gate.limit} {gate.verdict}" for gate in row.gates) or NOTHING,
+            gate=", ".join(f"{gate.limit} {gate.verdict}" + (f" ({gate.why})" if gate.why else "") for gate in row.gates) or NOTHING,
             verdict=overall([gate.verdict for gate in row.gates]) if row.gates else None,
             protocol=numbers[row.metric.protocol],
         )
@@ -125,8 +127,13 @@ def numbered(lines: Sequence[str]) -> str:
     return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, start=1))
 
 
+def value_text(metric: Metric) -> str:
+    """Return a metric's value with its unit and without its interval, or that there is none."""
+    return FAILED if metric.failure else format_value(metric.value, metric.unit)
+
+
 def _value(metric: Metric) -> str:
-    return format_value(metric.value, metric.unit, metric.interval)
+    return FAILED if metric.failure else format_value(metric.value, metric.unit, metric.interval)
 
 
 def _cell(row: Measured | None) -> str:

@@ -106,7 +106,12 @@ class TorchSession:
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
         self._check(tokens, new_tokens)
-        return self._stream(tokens.to(self.device), new_tokens)
+        return self._stream(tokens.to(self.device), new_tokens, waiting=True)
+
+    def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream, without waiting for the device."""
+        self._check(tokens, new_tokens)
+        return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
@@ -122,7 +127,7 @@ class TorchSession:
             torch.cuda.empty_cache()
         return_freed_memory()
 
-    def _stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+    def _stream(self, tokens: Tensor, new_tokens: int, *, waiting: bool) -> Iterator[Tensor]:
         batch, prompt = tokens.shape
         remedy = "Lower the batch, the prompt or the new tokens"
         step = tokens
@@ -135,7 +140,8 @@ class TorchSession:
                         torch.compiler.cudagraph_mark_step_begin()
                     logits = call(input_ids=step, past_key_values=cache, use_cache=True, **self._last_only).logits
                     step = logits[:, -1:].argmax(-1)
-                    self._synchronize()
+                    if waiting:
+                        self._synchronize()
                 yield step[:, 0]
 
     @contextmanager

@@ -1,0 +1,70 @@
+"""What may spoil a timing on a GPU, and what it costs: other processes, clocks, throttling, energy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from optkit_evals.nvml import Gpu, Reading, described, find_gpu, slowdowns
+
+OWN_BYTES = 2 << 30
+"""Memory of a GPU beyond what torch reserved that one process may take: CUDA's context, libraries' workspaces, kernels."""
+
+
+@dataclass
+class GpuWatch:
+    """Reads a GPU beside the repeats; on a CPU, or without NVML, there is nothing to read."""
+
+    device: str
+    gpu: Gpu | None = None
+    unknown: str = ""
+    """Why a GPU cannot be read."""
+    readings: list[Reading] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, device: str, find: Callable[[str], Gpu | None] = find_gpu) -> GpuWatch:
+        """Return the watch of a device."""
+        try:
+            return cls(device, find(device))
+        except OSError as error:
+            return cls(device, unknown=str(error))
+
+    def read(self) -> None:
+        """Note the state now; between repeats, when the device has just finished."""
+        if self.gpu:
+            self.readings.append(self.gpu.read())
+
+    def energy_j(self) -> float | None:
+        """Return the energy that the GPU has used so far, None where it does not tell."""
+        return self.gpu.read().energy_j if self.gpu else None
+
+    def others(self) -> str:
+        """Return how one sees that somebody else is on the GPU; empty where nobody is seen."""
+        count = self.gpu.processes() if self.gpu else None
+        if count is not None and count > 1:
+            return f"{count - 1} other processes are on the GPU" if count > 2 else "another process is on the GPU"
+        foreign = foreign_bytes(self.device)
+        return f"others hold {foreign / 1e9:.1f} GB of the GPU's memory" if foreign > OWN_BYTES else ""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what the user must know of the repeats so far."""
+        if self.unknown:
+            yield f"clocks, throttling and energy are not reported: {self.unknown}"
+        if slowed := slowdowns(self.readings):
+            count = sum(bool(reading.slowed_by) for reading in self.readings)
+            yield f"the GPU was slowed down by {' and '.join(slowed)} at {count} of {len(self.readings)} repeats"
+
+    def note(self) -> str:
+        """Return one line on clocks, heat and power; empty where there is nothing to say."""
+        text = described(self.readings, self.gpu.largest_sm_mhz()) if self.gpu and self.readings else ""
+        return f"the GPU ran at {text}" if text else ""
+
+
+def foreign_bytes(device: str) -> int:
+    """Return the bytes of a GPU's memory that are in use and that torch has not reserved; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total) - int(free) - int(torch.cuda.memory_reserved(device)))
