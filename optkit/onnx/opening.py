@@ -75,7 +75,7 @@ def open_model(model: Path, device: str = "cpu", threads: int | None = None, pro
         if each.name not in ort.get_available_providers():
             raise MissingPackageError(each.package, where=f"{each.name} of ONNX Runtime")
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or _torch_threads()
+    options.intra_op_num_threads = threads or torch_threads()
     options.log_severity_level = SILENT
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     order = [(each.name, {"device_id": int(index or 0)} if each.device == "cuda" else {}) for each in wanted]
@@ -153,7 +153,8 @@ def _provider(name: str, device: str, where: str) -> Provider:
     return found
 
 
-def _torch_threads() -> int:
+def torch_threads() -> int:
+    """Return how many threads torch computes with, so that both models of a scorecard have as many."""
     import torch
 
     return torch.get_num_threads()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from optkit.errors import EvalError
 from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
+from optkit.onnx.genai import GenaiModel
 from optkit.onnx.opening import import_runtime
 from optkit.onnx.runtime import OnnxRunner
 from optkit.session.tokenizer import encode, open_tokenizer
 
+Engine = Literal["onnxruntime", "onnxruntime-genai"]
 NO_POSITIONS = 1 << 31
 
 
@@ -30,21 +33,32 @@ class OnnxSession:
         trust_remote_code: bool = False,
         threads: int | None = None,
         providers: Sequence[str] = (),
+        engine: Engine = "onnxruntime",
     ) -> None:
-        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and `providers` are."""
+        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and `providers` are.
+
+        `engine` is what generates; where that is GenAI, `OnnxRunner` opens the model only when logits are asked for. Raises what
+        `GenaiModel` raises.
+        """
         self.directory, self.device = Path(directory), device
         self._trust_remote_code = trust_remote_code
-        self.runner = OnnxRunner(OnnxDirectory(self.directory), device, threads, providers)
-        self.vocabulary = self.runner.vocabulary
-        self.positions = self.runner.directory.positions or NO_POSITIONS
-        self.notes: tuple[str, ...] = tuple(self._notes())
+        self._model = OnnxDirectory(self.directory)
+        self._open = partial(OnnxRunner, self._model, device, threads, providers)
+        self._genai = GenaiModel(self._model, device, threads) if engine == "onnxruntime-genai" else None
+        self.vocabulary = self._genai.vocabulary if self._genai else self.runner.vocabulary
+        self.positions = self._model.positions or NO_POSITIONS
+        self.notes: tuple[str, ...] = self._genai.notes if self._genai else tuple(self._notes())
         self.hidden_memory = "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+
+    @cached_property
+    def runner(self) -> OnnxRunner:
+        """ONNX Runtime with the model open."""
+        return self._open()
 
     @property
     def dtype(self) -> str:
         """What the graph computes its states in, e.g. `float16`."""
-        ports = (*(layer.past for layer in self.runner.cache), self.runner.logits_port)
-        return next((port.dtype for port in ports if "float" in port.dtype), self.runner.logits_port.dtype)
+        return next((layer.past.dtype for layer in self._model.cache if "float" in layer.past.dtype), None) or self.runner.logits_port.dtype
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -74,15 +88,21 @@ class OnnxSession:
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
         self._check(tokens, new_tokens)
+        if self._genai:
+            found = self._genai.stream(tokens.cpu().numpy().astype(np.int32), new_tokens)
+            return (torch.from_numpy(chosen).to(self.device) for chosen in found)
         return self._cached_stream(tokens, new_tokens) if self.runner.cache else self._plain_stream(tokens, new_tokens)
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
-        return decode_bytes(self.runner.directory, batch, context)
+        return decode_bytes(self._model, batch, context)
 
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
-        self.runner.close()
+        if self._genai:
+            self._genai.close()
+        if opened := self.__dict__.get("runner"):
+            opened.close()
 
     def _cached_stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         if not new_tokens:
