@@ -14,7 +14,22 @@ from optkit import __version__
 from optkit_cli.failures import Terminated, exit_status_of, sigterm_unwinds
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 
-COMMANDS = ("run", "plan", "validate", "eval", "verify", "show", "compare", "sensitivity", "list", "store", "env", "doctor", "schema")
+COMMANDS = (
+    "run",
+    "plan",
+    "validate",
+    "eval",
+    "verify",
+    "show",
+    "compare",
+    "sensitivity",
+    "roofline",
+    "list",
+    "store",
+    "env",
+    "doctor",
+    "schema",
+)
 """In the order in which a newcomer meets them; each is a module of this package with a `command`."""
 
 

@@ -1,0 +1,146 @@
+"""`optkit roofline`: the most that a model can do on a device, here or not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from optkit_cli.options import Command, all_of, json_option, quiet_option, store_option
+
+if TYPE_CHECKING:
+    from optkit.roofline import Device
+
+PICTURES = (".svg", ".png")
+
+
+class Counts(click.ParamType[tuple[int, ...]]):
+    """Whole numbers above 0, with commas between them."""
+
+    name = "counts"
+
+    def convert(self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the numbers, sorted, each once."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
+            self.fail(f"'{value}' is no list of numbers above 0. Write it as 1,8,32.", param, ctx)
+        return tuple(sorted({int(word) for word in words}))
+
+
+class Picture(click.Path):
+    """A file that a picture is written to."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path; its ending says which kind of picture is wanted."""
+        path = Path(str(super().convert(str(value), param, ctx)))
+        if path.suffix.lower() not in PICTURES:
+            self.fail(f"'{path}' does not end in {' or '.join(PICTURES)}.", param, ctx)
+        return path
+
+
+@click.command(cls=Command, short_help="Say how fast a model can be at most on a device.")
+@click.argument("model", metavar="MODEL")
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="cpu, cuda or cuda:N, which are measured (the best here by default), or a name from a table: h200, a100, l4, ...",
+)
+@click.option(
+    "--batch",
+    "batches",
+    metavar="N,...",
+    type=Counts(),
+    default="1,2,4,8,16,32,64,128,256,512",
+    show_default=True,
+    help="Sequences at once.",
+)
+@click.option(
+    "--prompt",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens of a prompt, and of the cache while decoding.",
+)
+@click.option("--forms", metavar="FORM,...", help="Forms of the weights: fp32, bf16, fp16, int8, fp8, int4gN (groups of N), stored.")
+@click.option(
+    "--bandwidth", metavar="TB/s", type=click.FloatRange(min=0, min_open=True), help="Take this memory bandwidth instead of the device's."
+)
+@click.option("--plot", metavar="FILE", type=Picture(), help="Draw the limits over the batch, as .svg or .png.")
+@click.option("--remeasure", is_flag=True, help="Measure cpu or cuda again, whatever is kept of it.")
+@all_of(store_option, json_option, quiet_option)
+def command(
+    model: str,
+    device: str | None,
+    batches: tuple[int, ...],
+    prompt: int,
+    forms: str | None,
+    bandwidth: float | None,
+    plot: Path | None,
+    remeasure: bool,
+    store: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Print the most tokens per second that MODEL can decode and prefill, for several forms of its weights, and what binds.
+
+    MODEL is a built-in name, a directory, a .gguf file or a hub id; its headers are read and nothing else. Limits follow from memory
+    bandwidth and matrix rates alone: docs/measuring.md has the formulas and the datasheets.
+    """
+    from dataclasses import replace
+
+    from optkit.environment import best_device
+    from optkit.roofline import build_report, datasheet, to_svg, work_of_model
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.roofline_view import roofline_view
+
+    wanted = device or best_device()
+    work = work_of_model(model)
+    notes: tuple[str, ...] = ()
+    if re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        with only_the_result_on_stdout():
+            roof, notes = _measured(wanted, store, remeasure, quiet)
+    else:
+        roof = datasheet(wanted)
+    if bandwidth is not None:
+        roof = replace(roof, bandwidth=bandwidth * 1e12, source=f"{roof.source}; bandwidth as given")
+    chosen = tuple(word.strip() for word in forms.split(",")) if forms else ()
+    report = build_report(model, work, roof, batches=batches, prompt=prompt, forms=chosen, notes=notes)
+    if plot is not None:
+        _draw(to_svg(report), plot)
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+    else:
+        show(*roofline_view(report, plot))
+
+
+def _measured(device: str, store: Path | None, again: bool, quiet: bool) -> tuple[Device, tuple[str, ...]]:
+    """Return the roof of a device that is here, and what to say of it."""
+    from optkit.roofline import measured_device
+    from optkit_cli.progress import open_progress
+
+    found, roof = measured_device(device, store, open_progress(quiet=quiet), again)
+    if not roof.unsteady:
+        return found, ()
+    spreads = ", ".join(f"{name} {spread:.0%}" for name, spread in roof.unsteady.items())
+    return found, (f"the device was not quiet while it was measured (spread of the repeats: {spreads}): use --remeasure",)
+
+
+def _draw(svg: str, path: Path) -> None:
+    if path.suffix.lower() == ".svg":
+        path.write_text(svg, encoding="utf-8")
+        return
+    from optkit.errors import MissingPackageError
+
+    try:
+        import cairosvg
+    except (ImportError, OSError) as error:
+        raise MissingPackageError("cairosvg", where=f"--plot {path}") from error
+    cairosvg.svg2png(bytestring=svg.encode(), write_to=str(path), scale=2)

@@ -1,0 +1,84 @@
+"""A roofline on the terminal: the device, limits of decoding and of prompts, and where each form stops paying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from optkit.roofline import FormLimits, RooflineReport
+from optkit.roofline.report import Cell
+from optkit_cli.tables import heading, plain_table, size_text
+
+SIDES = {"weights": "w", "KV cache": "k", "compute": "c"}
+LEGEND = "w: reading weights binds, k: reading the KV cache, c: arithmetic; (): weights and cache do not fit in its memory"
+
+
+def roofline_view(report: RooflineReport, picture: Path | None) -> list[RenderableType]:
+    """Return what to print, top to bottom; `picture` is where a plot was written."""
+    rates = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in report.rates.items())
+    parts: list[RenderableType] = [
+        Text(f"{report.model}: {report.weights / 1e9:,.3g} billion weights on {report.device}"),
+        Text(f"memory {size_text(round(report.bandwidth))}/s; TFLOP/s: {rates}", style="dim"),
+        Text(f"source: {report.source}", style="dim"),
+        heading(f"Decoding, at most, tokens/s of all sequences, each with {report.prompt:,} tokens"),
+        _limits(report, lambda form: form.decode),
+        heading(f"Prompts of {report.prompt:,} tokens, at most, tokens/s"),
+        _limits(report, lambda form: form.prefill),
+        Text(LEGEND, style="dim"),
+        heading("What each form costs, and from which batch on it stops paying"),
+        _forms(report),
+    ]
+    parts += [Text(f"\nnote: {note}") for note in report.notes]
+    if picture is not None:
+        parts.append(Text(f"\n{picture}"))
+    return parts
+
+
+def _limits(report: RooflineReport, cells: Callable[[FormLimits], tuple[Cell, ...]]) -> Table:
+    """Return a line for each batch, up to the first from which on nothing changes any more."""
+    table = plain_table(("batch", "right"), *((form.label, "right") for form in report.forms))
+    before: list[float] = []
+    for place, first in enumerate(cells(report.forms[0])):
+        now = [cells(form)[place].tokens_per_s for form in report.forms]
+        if all(math.isclose(old, new, rel_tol=1e-3) for old, new in zip(before, now, strict=False)) and before:
+            table.add_row(f"{first.batch:,}+", *("the same" for _ in now))
+            break
+        table.add_row(f"{first.batch:,}", *(_cell(form, cells(form)[place]) for form in report.forms))
+        before = now
+    return table
+
+
+def _cell(form: FormLimits, cell: Cell) -> str:
+    text = f"{cell.tokens_per_s:,.{1 if cell.tokens_per_s < 100 else 0}f} {SIDES[cell.bound_by]}"
+    return text if cell.batch <= form.most_sequences else f"({text})"
+
+
+def _forms(report: RooflineReport) -> Table:
+    table = plain_table(
+        ("", "left"),
+        ("weights", "right"),
+        ("products in", "left"),
+        ("fits until batch", "right"),
+        ("arithmetic binds from", "right"),
+        (f"below 1.1x {report.reference} from", "right"),
+    )
+    for form in report.forms:
+        compared = form.name != report.reference
+        table.add_row(
+            form.label,
+            size_text(round(form.size_bytes)),
+            form.arithmetic,
+            f"{form.most_sequences:,}",
+            _batch(form.compute_binds_from),
+            _batch(form.pays_until) if compared else "",
+        )
+    return table
+
+
+def _batch(batch: int | None) -> str:
+    return "never" if batch is None else f"{batch:,}"

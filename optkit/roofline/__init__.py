@@ -1,0 +1,26 @@
+"""What a device allows a model at most: bytes and operations counted from its tensors, against bandwidth and matrix rates."""
+
+from optkit.roofline.devices import DEVICES, Device, datasheet
+from optkit.roofline.limits import decode_limit, prefill_limit
+from optkit.roofline.models import work_of_model
+from optkit.roofline.plot import to_svg
+from optkit.roofline.report import DEFAULT_BATCHES, FormLimits, RooflineReport, build_report
+from optkit.roofline.roofs import measured_device
+from optkit.roofline.work import Work, work_of
+
+__all__ = [
+    "DEFAULT_BATCHES",
+    "DEVICES",
+    "Device",
+    "FormLimits",
+    "RooflineReport",
+    "Work",
+    "build_report",
+    "datasheet",
+    "decode_limit",
+    "measured_device",
+    "prefill_limit",
+    "to_svg",
+    "work_of",
+    "work_of_model",
+]

@@ -1,0 +1,87 @@
+"""What attention keeps and computes, layer by layer, from config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+ATTENDING = ("full_attention", "sliding_attention", "attention", "chunked_attention")
+"""Kinds of layers, in the `layer_types` of transformers, that keep keys and values."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One layer's attention."""
+
+    query_width: int
+    """Query heads times the channels of a head: a query meets a key in as many multiply-adds."""
+    value_width: int
+    """Query heads times the channels of a value."""
+    cache_width: int
+    """Numbers that the KV cache keeps of a token."""
+    window: int | None = None
+    """How many tokens back it sees, itself included; None: all."""
+
+    def pairs(self, queries: int, context: int) -> int:
+        """Return how many query-key pairs causal attention has: `queries` new tokens behind `context` others, one sequence."""
+        last = context + queries
+        if self.window is None or last <= self.window:
+            return _triangle(last) - _triangle(context)
+        rising = max(0, self.window - context)
+        return _triangle(context + rising) - _triangle(context) + (queries - rising) * self.window
+
+    def flops(self, pairs: int) -> int:
+        """Return the operations of so many pairs: a multiply and an add for each channel, for scores and for values."""
+        return 2 * (self.query_width + self.value_width) * pairs
+
+    def cached(self, context: int) -> int:
+        """Return how many numbers a step reads of one sequence's cache."""
+        return self.cache_width * (context if self.window is None else min(context, self.window))
+
+
+def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[AttentionLayer, ...], tuple[str, ...]]:
+    """Return the attention of each block that has one, and sentences about what is not counted."""
+    text = config.get("text_config") or config
+    heads, width = _first(text, HEADS), _first(text, WIDTHS)
+    if not heads or not width:
+        return (), ("attention and KV cache are not counted: config.json does not say how many heads there are",)
+    kinds = text.get("layer_types")
+    kinds = list(kinds) if isinstance(kinds, list) and len(kinds) >= blocks else [_kind(text, index) for index in range(blocks)]
+    layers = tuple(_layer(text, heads, width, kind) for kind in kinds[:blocks] if kind in ATTENDING)
+    others = sorted({kind for kind in kinds[:blocks] if kind not in ATTENDING})
+    return layers, tuple(f"the states of layers of the kind {kind} are not counted" for kind in others)
+
+
+def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> AttentionLayer:
+    window = _window(text) if kind != "full_attention" else None
+    if latent := text.get("kv_lora_rank"):  # multi-head latent attention (DeepSeek): the cache keeps the latent and one rotary key
+        rotary, plain, value = (int(text[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        return AttentionLayer(heads * (rotary + plain), heads * value, int(latent) + rotary, window)
+    size = int(text.get("head_dim") or width // heads)
+    key_heads = 1 if text.get("multi_query") and not text.get("new_decoder_architecture") else _first(text, KEY_HEADS) or heads
+    return AttentionLayer(heads * size, heads * size, 2 * key_heads * size, window)
+
+
+def _kind(text: Mapping[str, Any], index: int) -> str:
+    """Return the kind of a layer where `layer_types` does not say it."""
+    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
+    if isinstance(pattern, int) and pattern > 1 and (index + 1) % pattern == 0:
+        return "full_attention"
+    return "sliding_attention" if _window(text) else "full_attention"
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    window = text.get("sliding_window") or text.get("attention_chunk_size")
+    return int(window) if window and text.get("use_sliding_window", True) else None
+
+
+def _first(text: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((int(text[key]) for key in keys if text.get(key)), None)
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2

@@ -1,0 +1,34 @@
+"""From a model's name to its work: headers only, on the hub too."""
+
+from __future__ import annotations
+
+from optkit.errors import SourceError
+from optkit.model.onnx_file import is_onnx
+from optkit.model.shape import ModelShape
+from optkit.roofline.work import Work, work_of
+from optkit.source.hub import HubRepo
+from optkit.source.models import ModelSource, find_model, model_shape, pin_model
+
+
+def work_of_model(name: str) -> Work:
+    """Return the work of a built-in model, a directory, a .gguf file or a hub id; reads no weight, downloads headers alone.
+
+    Raises SourceError where it is not there, or is an ONNX model.
+    """
+    return work_of(shape_of_model(name))
+
+
+def shape_of_model(name: str) -> ModelShape:
+    """Return config and tensors; raises SourceError as `work_of_model` does."""
+    source = ModelSource(name=name)
+    place = find_model(source)
+    if isinstance(place, HubRepo):
+        return model_shape(pin_model(source), None)
+    if place.is_dir() and is_onnx(place):
+        raise SourceError(
+            "the weights are in ONNX, whose work is not counted",
+            where=name,
+            why="A graph does not say which of its products a prompt needs for its last token alone",
+            remedy="Name the checkpoint that it was exported from",
+        )
+    return model_shape(source, None)

@@ -1,0 +1,120 @@
+"""The measured roof of a device, and where it is kept: measured once for each device, driver and version of torch."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from optkit.environment import device_name, driver_version, memory, package_version
+from optkit.errors import ResourceError, UsageError
+from optkit.frozen import Frozen, digest
+from optkit.progress import Progress, SilentProgress
+from optkit.roofline.devices import Device
+from optkit.source.digests import default_cache
+from optkit.store import write_text_atomically
+
+VERSION = 1
+"""Raised when the same device begins to be measured differently."""
+WIDE_SPREAD = 0.15
+"""Spread of the repeats from which on something else was using the device."""
+
+
+class Rate(Frozen):
+    """Bytes or operations per second."""
+
+    value: float
+    """The median of the repeats."""
+    low: float
+    high: float
+    repeats: int
+
+    @property
+    def spread(self) -> float:
+        """How far the slowest and the fastest repeat lie apart, as a fraction of the median."""
+        return (self.high - self.low) / self.value
+
+
+class Roof(Frozen):
+    """What a device was measured to reach."""
+
+    reading: Rate
+    """Bytes per second of reading memory alone."""
+    copying: Rate
+    """Bytes per second of reading and writing, both counted."""
+    products: dict[str, Rate]
+    """Operations per second of dense matrix products for each dtype."""
+
+    @property
+    def unsteady(self) -> dict[str, float]:
+        """What spread by more than `WIDE_SPREAD` while it was measured -> its spread."""
+        everything = {"reading": self.reading, "copying": self.copying, **self.products}
+        return {name: rate.spread for name, rate in everything.items() if rate.spread > WIDE_SPREAD}
+
+
+class KeptRoof(Frozen):
+    """A roof with what it was measured on."""
+
+    circumstances: dict[str, str | int | None]
+    created: str
+    roof: Roof
+
+
+def measured_device(device: str, cache: Path | None = None, progress: Progress | None = None, again: bool = False) -> tuple[Device, Roof]:
+    """Return the roof of a device (`cpu`, `cuda`, `cuda:1`) that is here: kept from an earlier measurement, else measured now.
+
+    `cache` is optkit's own directory where None; `again` measures whatever is kept. Raises UsageError for a GPU that torch does not see,
+    ResourceError without memory.
+    """
+    import torch
+
+    from optkit.model.memory import is_out_of_memory
+
+    count = torch.cuda.device_count()
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
+        remedy = "Use cpu, or the name of a device that is not here, e.g. h200"
+        raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", remedy=remedy)
+    circumstances = _circumstances(device, torch.get_num_threads())
+    place = (cache or default_cache()) / "roofs" / f"{digest(circumstances)}.json"
+    kept = None if again else _read(place)
+    if kept is None:
+        from optkit.roofline.measured import measure_roof
+
+        try:
+            roof = measure_roof(device, progress or SilentProgress())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            remedy = "Close what else uses it"
+            raise ResourceError("memory ran out while the device was measured", where=device, why=str(error), remedy=remedy) from error
+        kept = KeptRoof(circumstances=circumstances, created=datetime.now(UTC).isoformat(timespec="seconds"), roof=roof)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(place, kept.model_dump_json(indent=1))
+    return _device(device, kept), kept.roof
+
+
+def _circumstances(device: str, threads: int) -> dict[str, str | int | None]:
+    """Return what decides the numbers."""
+    found: dict[str, str | int | None] = {"version": VERSION, "device_name": device_name(device), "torch": package_version("torch")}
+    return found | ({"threads": threads} if device == "cpu" else {"driver": driver_version()})
+
+
+def _read(place: Path) -> KeptRoof | None:
+    """Return what is kept; a file that was damaged is measured anew."""
+    try:
+        return KeptRoof.model_validate_json(place.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def _device(device: str, kept: KeptRoof) -> Device:
+    roof = kept.roof
+    threads = kept.circumstances.get("threads")
+    return Device(
+        name=f"{kept.circumstances['device_name']}{f', {threads} threads' if threads else ''}",
+        bandwidth=max(roof.reading.value, roof.copying.value),
+        rates={name: rate.value for name, rate in roof.products.items()},
+        memory_bytes=memory(device).total_bytes,
+        source=f"measured here with torch {kept.circumstances['torch']}, {kept.created}",
+    )

@@ -1,0 +1,171 @@
+"""The weights of a model by what a token does with them, counted from the headers of its files: bytes as they lie, and logical elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from optkit.errors import SourceError
+from optkit.model.routers import is_router
+from optkit.model.shape import ModelShape, TensorInfo, place_in_list
+from optkit.verification.schemes import PLAIN, Scheme, scheme_of_layers
+
+Role: TypeAlias = Literal["blocks", "experts", "plain", "head", "rows"]
+HEADS = frozenset({"lm_head", "embed_out", "output"})
+"""Last names of the modules that make logits."""
+TABLES = ("embed", "wte", "wpe")
+"""Parts of last names of modules of which a token reads one row."""
+POSITIONS = ("position", "wpe")
+"""Parts of last names of tables of positions."""
+NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector")
+"""Parts of the names of what a text token never meets."""
+EXPERTS = ".experts."
+FOUR_BIT_STATE = "weight.quant_state."
+"""How the name of bitsandbytes' JSON about 4-bit weights begins."""
+CODED = ("weight_packed", "qweight", "weight_scale", "scales", "SCB")
+"""Leaves that only a quantized module has."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One module's tensors."""
+
+    role: Role
+    """`blocks` and `experts`: matrices that quantizers take. `plain`: what they leave (routers, norms, projections outside the blocks).
+    `head`: lm_head, or the embedding where that is lm_head too. `rows`: tables of which a token reads one row."""
+    elements: int
+    """Weights of its matrices; a token costs two operations for each."""
+    others: int
+    """Numbers beside them: biases, norms."""
+    size_bytes: int
+    """All of its tensors as they lie on disk, scales and zero points included."""
+    arithmetic: Literal["int8", "fp8"] | None = None
+    """What its products are computed in, where the inputs are rounded too; None: in the model's dtype."""
+    length: int = 1
+    """Rows of a table."""
+    quantized: bool = False
+
+
+def weights_of(shape: ModelShape) -> list[Weights]:
+    """Return what a text token needs, module by module.
+
+    Raises SourceError where packed weights lie in a layout that is not known here.
+    """
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in shape.tensors.items():
+        module, leaf = _split(name)
+        if _is_text(shape, name):
+            modules.setdefault(module, {})[leaf] = info
+    scheme_of = _schemes(shape)
+    found = {name: _weights(name, leaves, shape, scheme_of) for name, leaves in modules.items()}
+    if not any(each.role == "head" for each in found.values()):
+        _tie_(found, shape)
+    return list(found.values())
+
+
+def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many experts a layer has, and to how many a token is sent; (0, 0) for a model without."""
+    text = config.get("text_config") or config
+    counts = (text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
+    chosen = (text.get(key) for key in ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_top_k"))
+    count, each = next(filter(None, counts), 0), next((each for each in chosen if isinstance(each, int) and each), 0)
+    return (int(count), int(each)) if count and each else (0, 0)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return module and leaf: `x.weight.absmax` is the leaf `weight.absmax` of x."""
+    module, below, leaf = name.partition(".weight.")
+    if below:
+        return module, f"weight.{leaf}"
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def _is_text(shape: ModelShape, name: str) -> bool:
+    if shape.block(name):
+        return True
+    return place_in_list(name) is None and not any(word in name for word in NOT_TEXT)
+
+
+def _schemes(shape: ModelShape) -> Any:
+    try:
+        return scheme_of_layers(shape.config.get("quantization_config"))
+    except ValueError:
+        return lambda _name, _in_block: PLAIN
+
+
+def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, scheme_of: Any) -> Weights:
+    in_block = shape.block(f"{name}.weight") is not None
+    size = sum(info.size_bytes for info in leaves.values())
+    last = name.rpartition(".")[2]
+    coded = any(leaf in CODED or leaf.startswith(FOUR_BIT_STATE) for leaf in leaves)
+    scheme: Scheme = scheme_of(name, in_block) if coded else PLAIN
+    elements = sum(_elements(name, leaf, info, leaves, scheme[2]) for leaf, info in leaves.items())
+    others = sum(info.elements for leaf, info in leaves.items() if leaf == "bias" or leaf.endswith("_bias"))
+    if not elements:
+        return Weights("plain", 0, sum(info.elements for info in leaves.values()), size)
+    if in_block:
+        role: Role = "experts" if EXPERTS in f".{name}." else "plain" if is_router(name) else "blocks"
+    elif last in HEADS:
+        role = "head"
+    else:
+        role = "rows" if any(word in last for word in TABLES) else "plain"
+    length = leaves["weight"].shape[0] if role == "rows" and "weight" in leaves else 1
+    return Weights(role, elements, others, size, _arithmetic(scheme[2]), length, coded)
+
+
+def _elements(name: str, leaf: str, info: TensorInfo, leaves: Mapping[str, TensorInfo], words: Mapping[str, Any]) -> int:
+    """Return the weights of matrices that a tensor stands for; 0 for biases, norms, scales and zero points."""
+    if leaf in ("weight_packed", "qweight"):
+        return info.elements * 2 if info.dtype == "U8" else info.elements * 32 // _bits(name, words)
+    if leaf == "weight":
+        if info.dtype == "U8" and any(each.startswith(FOUR_BIT_STATE) for each in leaves):
+            return info.elements * 2
+        return info.elements if len(info.shape) == 2 else 0
+    if len(info.shape) >= 3 and EXPERTS in f".{name}.":  # experts in one tensor: [experts, ..., ...], or MXFP4 blocks [..., groups, 16]
+        if leaf.endswith("_blocks"):
+            return info.elements * 2
+        return 0 if leaf.endswith(("_scales", "_bias")) else info.elements
+    return 0
+
+
+def _bits(name: str, words: Mapping[str, Any]) -> int:
+    found = words.get("weights", words).get("num_bits" if "weights" in words else "bits", words.get("w_bit"))
+    if not found:
+        raise SourceError(
+            "its packed weights cannot be counted",
+            where=name,
+            why="The quantization_config does not say in how many bits they are, in the words of compressed-tensors, gptq or awq",
+            remedy="Name the model that it was made from",
+        )
+    return int(found)
+
+
+def _arithmetic(words: Mapping[str, Any]) -> Literal["int8", "fp8"] | None:
+    if words.get("load_in_8bit"):
+        return "int8"
+    inputs = words.get("input_activations")
+    if not inputs or inputs.get("num_bits") != 8:
+        return None
+    return "fp8" if inputs.get("type") == "float" else "int8"
+
+
+def _tie_(found: dict[str, Weights], shape: ModelShape) -> None:
+    """Let the embedding of the vocabulary be lm_head too."""
+    text = shape.config.get("text_config") or shape.config
+    least = int(text.get("vocab_size") or 1)
+    tables = {
+        name: each
+        for name, each in found.items()
+        if each.role == "rows" and each.length >= least and not any(word in name.rpartition(".")[2] for word in POSITIONS)
+    }
+    if not tables:
+        raise SourceError(
+            "there is no lm_head and no embedding that could be one",
+            where=str(shape.config.get("model_type") or "model"),
+            why=f"Looked for {', '.join(sorted(HEADS))} and for tables of as many rows as vocab_size says",
+        )
+    name = max(tables, key=lambda each: tables[each].elements)
+    kept = tables[name]
+    found[name] = Weights("head", kept.elements, kept.others, kept.size_bytes, None, 1, kept.quantized)
