@@ -44,6 +44,7 @@ EVALS = {
     "divergence": "optkit_evals.divergence:Divergence",
     "footprint": "optkit_evals.footprint:Footprint",
     "perplexity": "optkit_evals.perplexity:Perplexity",
+    "roofline": "optkit_evals.roofline:Roofline",
     "sensitivity": "optkit_evals.sensitivity:Sensitivity",
     "throughput": "optkit_evals.throughput:Throughput",
 }

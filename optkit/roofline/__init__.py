@@ -1,11 +1,12 @@
 """What a device allows a model at most: bytes and operations counted from its tensors, against bandwidth and matrix rates."""
 
 from optkit.roofline.devices import DEVICES, Device, datasheet
-from optkit.roofline.limits import decode_limit, prefill_limit
+from optkit.roofline.limits import Limit, decode_limit, prefill_limit
 from optkit.roofline.models import work_of_model
 from optkit.roofline.plot import to_svg
 from optkit.roofline.report import DEFAULT_BATCHES, FormLimits, RooflineReport, build_report
 from optkit.roofline.roofs import measured_device
+from optkit.roofline.sessions import session_limits
 from optkit.roofline.work import Work, work_of
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DEVICES",
     "Device",
     "FormLimits",
+    "Limit",
     "RooflineReport",
     "Work",
     "build_report",
@@ -20,6 +22,7 @@ __all__ = [
     "decode_limit",
     "measured_device",
     "prefill_limit",
+    "session_limits",
     "to_svg",
     "work_of",
     "work_of_model",

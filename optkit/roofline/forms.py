@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optkit.errors import UsageError
 
-FLOATS = {"fp32": 32, "bf16": 16, "fp16": 16}
+FLOATS = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16}
 GROUPED = re.compile(r"int4g(\d+)")
 BESIDE_GROUP = 32
 """Bits of a group's scale and zero point, 16 each, as torch's int4 kernels and torchao keep them."""

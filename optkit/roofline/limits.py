@@ -53,17 +53,18 @@ class Limit:
 def decode_limit(work: Work, form: Form, device: Device, batch: int, context: int) -> Limit:
     """Return the limit of one step: a new token for each of `batch` sequences that have `context` tokens."""
     moved = work.weight_bytes(form, batch), float(work.cache_bytes(form, batch, context))
-    return _limit(work, form, device, batch, batch, moved, work.attention_flops(batch, 1, context))
+    return phase_limit(work, form, device, batch, batch, moved, work.attention_flops(batch, 1, context))
 
 
 def prefill_limit(work: Work, form: Form, device: Device, batch: int, prompt: int) -> Limit:
     """Return the limit of `batch` prompts of `prompt` tokens: weights are read and the cache is written once, last tokens get logits."""
     tokens = batch * prompt
     moved = work.weight_bytes(form, tokens), float(work.cache_bytes(form, batch, prompt))
-    return _limit(work, form, device, tokens, batch, moved, work.attention_flops(batch, prompt, 0))
+    return phase_limit(work, form, device, tokens, batch, moved, work.attention_flops(batch, prompt, 0))
 
 
-def _limit(work: Work, form: Form, device: Device, tokens: int, logits: int, moved: tuple[float, float], attention: int) -> Limit:
+def phase_limit(work: Work, form: Form, device: Device, tokens: int, logits: int, moved: tuple[float, float], attention: int) -> Limit:
+    """Return the limit of `tokens` tokens, `logits` of which go through lm_head, that move bytes of weights and of the KV cache."""
     flops = work.matrix_flops(form, tokens, logits)
     compute = sum(count / device.rate(arithmetic) for arithmetic, count in flops.items()) + attention / device.rate(form.wide)
     return Limit(tokens, *moved, sum(moved) / device.bandwidth, compute, sum(flops.values()), attention)
