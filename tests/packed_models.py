@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
+from optkit.kernels import choice
 
 FORMATS = {"compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"}, "gptq": {"checkpoint_format": "gptq"}}
 
@@ -82,3 +84,9 @@ def save_packed(
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | extra
         (directory / "config.json").write_text(json.dumps(config))
+
+
+def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no kernel be faster than another, so that the first that can is taken."""
+    monkeypatch.setattr(choice, "_fastest", {})
+    monkeypatch.setattr(choice, "seconds", lambda layer, rows: 1.0)

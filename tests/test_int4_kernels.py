@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
-from optkit.kernels import bag, int4
+from optkit.kernels import bag, choice, int4, integer
 from optkit.kernels.bag import BagLinear, why_not_bag
 from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.integer import packed_layer
@@ -94,13 +94,18 @@ def test_words_of_all_bits() -> None:
 
 @has_int4
 @has_bags
-def test_which_layer_is_chosen_and_why() -> None:
+def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
+    monkeypatch.setattr(choice, "seconds", lambda layer, rows: 1.0)
+    monkeypatch.setattr(choice, "_fastest", {})
+
     def chosen(dtype: torch.dtype, *shape: int, bits: int = 4) -> tuple[type, str]:
         layer, phrase = packed_layer(example(*shape, bits=bits)[0], None, dtype, "cpu")
         return type(layer), phrase
 
-    assert chosen(torch.bfloat16, 64, 64, 32) == (Int4Linear, "use torch's CPU int4 kernel")
-    assert chosen(torch.float32, 64, 64, 32) == (BagLinear, "use FBGEMM's 4-bit CPU kernel, in float32")
+    assert chosen(torch.bfloat16, 64, 64, 32) == (Int4Linear, "use torch's CPU int4 kernel, the fastest of 2 here")
+    bag_alone = "use FBGEMM's 4-bit CPU kernel, in float32, because there is no compiler"
+    assert chosen(torch.float32, 64, 64, 32) == (BagLinear, bag_alone)
     assert chosen(torch.bfloat16, 8, 64, 32)[0] is BagLinear
     assert chosen(torch.bfloat16, 64, 64, 16)[0] is BagLinear
     assert chosen(torch.float32, 64, 64, 32, bits=3) == (

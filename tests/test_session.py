@@ -15,15 +15,17 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 from optkit.errors import EvalError, MissingPackageError, OptkitError, ResourceError, SourceError
+from optkit.kernels import integer
 from optkit.kernels.bag import BagLinear
+from optkit.kernels.cpu.coded_linear import CodedLinear
 from optkit.kernels.int4 import CPU_TILES, Int4Linear
 from optkit.kernels.packed import PackedLinear
 from optkit.measure import Session
-from optkit.session import open_session, opening, torch_session
+from optkit.session import open_session, torch_session
 from optkit.stage import Setting
 from optkit.stages.attention import Attention
 from optkit.stages.compile import Compile
-from tests.packed_models import save_packed
+from tests.packed_models import equally_fast, save_packed
 
 TinyModel = Callable[[str], Path]
 KINDS = ["llama", "qwen2", "gemma3", "gpt2", "mixtral", "qwen2_moe"]
@@ -129,7 +131,7 @@ def test_errors_of_loading_are_the_models(tiny_model: TinyModel, monkeypatch: py
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("issues during automatic conversion of the weights")
 
-    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(SourceError, match=r"transformers cannot open it\. issues during automatic conversion"):
         open_session(tiny_model("llama"))
 
@@ -168,7 +170,7 @@ def test_out_of_memory_says_what_to_lower(tiny_model: TinyModel, monkeypatch: py
     def no_room(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(opening.AutoModelForCausalLM, "from_pretrained", no_room)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", no_room)
     with pytest.raises(ResourceError, match=r"out of memory while the model was opened on cpu.*smaller dtype"):
         open_session(tiny_model("llama"))
 
@@ -207,13 +209,16 @@ def test_a_sliding_window_bounds_the_cache(tiny_model: TinyModel) -> None:
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_weights_give_the_logits_of_the_float_model(kind: str, method: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_packed_weights_give_the_logits_of_the_float_model(
+    kind: str, method: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equally_fast(monkeypatch)
     save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", method=method)
     session, tokens = open_session(tmp_path / "packed"), prompt()
     with torch.no_grad():
         torch.testing.assert_close(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, rtol=1e-3, atol=1e-4)
     assert torch.equal(session.generate(tokens, 5), open_session(tmp_path / "plain").generate(tokens, 5))
-    packed = [module for module in session.model.modules() if isinstance(module, (BagLinear, PackedLinear))]
+    packed = [module for module in session.model.modules() if isinstance(module, (BagLinear, CodedLinear, PackedLinear))]
     assert [note.split(" use ")[0] for note in session.notes] == [f"int4: {len(packed)} of {len(packed)} layers"]
     assert session.decode_bytes(1, 8) < 0.7 * open_session(tmp_path / "plain").decode_bytes(1, 8)
 
@@ -232,12 +237,14 @@ def test_all_grids(method: str, bits: int, symmetric: bool, activation_order: bo
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in CPU_TILES, reason="torch's int4 kernel needs AVX2")
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_bfloat16_uses_torchs_kernel(symmetric: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_bfloat16_uses_torchs_kernel(symmetric: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    equally_fast(monkeypatch)
+    monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.bfloat16)
     session, tokens = open_session(tmp_path / "packed"), prompt(2, 80)
     kinds = {type(session.model.get_submodule(f"model.layers.0.{name}")) for name in ("self_attn.q_proj", "mlp.up_proj")}
     assert kinds == {Int4Linear}
-    assert session.notes[0] == "int4: 15 of 21 layers use torch's CPU int4 kernel"  # k_proj and v_proj have 32 outputs
+    assert session.notes[0].startswith("int4: 15 of 21 layers use torch's CPU int4 kernel")  # k_proj and v_proj have 32 outputs
     with torch.no_grad():
         exact = reference(tmp_path / "plain", dtype=torch.float32)(tokens).logits
         rounded = reference(tmp_path / "plain", dtype=torch.bfloat16)(tokens).logits.float()

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from optkit.algorithms.packing import packed_length
 from optkit.errors import SourceError
 from optkit.kernels.bag import BagLinear, why_not_bag
+from optkit.kernels.choice import Kernel, fastest
+from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.packed import PackedLinear, PackedWeight
 
@@ -42,16 +44,40 @@ def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype,
     return layer, f"int{weight.bits}: {{layers}} {phrase}"
 
 
+KERNELS = (
+    Kernel(
+        refuses=lambda weight, dtype, device: why_not_coded(weight, device),
+        build=CodedLinear,
+        phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in float32",
+    ),
+    Kernel(
+        refuses=why_not_int4,
+        build=lambda weight, bias, dtype: Int4Linear(weight, bias),
+        phrase=lambda weight: f"use torch's {'CUDA' if weight.words.is_cuda else 'CPU'} int4 kernel",
+    ),
+    Kernel(
+        refuses=lambda weight, dtype, device: why_not_bag(weight, device),
+        build=BagLinear,
+        phrase=lambda weight: f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32",
+    ),
+)
+"""In order of preference: exact ones first. A layer takes the fastest of those that can compute it (see `choice`)."""
+
+
 def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
     """Return the fastest layer that can compute with a packed weight on the device, and one phrase that says which it is."""
-    not_int4 = why_not_int4(weight, dtype, device)
-    if not_int4 is None:
-        return Int4Linear(weight, bias), f"use torch's {'CUDA' if weight.words.is_cuda else 'CPU'} int4 kernel"
-    not_bag = why_not_bag(weight, device)
-    if not_bag is None:
-        return BagLinear(weight, bias, dtype), f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32"
-    reason = not_bag if torch.device(device).type == "cpu" else not_int4
-    return PackedLinear(weight, bias, dtype), f"are dequantized at each call, because {reason}"
+    reasons = [kernel.refuses(weight, dtype, device) for kernel in KERNELS]
+    able = [kernel for kernel, reason in zip(KERNELS, reasons, strict=True) if reason is None]
+    if not able:
+        reason = reasons[-1] if torch.device(device).type == "cpu" else why_not_int4(weight, dtype, device)
+        return PackedLinear(weight, bias, dtype), f"are dequantized at each call, because {reason}"
+    layer, chosen = fastest(able, weight, bias, dtype, device)
+    phrase = chosen.phrase(weight)
+    if len(able) > 1:
+        phrase += f", the fastest of {len(able)} here"
+    elif torch.device(device).type == "cpu" and chosen is not KERNELS[0]:
+        phrase += f", because {reasons[0]}"
+    return layer, phrase
 
 
 def _out_of_order(group_of_input: Tensor | None, groups: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError
+from optkit.kernels.cpu.float_linear import use_float_kernels_
 from optkit.kernels.stored import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
@@ -50,7 +51,8 @@ def load_packed(
             sentences[sentence] += 1
             task.advance(note=name)
     _load_rest_(model, checkpoint, names, set(layers), device, dtype)
-    return model, [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
+    notes = [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
+    return model, notes + (use_float_kernels_(model) if layers and device == "cpu" else [])
 
 
 def _layers_by_module(model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]) -> dict[str, QuantizedLayer]:

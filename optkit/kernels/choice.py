@@ -1,0 +1,73 @@
+"""Which of several kernels computes a layer fastest on this machine, found by timing them: milliseconds, once for each kind of layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from optkit.kernels.packed import PackedWeight
+
+TIMED_S = 0.004
+FEWEST, MOST = 3, 50
+"""Calls that are timed: as many as take `TIMED_S`, within these bounds; the fastest counts."""
+GAIN = 1.2
+"""A kernel later in the order is taken where it is this many times faster: so close ones do not change places from run to run."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute with a packed weight."""
+
+    refuses: Callable[[PackedWeight, torch.dtype, str], str | None]
+    """(weight, dtype, device) -> why not, None where it can."""
+    build: Callable[[PackedWeight, Tensor | None, torch.dtype], nn.Module]
+    phrase: Callable[[PackedWeight], str]
+    """What the notes say of it: `use ...`."""
+
+
+_fastest: dict[Hashable, int] = {}
+
+
+def fastest(
+    kernels: Sequence[Kernel], weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str
+) -> tuple[nn.Module, Kernel]:
+    """Return the layer by the fastest of some kernels, at one row of activations; the earlier where they are close."""
+    if len(kernels) == 1:
+        return kernels[0].build(weight, bias, dtype), kernels[0]
+    form = (weight.outputs, weight.inputs, weight.bits, weight.group_size, weight.zeros is None, weight.group_of_input is None)
+    key = (*form, bias is None, dtype, device, torch.get_num_threads(), tuple(map(id, kernels)))
+    if key not in _fastest:
+        row = torch.ones(1, weight.inputs, dtype=dtype, device=device)
+        times = [seconds(kernel.build(weight, bias, dtype), row) for kernel in kernels]
+        _fastest[key] = first_among_equals(times)
+    chosen = kernels[_fastest[key]]
+    return chosen.build(weight, bias, dtype), chosen
+
+
+def first_among_equals(times: Sequence[float]) -> int:
+    """Return the first of those that take less than `GAIN` times as long as the fastest."""
+    limit = min(times) * GAIN
+    return next(index for index, taken in enumerate(times) if taken < limit)
+
+
+def seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
+    """Return the shortest time that the layer takes."""
+    with torch.inference_mode():
+        layer(rows)
+        times: list[float] = []
+        while len(times) < FEWEST or (sum(times) < TIMED_S and len(times) < MOST):
+            _synchronize(rows)
+            start = time.perf_counter()
+            layer(rows)
+            _synchronize(rows)
+            times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

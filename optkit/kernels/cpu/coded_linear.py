@@ -1,0 +1,76 @@
+"""Linear layers of 2, 4 or 8 bits on kernels of our own: exact in float32, for one row of activations and for many."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.kernels.cpu.native import packed_linear, why_not_native
+from optkit.kernels.packed import PackedWeight
+
+LANES = 16
+"""Outputs that the kernel computes together."""
+BITS = (2, 4, 8)
+
+
+def why_not_coded(weight: PackedWeight, device: str) -> str | None:
+    """Return why a layer cannot be a `CodedLinear`, None where it can; compiles the kernels."""
+    if torch.device(device).type != "cpu":
+        return "optkit's CPU kernels run on CPUs"
+    if weight.bits not in BITS:
+        return f"optkit's CPU kernels have no {weight.bits} bits"
+    size, per_word = weight.group_size, 32 // weight.bits
+    if size is None:
+        return "its groups differ in size"
+    if size % per_word:
+        return f"groups of {size} inputs do not fill words of {per_word} codes"
+    return why_not_native()
+
+
+class CodedLinear(nn.Module):
+    """`x W^T + b` with W in 2, 4 or 8 bits; computes in float32 whatever the dtype of x."""
+
+    codes: Tensor
+    scales: Tensor
+    shifts: Tensor | None
+    """These three as `packed_linear` takes them, the inputs sorted by their group."""
+    order: Tensor | None
+    """int64 [in]: the inputs sorted by their group, where they are not so already."""
+    bias: Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bits, self.in_features, self.out_features = weight.bits, weight.inputs, weight.outputs
+        shifts = weight.shifts()
+        self.register_buffer("codes", _words(weight))
+        self.register_buffer("scales", _in_blocks(weight.scales.float()))
+        self.register_buffer("shifts", None if shifts is None else _in_blocks(shifts.to(torch.int8)))
+        self.register_buffer("order", weight.order)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        rows = hidden.reshape(-1, self.in_features)
+        if self.order is not None:
+            rows = rows[:, self.order]
+        product = packed_linear(rows, self.codes, self.scales, self.shifts, self.bits, self.out_features)
+        if self.bias is not None:
+            product = product + self.bias
+        return product.view(*hidden.shape[:-1], self.out_features)
+
+
+def _words(weight: PackedWeight) -> Tensor:
+    """Return int32 [blocks, in * bits / 32, 16]."""
+    per_byte = 8 // weight.bits
+    codes = weight.grouped_codes()
+    packed = codes[:, ::per_byte].clone()
+    for place in range(1, per_byte):
+        packed |= codes[:, place::per_byte] << (place * weight.bits)
+    return _in_blocks(packed.view(torch.int32))
+
+
+def _in_blocks(columns: Tensor) -> Tensor:
+    """[out, n] -> [blocks, n, 16], zeros beyond the last output."""
+    padded = F.pad(columns, (0, 0, 0, -len(columns) % LANES))
+    return padded.view(-1, LANES, columns.shape[1]).transpose(1, 2).contiguous()

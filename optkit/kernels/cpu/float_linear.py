@@ -1,0 +1,62 @@
+"""Float linear layers for few rows of activations: what a quantized model keeps in floats, lm_head before all."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.kernels import choice
+from optkit.kernels.cpu.native import dense_linear, why_not_native
+
+FEW_ROWS = 4
+"""Up to so many rows the kernel reads the weight once."""
+
+
+def why_not_float(module: nn.Module) -> str | None:
+    """Return why a module cannot be a `FloatLinear`, None where it can; compiles the kernels."""
+    if type(module) is not nn.Linear:
+        return "it is no plain linear layer"
+    if (
+        module.weight.device.type != "cpu"
+        or module.weight.dtype not in (torch.float32, torch.bfloat16)
+        or not module.weight.is_contiguous()
+    ):
+        return "optkit's CPU kernels take float32 and bfloat16 in CPU memory"
+    return why_not_native()
+
+
+class FloatLinear(nn.Linear):
+    """A linear layer that keeps its weight, which may be an embedding's too; sums are in float32."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        rows = hidden.reshape(-1, self.in_features)
+        if len(rows) > FEW_ROWS:
+            return F.linear(hidden, self.weight, self.bias)
+        product = dense_linear(rows, self.weight)
+        if self.bias is not None:
+            product = product + self.bias
+        return product.view(*hidden.shape[:-1], self.out_features)
+
+
+def use_float_kernels_(model: nn.Module) -> list[str]:
+    """Let the float linear layers of a model compute with the kernel where it is the faster one at one row; return a note for them."""
+    faster: dict[tuple[int, int, torch.dtype], bool] = {}
+    changed = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or why_not_float(module) is not None:
+            continue
+        form = (module.out_features, module.in_features, module.weight.dtype)
+        if form not in faster:
+            faster[form] = _is_faster(module)
+        if faster[form]:
+            module.__class__ = FloatLinear
+            changed.append(name)
+    return [f"float: {', '.join(sorted(changed)[:3])}{', ...' if len(changed) > 3 else ''} use optkit's CPU kernel"] if changed else []
+
+
+def _is_faster(module: nn.Linear) -> bool:
+    row = torch.ones(1, module.in_features, dtype=module.weight.dtype)
+    ours = choice.seconds(lambda rows: dense_linear(rows, module.weight), row)
+    return choice.first_among_equals([choice.seconds(module, row), ours]) == 1

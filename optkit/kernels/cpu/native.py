@@ -1,0 +1,111 @@
+"""linear.cpp, compiled for this processor when it is first needed, by the compiler that torch.compile would call, and kept for later."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optkit.environment import cpu_name
+from optkit.source.digests import default_cache
+
+SOURCE = Path(__file__).with_name("linear.cpp")
+COMPILERS = ("g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
+LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"
+"""What macOS needs beside `FLAGS`: torch's functions are found when the library is loaded."""
+TIME_LIMIT_S = 300
+
+
+@cache
+def why_not_native() -> str | None:
+    """Return why there are no kernels of our own here, None once they are compiled, loaded and seen to compute what they should."""
+    compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
+    if compiler is None:
+        return f"optkit's CPU kernels need a C++ compiler, and there is no {' or '.join(_compilers())}"
+    try:
+        torch.ops.load_library(_library(compiler))
+    except subprocess.CalledProcessError as error:
+        lines = str(error.stderr).splitlines()
+        return f"{compiler} does not compile optkit's CPU kernels ({next((line for line in lines if 'error' in line), 'no message')})"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"optkit's CPU kernels cannot be compiled and loaded ({error})"
+    _register_shapes()
+    return None if _is_right() else f"optkit's CPU kernels, compiled by {compiler}, do not compute what they should"
+
+
+def packed_linear(rows: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor | None, bits: int, outputs: int) -> Tensor:
+    """float [n, in] -> float [n, out] in the dtype of the rows, sums in float32; needs `why_not_native() is None`.
+
+    codes: int32 [blocks, in * bits / 32, 16]: word w of lane l holds inputs w * 32 / bits on of output block * 16 + l, first input lowest.
+    scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None where all of them are 0.
+    """
+    return torch.ops.optkit_cpu.packed_linear(rows, codes, scales, shifts, bits, outputs)  # type: ignore[no-any-return]
+
+
+def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """float [n, in], float32 or bfloat16 [out, in] -> float [n, out] in the dtype of the rows; sums, and what it needs, as above."""
+    return torch.ops.optkit_cpu.dense_linear(rows, weight)  # type: ignore[no-any-return]
+
+
+def _compilers() -> tuple[str, ...]:
+    named = os.environ.get("CXX")
+    return (named,) if named else COMPILERS
+
+
+def _library(compiler: str) -> Path:
+    """Return the compiled library, compiling it where this source, torch and processor have none yet."""
+    instructions = (torch.backends.cpu.get_cpu_capability(), cpu_name(), platform.machine(), _instruction_sets())
+    parts = (SOURCE.read_text(encoding="utf-8"), torch.__version__, compiler, *FLAGS, *instructions)
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+    library = default_cache() / "kernels" / f"{digest[:32]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+            made = Path(directory) / library.name
+            subprocess.run(_command(compiler, made), check=True, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+            made.replace(library)
+    return library
+
+
+def _command(compiler: str, library: Path) -> list[str]:
+    torch_files = Path(torch.__file__).parent
+    linked = [LINKED_BY_NAME] if sys.platform == "darwin" else [f"-L{torch_files / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return [compiler, *FLAGS, f"-I{torch_files / 'include'}", str(SOURCE), "-o", str(library), *linked]
+
+
+def _instruction_sets() -> str:
+    """Return the line of /proc/cpuinfo that names them: machines that share a cache directory may have different ones."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _register_shapes() -> None:
+    """Tell torch.compile the shapes of what the kernels return."""
+    torch.library.register_fake("optkit_cpu::packed_linear", lambda rows, *packed: rows.new_empty(rows.shape[0], packed[-1]))
+    torch.library.register_fake("optkit_cpu::dense_linear", lambda rows, weight: rows.new_empty(rows.shape[0], weight.shape[0]))
+
+
+def _is_right() -> bool:
+    """Whether both kernels agree with torch on small numbers."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-2, 3, (3, 64), generator=generator).float()
+    words = torch.randint(0, 1 << 31, (2, 8, 16), generator=generator).int()
+    shifts = torch.randint(-8, 9, (2, 2, 16), generator=generator).to(torch.int8)
+    codes = torch.stack([words >> place & 15 for place in range(0, 32, 4)], dim=2).view(2, 2, 32, 16) - 8  # [blocks, groups, group, 16]
+    weight = (codes - shifts.unsqueeze(2)).permute(0, 3, 1, 2).reshape(32, 64).float()
+    scales = torch.ones(2, 2, 16)
+    right = torch.equal(packed_linear(rows, words, scales, shifts, 4, 30), rows @ weight[:30].T)
+    return right and torch.equal(dense_linear(rows, weight), rows @ weight.T)
