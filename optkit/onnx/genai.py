@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +19,6 @@ from optkit.onnx.opening import import_runtime, runtime_errors, torch_threads
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NO_TOKEN = 2**31 - 1
-"""A token that no model has, in the place of the one that ends a text: answers never stop early."""
 BUILDS = {"cpu": "onnxruntime-genai", "cuda": "onnxruntime-genai-cuda"}
 
 
@@ -40,16 +41,10 @@ class GenaiModel:
             )
         genai = _import_genai(device, self._where)
         self._genai = genai
-        with self._errors("while it was opened", "Open it on a device with more memory, or export it in a smaller dtype"):
-            config = genai.Config(self._where)
-            options = {"intra_op_num_threads": threads or torch_threads()}
-            config.overlay(json.dumps({"model": {"eos_token_id": NO_TOKEN, "decoder": {"session_options": options}}}))
-            config.clear_providers()
-            kind, _, index = device.partition(":")
-            if kind != "cpu":
-                config.append_provider(kind)
-                config.set_provider_option(kind, "device_id", index or "0")
-            self._model: Any = genai.Model(config)
+        remedy = "Open it on a device with more memory, or export it in a smaller dtype"
+        with self._errors("while it was opened", remedy), tempfile.TemporaryDirectory(prefix="genai-") as folder:
+            _show(directory, Path(folder), _config(directory, device, threads or torch_threads()))
+            self._model: Any = genai.Model(genai.Config(folder))
         self.vocabulary = int(directory.genai_config["model"]["vocab_size"])
         runtime = import_runtime(self._where).__version__
         self.notes = (
@@ -76,6 +71,25 @@ class GenaiModel:
 
     def _errors(self, what: str, remedy: str) -> Any:
         return runtime_errors(what, self._where, self._device, remedy)
+
+
+def _config(directory: OnnxDirectory, device: str, threads: int) -> dict[str, Any]:
+    """Return genai_config.json without tokens that end a text, so that answers never stop early, and for the device and threads."""
+    config = deepcopy(directory.genai_config)
+    config["model"]["eos_token_id"] = []
+    decoder = config["model"]["decoder"]
+    kind, _, index = device.partition(":")
+    providers = [] if kind == "cpu" else [{kind: {"device_id": index or "0"}}]
+    decoder["session_options"] = {**decoder.get("session_options", {}), "intra_op_num_threads": threads, "provider_options": providers}
+    return config
+
+
+def _show(directory: OnnxDirectory, folder: Path, config: dict[str, Any]) -> None:
+    """Fill a folder that GenAI opens in place of the directory: it refuses paths that lead out of the one that holds its config."""
+    for path in directory.directory.iterdir():
+        if path.name != GENAI_CONFIG:
+            (folder / path.name).symlink_to(path.absolute())
+    (folder / GENAI_CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def _import_genai(device: str, where: str) -> Any:
