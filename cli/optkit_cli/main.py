@@ -24,6 +24,7 @@ COMMANDS = (
     "compare",
     "sensitivity",
     "roofline",
+    "profile",
     "list",
     "store",
     "env",

@@ -10,6 +10,7 @@ longer copy, which the next one reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ class OnnxRunner:
             found = Decoding(self, batch, length)
             found.read(tokens)
         return found
+
+    def compute_with(self, session: Any) -> None:
+        """Compute with another session of ONNX Runtime that was opened on the same graph from now on."""
+        self._opened = replace(self.opened, session=session)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -50,6 +50,11 @@ class OnnxSession:
         self.notes: tuple[str, ...] = self._genai.notes if self._genai else tuple(self._notes())
         self.hidden_memory = "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
 
+    @property
+    def generates_elsewhere(self) -> bool:
+        """Whether ONNX Runtime GenAI generates, and `runner` computes logits alone."""
+        return self._genai is not None
+
     @cached_property
     def runner(self) -> OnnxRunner:
         """ONNX Runtime with the model open."""

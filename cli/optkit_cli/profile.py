@@ -1,0 +1,66 @@
+"""`optkit profile`: where the time of a model goes, and what to try."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, store_option
+
+QUIET_KINETO = "99"
+"""Above all levels of the log of torch's profiler, which it writes for every trace."""
+
+
+@click.command(cls=Command, short_help="Say where the time of a model goes.")
+@click.argument("model", metavar="MODEL_OR_ARTIFACT")
+@click.option("--batch", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
+@click.option("--prompt", metavar="N", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt.")
+@click.option("--new-tokens", metavar="N", type=click.IntRange(min=2), default=16, show_default=True, help="Tokens generated after it.")
+@click.option(
+    "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="profile", show_default=True, help="Where traces go."
+)
+@click.option(
+    "--nvtx", is_flag=True, help="Trace nothing; mark ranges for Nsight: nsys profile -c cudaProfilerApi optkit profile MODEL --nvtx"
+)
+@all_of(device_option, store_option, json_option, quiet_option)
+def command(
+    model: str,
+    batch: int,
+    prompt: int,
+    new_tokens: int,
+    out: Path,
+    nvtx: bool,
+    device: str | None,
+    store: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Trace one request to a model or an artifact, with the artifact's settings: prefill and decode apart.
+
+    Writes prefill.trace.json and decode.trace.json for ui.perfetto.dev, on a GPU also memory.pickle for docs.pytorch.org/memory_viz, and
+    prints time by kind of operation, the kernels that take longest, and one sentence on what to try.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
+    from optkit.profiling import profile_model
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.profile_view import profile_view
+    from optkit_cli.progress import open_progress
+
+    with only_the_result_on_stdout():
+        report = profile_model(
+            model,
+            out,
+            batch=batch,
+            prompt=prompt,
+            new_tokens=new_tokens,
+            device=device,
+            store=store,
+            nvtx=nvtx,
+            progress=open_progress(quiet=quiet),
+        )
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+    else:
+        show(*profile_view(report, out))
