@@ -18,6 +18,8 @@ from typing import Any
 from optkit import __version__
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy")
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+"""Numbers of CUdevice_attribute."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -77,6 +79,23 @@ def visible_gpus() -> int:
         return 0
     count = ctypes.c_int()
     return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Return that of a GPU, from NVIDIA's driver and without torch, e.g. `(9, 0)`; None for a CPU or without a driver."""
+    if device == "cpu":
+        return None
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    number, major, minor = (ctypes.c_int() for _ in range(3))
+    index = int(device.partition(":")[2] or 0)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(number), index):
+        return None
+    driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, number)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), COMPUTE_CAPABILITY_MINOR, number)
+    return major.value, minor.value
 
 
 def only_visible(device: str) -> dict[str, str]:

@@ -59,6 +59,15 @@ class Session(Protocol):
 
 
 @runtime_checkable
+class AttendingSession(Protocol):
+    """A session that can say which kernels compute its attention."""
+
+    def attention_kernels(self, tokens: Tensor) -> str:
+        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step after it."""
+        ...
+
+
+@runtime_checkable
 class QueueingSession(Protocol):
     """A session that can run ahead of its GPU."""
 

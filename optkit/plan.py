@@ -126,14 +126,16 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     """Return the plan of a pinned recipe.
 
     Raises StageError where a transform cannot read what the model or the stage before it is, EvalError where an eval needs longer sequences
-    than the model was built for, SourceError where the model is gone.
+    than the model was built for, SourceError where the model is gone, and what `Setting.check` raises.
     """
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
     _check_lengths(recipe, shape)
-    steps = _plan_steps(recipe, store, device, key, directory, shape)
+    steps, left = _plan_steps(recipe, store, device, key, directory, shape)
     _check_onnx(recipe, steps)
+    for setting in recipe.settings:
+        setting.value.check(left, device, directory)
     settings = settings_identity(recipe.settings)
     return Plan(
         recipe=recipe,
@@ -207,7 +209,10 @@ def _check_onnx(recipe: Recipe, steps: Sequence[Step]) -> None:
             raise EvalError("reads the weights of a checkpoint, and this model is ONNX", where=entry.kind, why=why, remedy="Take it out")
 
 
-def _plan_steps(recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape) -> tuple[Step, ...]:
+def _plan_steps(
+    recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape
+) -> tuple[tuple[Step, ...], ModelShape]:
+    """Return the steps, and the shape of the model that the last of them leaves."""
     cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=min(shape.size_bytes, SHARD_BYTES))
     steps = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)]
     for entry in recipe.transforms:
@@ -222,7 +227,7 @@ def _plan_steps(recipe: Recipe, store: Store, device: str, key: str, directory: 
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict(shape, device)
         steps.append(_step(entry.kind, entry.value, key, before.key, store.get(key), entry.value.produces, cost, shape))
-    return tuple(steps)
+    return tuple(steps), shape
 
 
 def _step(

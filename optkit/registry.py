@@ -36,16 +36,20 @@ STAGES = {
     "int8": "optkit.stages.int8:Int8",
     "mx": "optkit.stages.mx:Mx",
     "nf4": "optkit.stages.nf4:Nf4",
+    "precision": "optkit.stages.precision:Precision",
     "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
     "smoothquant": "optkit.stages.smoothquant:Smoothquant",
+    "speculative": "optkit.stages.speculative:Speculative",
 }
 EVALS = {
     "divergence": "optkit_evals.divergence:Divergence",
     "footprint": "optkit_evals.footprint:Footprint",
+    "load": "optkit_evals.load:Load",
     "perplexity": "optkit_evals.perplexity:Perplexity",
     "roofline": "optkit_evals.roofline:Roofline",
     "sensitivity": "optkit_evals.sensitivity:Sensitivity",
+    "speculation": "optkit_evals.speculation:Speculation",
     "throughput": "optkit_evals.throughput:Throughput",
 }
 PRESETS: dict[str, dict[str, Any]] = {

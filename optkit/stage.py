@@ -7,6 +7,7 @@ opened. Nothing live passes from one stage to the next. This module, like every 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -110,6 +111,21 @@ class Setting(Stage):
     """What it can be applied to when it is opened; the built-in ones know torch models alone."""
     exact: ClassVar[bool] = True
     """Leaves what the model computes as it is, but for the order of rounding."""
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Refuse, before anything runs and without torch, what the model, the device or the installed packages cannot honour.
+
+        `shape` is that of the model which is opened, `directory` that of the one which the recipe starts from, where it is here already.
+        Raises StageError, MissingPackageError.
+        """
+
+    def opened_dtype(self) -> str | None:
+        """Return the torch name of the float dtype that the model is opened in; None where the setting does not say."""
+        return None
+
+    def computing(self, device: str) -> AbstractContextManager[Any]:
+        """Return a context in which every call of the model runs."""
+        return nullcontext()
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
         """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`.

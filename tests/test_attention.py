@@ -13,10 +13,14 @@ from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedConfig
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.shape import ModelShape
+from optkit.plan import make_plan
+from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stages import attention
 from optkit.stages.attention import Attention
 from optkit.stages.compile import RECOMPILE_LIMIT
+from optkit.store import Store
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
@@ -39,6 +43,31 @@ def test_flash_attention_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> N
         setting.load_kwargs("cuda")
     monkeypatch.setattr(attention, "find_spec", lambda name: object())
     assert setting.load_kwargs("cuda") == {"attn_implementation": "flash_attention_2"}
+
+
+def test_flash_attention_3_needs_its_package_and_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, shape = Attention(implementation="flash_attention_3"), ModelShape({}, {})
+    with pytest.raises(StageError, match=r"^attention: flash_attention_3 does not run on cpu"):
+        setting.check(shape, "cpu")
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"`flash-attn-3` is not installed\. Run: git clone .*flash-attention/hopper"):
+        setting.check(shape, "cuda")
+    monkeypatch.setattr(attention, "find_spec", lambda name: object() if name == "flash_attn_interface" else None)
+    for capability, refused in (((8, 0), True), ((10, 0), True), ((9, 0), False), (None, False)):
+        monkeypatch.setattr(attention, "compute_capability", lambda device, capability=capability: capability)
+        if refused:
+            with pytest.raises(
+                StageError, match=r"does not run on this GPU \(compute capability .*Hopper \(9\.0\)\. Use flash"
+            ):
+                setting.check(shape, "cuda")
+        else:
+            setting.check(shape, "cuda")
+
+
+def test_flash_attention_is_refused_at_plan_time(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    recipe = load_recipe({"model": str(tiny_model("llama")), "stages": ["flash_attention_2"]})
+    with pytest.raises(StageError, match="flash_attention_2 does not run on cpu"):
+        make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
 
 
 def test_flash_attention_needs_half_precision() -> None:

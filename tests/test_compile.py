@@ -10,6 +10,7 @@ import torch._dynamo
 from pydantic import ValidationError
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.shape import ModelShape
 from optkit.stages import compile as compile_stage
 from optkit.stages.compile import RECOMPILE_LIMIT, Compile
 
@@ -38,10 +39,17 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_the_model_is_compiled_where_that_pays(mode: str, passed: str | None) -> None:
     setting, model = Compile.model_validate({"mode": mode}), Model()
     assert setting.on_load(model, "cuda:1") is model
-    assert model.compiled == {"mode": passed, "dynamic": False}
+    assert model.compiled == {"mode": passed, "dynamic": False, "fullgraph": False}
     assert torch._dynamo.config.recompile_limit >= RECOMPILE_LIMIT
     assert setting.describe("cuda:1") == f"compile: {mode}"
     assert setting.load_kwargs("cuda") == {}
+
+
+def test_whole_graphs_and_any_shape_are_passed_on() -> None:
+    setting, model = Compile(fullgraph=True, dynamic=True), Model()
+    setting.on_load(model, "cuda")
+    assert model.compiled == {"mode": None, "dynamic": True, "fullgraph": True}
+    assert setting.describe("cuda") == "compile: default, fullgraph, dynamic"
 
 
 def test_elsewhere_it_is_off_and_says_so() -> None:
@@ -62,6 +70,18 @@ def test_no_compiler(tools: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
         Compile(devices=("cpu", "cuda")).on_load(Model(), "cpu")
 
 
+def test_a_plan_refuses_it_without_a_compiler(tools: set[str]) -> None:
+    shape = ModelShape({}, {})
+    Compile().check(shape, "cuda")
+    tools -= {"g++", "gcc"}
+    Compile().check(shape, "cpu")
+    with pytest.raises(StageError, match=r"^compile on cpu: there is no C\+\+ compiler"):
+        Compile(devices=("cpu",)).check(shape, "cpu")
+    tools.discard("triton")
+    with pytest.raises(MissingPackageError, match="`triton` is not installed"):
+        Compile().check(shape, "cuda")
+
+
 def test_no_triton(tools: set[str]) -> None:
     tools.discard("triton")
     with pytest.raises(MissingPackageError, match="`triton` is not installed"):
@@ -69,7 +89,7 @@ def test_no_triton(tools: set[str]) -> None:
 
 
 def test_wrong_fields() -> None:
-    for fields in ({"mode": "fast"}, {"devices": []}, {"devices": ["tpu"]}, {"dynamic": True}):
+    for fields in ({"mode": "fast"}, {"devices": []}, {"devices": ["tpu"]}, {"dynamic": "perhaps"}):
         with pytest.raises(ValidationError):
             Compile.model_validate(fields)
 

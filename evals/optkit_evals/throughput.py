@@ -12,7 +12,7 @@ from pydantic import Field
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
-from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.measure import AttendingSession, Eval, EvalContext, Metric, Session
 from optkit.progress import Task
 from optkit.statistics import Estimate, mean, mean_estimate, standard_error
 from optkit_evals.gpu_watch import GpuWatch
@@ -191,8 +191,9 @@ class Throughput(Eval):
         for warning in _warnings(peak, settling):
             context.warn(f"throughput, {cell}: {warning}")
         settled = "until the times stood still" if settling.settled else "and the times still moved"
+        attention = f"; attention by {session.attention_kernels(tokens)}" if isinstance(session, AttendingSession) else ""
         context.notes.append(
-            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(timings)} repeats"
+            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(timings)} repeats{attention}"
         )
         used_j = after_j - before_j if after_j is not None and before_j is not None else None
         return Repeats(tuple(timings), peak, settling, used_j)

@@ -45,6 +45,13 @@ class CodedLayer(CacheLayerMixin):
             self.value_parts = tuple(part[..., kept, :].clone() for part in self.value_parts)
         return keys, values
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens out again, as many as the absolute value says; only without a window."""
+        if count := abs(tokens_to_remove):
+            self.key_parts = tuple(part[..., :-count, :] for part in self.key_parts)
+            self.value_parts = tuple(part[..., :-count, :] for part in self.value_parts)
+            self.length -= count
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens attention sees, and how many before them it does not."""
         held = self.length if self.sliding_window is None else min(self.length, self.sliding_window - 1)

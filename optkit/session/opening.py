@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from optkit.model.onnx_file import is_onnx
 from optkit.model.skeleton import stored_dtype
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
+from optkit.session.speculation import DraftModel, PromptLookup, Proposer
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Format, Setting
+from optkit.stages.speculative import Speculative, check_tokens
 
 if TYPE_CHECKING:
     from optkit.session.onnx_session import OnnxSession
@@ -54,6 +57,7 @@ def open_session(
     if graph_only:
         raise StageError(f"{type(graph_only[0]).__name__} is for ONNX models", where=str(directory), remedy="Take it out of the recipe")
     checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
+    dtype = dtype or next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
     remedy = "Open it on a device with more memory, or in a smaller dtype"
@@ -68,7 +72,11 @@ def open_session(
             model = setting.on_load(model, device)
         new_cache, note = _cache(model, settings, scales)
     return_freed_memory()
-    return TorchSession(model, Path(directory), device, (*notes, *note), trust_remote_code, new_cache)
+    session = TorchSession(model, Path(directory), device, (*notes, *note), trust_remote_code, new_cache, _computing(settings, device))
+    for setting in settings:
+        if isinstance(setting, Speculative):
+            session.speculate_with(_proposer(setting, session, device), setting.tokens)
+    return session
 
 
 def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool) -> OnnxSession:
@@ -86,6 +94,35 @@ def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype:
         raise OptkitError(f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in")
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
     return OnnxSession(directory, device, trust_remote_code, **options)
+
+
+def _proposer(setting: Speculative, session: TorchSession, device: str) -> Proposer:
+    """Return what proposes tokens; raises StageError for a draft with another vocabulary, and what opening it raises."""
+    if setting.prompt_lookup is not None:
+        return PromptLookup(setting.prompt_lookup)
+    place = setting.draft_directory()
+    check_tokens(place, session.directory)
+    draft = open_session(place, (), device)
+    if not isinstance(draft, TorchSession) or draft.vocabulary != session.vocabulary:
+        raise StageError(
+            f"the draft {place} is no torch model with a vocabulary of {session.vocabulary}",
+            where="speculative",
+            remedy="Take a smaller model of the same family, or prompt_lookup",
+        )
+    return DraftModel(draft.step, draft.new_cache)
+
+
+def _computing(settings: Sequence[Setting], device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes the context of all settings in which a model is called."""
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        with ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting.computing(device))
+            yield
+
+    return together
 
 
 def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None) -> tuple[CacheFactory | None, list[str]]:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from optkit.errors import EvalError, OptkitError
+from optkit.errors import EvalError, OptkitError, StageError
 from optkit.model.memory import return_freed_memory
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
+from optkit.session.speculation import Proposer, Speculation, check_cache, speculate
 from optkit.session.tokenizer import encode, open_tokenizer
 from optkit.stages.compile import RECOMPILE_LIMIT, times_given_up
+
+if TYPE_CHECKING:
+    from optkit.session.compile_watch import CompileWatch
 
 LOGITS_BYTES = 64 << 20
 """Most bytes of logits that are computed at once where they have to be cast to float32."""
 CACHE_STEP = 128
 """A static cache is as long as the next multiple of this, so that requests of like lengths share one compiled step."""
 NO_POSITIONS = 1 << 31
+REMEDY = "Lower the batch, the prompt or the new tokens"
 UNCOMPILED = f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: ask for fewer batches and lengths"
 
 
@@ -39,6 +44,7 @@ class TorchSession:
         notes: tuple[str, ...],
         trust_remote_code: bool,
         new_cache: Callable[[], Cache] | None = None,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.directory, self.device = directory, device
         self.hidden_memory = ""
@@ -46,11 +52,15 @@ class TorchSession:
         self.vocabulary = int(config.vocab_size)
         self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
         self._opened: PreTrainedModel | None = model
-        self._new_cache = new_cache
+        self._new_cache, self._computing = new_cache, computing
         self._trust_remote_code = trust_remote_code
         self._compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._compiles = self._compiled or getattr(model.config, "_attn_implementation", "") == "flex_attention"
         self._notes, self._given_up_before = notes, times_given_up()
+        self._compiling = self._watch_compiler() if self._compiled else None
+        self.speculation: Speculation | None = None
+        """What was proposed and kept so far; None where the model decodes token by token."""
+        self._proposer: tuple[Proposer, int] | None = None
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._idle: tuple[tuple[int, int], StaticCache] | None = None
 
@@ -58,7 +68,8 @@ class TorchSession:
     def notes(self) -> tuple[str, ...]:
         """What is in force and what fell back so far, one sentence each."""
         gave_up = self._compiles and times_given_up() > self._given_up_before
-        return (*self._notes, UNCOMPILED) if gave_up else self._notes
+        compiled = self._compiling.notes() if self._compiling else ()
+        return (*self._notes, *compiled, *((UNCOMPILED,) if gave_up else ()))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -66,6 +77,16 @@ class TorchSession:
         if self._opened is None:
             raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
         return self._opened
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the decode step is compiled."""
+        return self._compiled
+
+    @property
+    def codes_cache(self) -> bool:
+        """Whether the KV cache holds codes instead of floats."""
+        return self._new_cache is not None
 
     @property
     def dtype(self) -> str:
@@ -113,14 +134,74 @@ class TorchSession:
         self._check(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
+    def step(self, tokens: Tensor, cache: Cache, *, last: bool = False) -> Tensor:
+        """Return the logits, [batch, new, vocabulary], of tokens that follow those in a cache; of the last one alone if `last`."""
+        batch, new = tokens.shape
+        with self._memory(f"at {batch} x {new} tokens", REMEDY), self._no_gradients():
+            logits: Tensor = self.model.forward(
+                input_ids=tokens, past_key_values=cache, use_cache=True, **(self._last_only if last else {})
+            ).logits
+            return logits
+
+    def new_cache(self) -> Cache:
+        """Return an empty KV cache that grows."""
+        return self._new_cache() if self._new_cache else DynamicCache(config=self.model.config)
+
+    def speculate_with(self, proposer: Proposer, tokens: int) -> None:
+        """Decode from now on with up to `tokens` proposed tokens at once.
+
+        Raises StageError for a compiled model, or where tokens cannot be taken out of the cache again.
+        """
+        if self._compiled:
+            raise StageError(
+                "a compiled step cannot check several tokens",
+                where="speculative",
+                why="It was compiled for one token at a time and a cache as long as the request",
+                remedy="Take compile or speculative out of the recipe",
+            )
+        check_cache(self.new_cache())
+        self._proposer, self.speculation = (proposer, tokens), Speculation()
+
+    @contextmanager
+    def token_by_token(self) -> Iterator[None]:
+        """Decode without proposals within the block."""
+        proposer, self._proposer = self._proposer, None
+        try:
+            yield
+        finally:
+            self._proposer = proposer
+
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
         return weight_bytes(self.model, batch) + cache_bytes(self._one_token_cache, batch, context)
 
+    def attention_kernels(self, tokens: Tensor) -> str:
+        """Return which kernels of torch compute the attention of a prompt, int64 [batch, prompt], and of a step after it.
+
+        E.g. `flash in prompts, math in steps`; the name of the implementation where it is not torch's. They are seen as they are
+        dispatched to, in a run that is not compiled.
+        """
+        from optkit.session.attention_kernels import kernels_text, watched_attention
+
+        self._check(tokens, 1)
+        tokens = tokens.to(self.device)
+        batch, prompt = tokens.shape
+        found = []
+        with self._cache(batch, prompt + 1) as cache, self._memory("in a prompt", "Lower the batch or the prompt"), self._no_gradients():
+            for part in (tokens, tokens[:, :1]):
+                with watched_attention() as kernels:
+                    self.model.forward(input_ids=part, past_key_values=cache, use_cache=True, **self._last_only)
+                found.append(kernels_text(kernels))
+        if not all(found):
+            return str(getattr(self.model.config, "_attn_implementation", "its own"))
+        return found[0] if found[0] == found[1] else f"{found[0]} in prompts, {found[1]} in steps"
+
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
-        self._opened = self._idle = None
+        self._opened = self._idle = self._proposer = None
         self.__dict__.pop("_one_token_cache", None)
+        if self._compiling:
+            self._compiling.close()
         if self._compiles:
             torch.compiler.reset()
         if self.device != "cpu":
@@ -128,12 +209,16 @@ class TorchSession:
         return_freed_memory()
 
     def _stream(self, tokens: Tensor, new_tokens: int, *, waiting: bool) -> Iterator[Tensor]:
+        if self._proposer and self.speculation is not None:
+            proposer, most = self._proposer
+            cache = self.new_cache()
+            yield from speculate(self.step, cache, tokens, new_tokens, proposer, most, self.speculation)
+            return
         batch, prompt = tokens.shape
-        remedy = "Lower the batch, the prompt or the new tokens"
         step = tokens
         with self._cache(batch, prompt + new_tokens) as cache:
             for count in range(new_tokens):
-                with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", remedy), self._no_gradients():
+                with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY), self._no_gradients():
                     # The prompt is never compiled: its shape changes with every request.
                     call = self.model.forward if count == 0 else self.model
                     if self._compiled:
@@ -148,7 +233,7 @@ class TorchSession:
     def _cache(self, batch: int, length: int) -> Iterator[Cache]:
         """Lend an empty KV cache; a static one is kept for the next request, and no other stream gets it meanwhile."""
         if not self._compiled:
-            yield self._growing_cache()
+            yield self.new_cache()
             return
         shape = (batch, min(-(-length // CACHE_STEP) * CACHE_STEP, self.positions))
         idle, self._idle = self._idle, None
@@ -160,9 +245,6 @@ class TorchSession:
         finally:
             if self._opened is not None:
                 self._idle = (shape, cache)
-
-    def _growing_cache(self) -> Cache:
-        return self._new_cache() if self._new_cache else DynamicCache(config=self.model.config)
 
     def _attended(self) -> dict[str, Any]:
         """Return how the model is called for logits: a cache of codes has to be there, or they would be those of another model."""
@@ -193,7 +275,7 @@ class TorchSession:
     @cached_property
     def _one_token_cache(self) -> Cache:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        cache = self._growing_cache()
+        cache = self.new_cache()
         with self._no_gradients():
             self.model.forward(input_ids=token, past_key_values=cache, use_cache=True, **self._last_only)
         return cache
@@ -210,8 +292,20 @@ class TorchSession:
     def _memory(self, what: str, remedy: str) -> AbstractContextManager[None]:
         return memory_errors(f"{what} on {self.device}", str(self.directory), remedy)
 
-    def _no_gradients(self) -> AbstractContextManager[Any]:
-        return torch.no_grad() if self._compiled else torch.inference_mode()
+    @contextmanager
+    def _no_gradients(self) -> Iterator[None]:
+        with torch.no_grad() if self._compiled else torch.inference_mode(), self._computing():
+            if self._compiling:
+                with self._compiling.errors():
+                    yield
+            else:
+                yield
+
+    @staticmethod
+    def _watch_compiler() -> CompileWatch:
+        from optkit.session.compile_watch import CompileWatch
+
+        return CompileWatch()
 
     def _synchronize(self) -> None:
         if self.device != "cpu":

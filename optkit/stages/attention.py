@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from optkit.environment import compute_capability
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.shape import ModelShape
 from optkit.stage import Setting
 from optkit.stages.compile import allow_many_shapes, silence_advice
+
+FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Implementation -> the module that its package brings."""
+FLASH_3_COMMAND = "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
+HOPPER = 9
 
 
 class Attention(Setting):
@@ -15,29 +23,43 @@ class Attention(Setting):
 
     shorthand: ClassVar[str] = "implementation"
 
-    implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"]
-    """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone. `flex_attention`: torch's compiled one.
-    `eager`: plain matrix products."""
+    implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+    """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone. `flash_attention_3`: flash-attn-3, Hopper
+    GPUs alone. `flex_attention`: torch's compiled one. `eager`: plain matrix products."""
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError where the device has no such attention, MissingPackageError where its package is not there."""
+        self.load_kwargs(device)
+        capability = compute_capability(device)
+        if self.implementation == "flash_attention_3" and capability is not None and capability[0] != HOPPER:
+            raise StageError(
+                f"flash_attention_3 does not run on this GPU (compute capability {capability[0]}.{capability[1]})",
+                where="attention",
+                why="Its kernels are written for Hopper (9.0)",
+                remedy="Use flash_attention_2 or sdpa",
+            )
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
         """Return `attn_implementation`. Raises StageError where the device has none, MissingPackageError where its package is not there."""
-        if self.implementation == "flash_attention_2":
+        if package := FLASH.get(self.implementation):
             if not device.startswith("cuda"):
                 raise StageError(
-                    f"flash_attention_2 does not run on {device}",
+                    f"{self.implementation} does not run on {device}",
                     where="attention",
                     why="Its kernels are written for NVIDIA GPUs",
                     remedy="Use sdpa, which is fused on every device",
                 )
-            if find_spec("flash_attn") is None:
-                raise MissingPackageError("flash-attn", where="attention: flash_attention_2")
+            if find_spec(package) is None:
+                command = FLASH_3_COMMAND if self.implementation == "flash_attention_3" else ""
+                distribution = "flash-attn-3" if command else "flash-attn"
+                raise MissingPackageError(distribution, where=f"attention: {self.implementation}", command=command)
         return {"attn_implementation": self.implementation}
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model as it is. Raises StageError where the implementation cannot compute what this model asks for."""
-        if self.implementation == "flash_attention_2" and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
+        if self.implementation in FLASH and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
             raise StageError(
-                f"flash_attention_2 does not compute in {str(model.dtype).removeprefix('torch.')}",
+                f"{self.implementation} does not compute in {str(model.dtype).removeprefix('torch.')}",
                 where="attention",
                 why="Its kernels are written for bfloat16 and float16",
                 remedy="Put `- cast: {dtype: bfloat16}` in the recipe, or use sdpa",

@@ -8,11 +8,13 @@ import sys
 import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.shape import ModelShape
 from optkit.stage import Setting
 
 RECOMPILE_LIMIT = 64
@@ -22,7 +24,10 @@ GIVEN_UP = "Dynamo recompile limit exceeded"
 
 
 class Compile(Setting):
-    """Compile the decode step with torch.compile, on the devices where that pays; prompts run as they are, since each has its own shape."""
+    """Compile the decode step with torch.compile, on the devices where that pays; prompts run as they are, since each has its own shape.
+
+    What was compiled is kept between processes, in torch's own cache (`$TORCHINDUCTOR_CACHE_DIR`).
+    """
 
     shorthand: ClassVar[str] = "mode"
 
@@ -30,6 +35,16 @@ class Compile(Setting):
     """`reduce-overhead` replays CUDA graphs; `max-autotune` also times several kernels for each product, for minutes."""
     devices: tuple[Literal["cpu", "cuda"], ...] = Field(default=("cuda",), min_length=1)
     """Where it is applied; elsewhere the model runs as it is, and the scorecard says so."""
+
+    fullgraph: bool = False
+    """Refuse a step that torch cannot compile as one graph. Otherwise the scorecard counts the breaks and names their lines."""
+    dynamic: bool = False
+    """Compile for any shape at once instead of once for each batch and length of the cache: fewer compilations, slower code."""
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError or MissingPackageError where there is no compiler."""
+        if self.applies(device):
+            _require_tools(_kind(device))
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model, its calls compiled.
@@ -52,12 +67,10 @@ class Compile(Setting):
                 why="The C++ that torch 2.13 writes for it does not compile",
                 remedy="Use sdpa, or take cpu out of `devices`",
             )
-        if _kind(device) == "cuda":
-            _require_triton()
-        _require_compiler(_kind(device))
+        _require_tools(_kind(device))
         silence_advice()
         allow_many_shapes()
-        model.compile(mode=None if self.mode == "default" else self.mode, dynamic=False)
+        model.compile(mode=None if self.mode == "default" else self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
         return model
 
     def applies(self, device: str) -> bool:
@@ -67,7 +80,7 @@ class Compile(Setting):
     def describe(self, device: str) -> str:
         """Return e.g. `compile: default` or `compile: off on cpu (devices: cuda)`."""
         if self.applies(device):
-            return f"compile: {self.mode}"
+            return f"compile: {self.mode}{', fullgraph' * self.fullgraph}{', dynamic' * self.dynamic}"
         return f"compile: off on {_kind(device)} (devices: {', '.join(self.devices)})"
 
 
@@ -94,6 +107,12 @@ def times_given_up() -> int:
 
 def _kind(device: str) -> str:
     return device.partition(":")[0]
+
+
+def _require_tools(kind: str) -> None:
+    if kind == "cuda":
+        _require_triton()
+    _require_compiler(kind)
 
 
 def _require_triton() -> None:

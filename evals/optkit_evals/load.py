@@ -1,0 +1,162 @@
+"""How a model answers under load: requests arrive at random, wait, and share the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from optkit.environment import describe_environment
+from optkit.errors import EvalError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.progress import Task
+from optkit.statistics import Estimate, mean_estimate, quantile
+from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
+from optkit_evals.timing import uninterrupted
+
+UNITS = {
+    "load_first_token_p50_s": "s",
+    "load_first_token_p95_s": "s",
+    "load_first_token_p99_s": "s",
+    "load_inter_token_p50_s": "s",
+    "load_inter_token_p95_s": "s",
+    "load_inter_token_p99_s": "s",
+    "load_tokens_per_s": "tokens/s",
+    "goodput_requests_per_s": "requests/s",
+    "goodput_fraction": "fraction",
+}
+BEHIND = 1.25
+"""Time that all requests took over the time in which they arrived, from which on the model does not keep up."""
+
+
+class Load(Eval):
+    """Latencies and goodput while requests arrive at a rate: time to first token (with waiting), between tokens, requests in time.
+
+    Goodput counts the requests whose first token and mean time between tokens kept the limits (DistServe, https://arxiv.org/abs/2401.09670).
+    """
+
+    timed: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = tuple(UNITS)
+
+    rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(1.0,), min_length=1)
+    """Requests in a second, on average; they arrive independently of each other (a Poisson process, seeded)."""
+    requests: int = Field(default=32, ge=2)
+    """Requests of each rate."""
+    prompt: int = Field(default=128, ge=1)
+    """Tokens of a request."""
+    new_tokens: int = Field(default=32, ge=2)
+    """Tokens of an answer."""
+    batch: int = Field(default=8, ge=1)
+    """Requests that are computed together, at most."""
+    batching: Literal["static", "continuous"] = "static"
+    """`static`: a batch ends before the next begins. `continuous`: a request joins at the next step, by transformers' own engine with its
+    paged KV cache; torch models without compile, speculative and quantized KV caches."""
+    first_token_limit_s: float = Field(default=1.0, gt=0)
+    """A request counts for goodput where its first token came within this time of its arrival."""
+    inter_token_limit_s: float = Field(default=0.2, gt=0)
+    """And where the mean time between its tokens was at most this."""
+    repeats: int = Field(default=2, ge=2)
+    """Times that the requests are served, each time with other moments of arrival."""
+
+    def row_labels(self) -> tuple[dict[str, int | str], ...]:
+        """Return rate, prompt, new tokens and batching of each rate."""
+        return tuple(self._labels(rate) for rate in self.rates)
+
+    def longest_sequence(self) -> int:
+        """Return the tokens of a prompt with its answer."""
+        return self.prompt + self.new_tokens
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Measure; raises EvalError where the model has too few positions, or the engine of transformers does not take this model."""
+        if self.longest_sequence() > session.positions:
+            raise EvalError(
+                f"a prompt of {self.prompt} and {self.new_tokens} new tokens are more than the model's {session.positions} positions",
+                where="load",
+                remedy="Shorten prompt or new_tokens",
+            )
+        seeds = range(self.repeats)[context.turn.index :: context.turn.count]
+        protocol = self._protocol(session, context.seed)
+        found = []
+        with context.progress.task("load", len(self.rates) * len(seeds) * self.requests, "requests") as task, uninterrupted():
+            self._warm_up(session, context)
+            for rate in self.rates:
+                measured = [self._summary(self._serve(session, rate, context.seed + seed, context, task)) for seed in seeds]
+                found += [self._metric(name, rate, [each[name] for each in measured], protocol) for name in UNITS]
+        return found
+
+    def _serve(self, session: Session, rate: float, seed: int, context: EvalContext, task: Task) -> list[Served]:
+        requests = poisson_requests(session, rate, self.requests, self.prompt, seed)
+        serve = serve_static if self.batching == "static" else serve_continuously
+        served = serve(session, requests, self.new_tokens, self.batch, task)
+        took, arriving = max(each.end_s for each in served), requests[-1].arrival_s
+        if took > BEHIND * arriving + max(each.end_s - each.arrival_s for each in served[: self.batch]):
+            context.warn(
+                f"load at {rate:g} requests/s: the last one arrived after {arriving:.1f} s and was served after {took:.1f} s, so that"
+                f" waiting grows with the number of requests: the numbers are those of this number, {self.requests}"
+            )
+        return served
+
+    def _warm_up(self, session: Session, context: EvalContext) -> None:
+        """Answer once at each size of a batch that may come, so that nothing is compiled or allocated later."""
+        if self.batching == "continuous":
+            few = poisson_requests(session, 1e6, self.batch, self.prompt, context.seed)
+            with context.progress.task("warming up", 0, "requests") as task:
+                served = serve_continuously(session, few, self.new_tokens, self.batch, task)
+            plain = session.generate(few[0].tokens, self.new_tokens)[0, self.prompt :].tolist()
+            if list(served[0].tokens) != plain:
+                same = next(index for index, pair in enumerate(zip(served[0].tokens, plain, strict=True)) if pair[0] != pair[1])
+                context.warn(
+                    f"load: transformers' engine generates other tokens than the model alone, from token {same + 1} of {self.new_tokens}"
+                    f" on; it adds in another order, or its paged attention computes something else"
+                )
+            return
+        sizes = range(1, self.batch + 1) if getattr(session, "compiled", False) else {1, self.batch}
+        for size in sizes:
+            few = poisson_requests(session, 1e6, size, self.prompt, context.seed)
+            with context.progress.task(f"warming up, batch {size}", 0, "requests") as task:
+                serve_static(session, few, self.new_tokens, size, task)
+
+    def _summary(self, served: Sequence[Served]) -> dict[str, float]:
+        first = [each.first_token_s for each in served]
+        between = [gap for each in served for gap in each.between_tokens_s]
+        took = max(each.end_s for each in served) - min(each.arrival_s for each in served)
+        good = sum(self._is_good(each) for each in served)
+        return {
+            **{f"load_first_token_p{percent}_s": quantile(first, percent / 100) for percent in (50, 95, 99)},
+            **{f"load_inter_token_p{percent}_s": quantile(between, percent / 100) for percent in (50, 95, 99)},
+            "load_tokens_per_s": len(served) * self.new_tokens / took,
+            "goodput_requests_per_s": good / took,
+            "goodput_fraction": good / len(served),
+        }
+
+    def _is_good(self, served: Served) -> bool:
+        mean_s = sum(served.between_tokens_s) / len(served.between_tokens_s)
+        return served.first_token_s <= self.first_token_limit_s and mean_s <= self.inter_token_limit_s
+
+    def _labels(self, rate: float) -> dict[str, int | str]:
+        shown = int(rate) if rate == int(rate) else f"{rate:g}"
+        return {"rate": shown, "prompt": self.prompt, "new_tokens": self.new_tokens, "batching": self.batching}
+
+    def _metric(self, name: str, rate: float, samples: Sequence[float], protocol: str) -> Metric:
+        estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+        return Metric(
+            name=name,
+            labels=self._labels(rate),
+            value=estimate.value,
+            unit=UNITS[name],
+            higher_is_better=UNITS[name] != "s",
+            interval=estimate.interval,
+            protocol=protocol,
+            samples=tuple(samples),
+            pairing="exact" if name.startswith("goodput") else "independent",
+        )
+
+    def _protocol(self, session: Session, seed: int) -> str:
+        environment = describe_environment(session.device)
+        return (
+            f"{self.requests} requests of random token ids arriving as a Poisson process (seed {seed} and following), greedy, no early"
+            f" stop; {self.batching} batching, at most {self.batch} requests together; means over {self.repeats} runs of their percentiles;"
+            f" wall clock from a request's arrival; goodput: first token within {self.first_token_limit_s:g} s and at most"
+            f" {self.inter_token_limit_s:g} s between tokens on average; {environment['device_name']}, torch {environment['torch']}"
+        )

@@ -1,0 +1,110 @@
+"""What speculative decoding does on a text: how many proposed tokens are kept, how fast it is, and that the output is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from optkit.environment import describe_environment
+from optkit.errors import EvalError
+from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.statistics import Estimate, mean_estimate
+from optkit_evals.timing import answer, uninterrupted
+from optkit_evals.windows import WindowedText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNITS = {
+    "text_decode_tokens_per_s": "tokens/s",
+    "tokens_per_forward": "tokens",
+    "acceptance_rate": "fraction",
+    "greedy_agreement": "fraction",
+}
+
+
+class Speculation(WindowedText, Eval):
+    """Decode speed on text, tokens for each forward pass, the share of proposed tokens kept, and agreement with plain greedy decoding.
+
+    What is kept depends on the text: random prompts, as `throughput` has them, say nothing about speculative decoding.
+    """
+
+    timed: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = tuple(UNITS)
+
+    window: int = Field(default=128, ge=2)
+    """Tokens of a prompt."""
+    windows: int | None = Field(default=8, ge=2)
+    """Prompts, from the start of the text; as many as there are when null. Each is answered once."""
+    new_tokens: int = Field(default=64, ge=2)
+    """Tokens generated after each prompt."""
+
+    def longest_sequence(self) -> int:
+        """Return the tokens of a prompt with its answer."""
+        return self.window + self.new_tokens
+
+    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+        """Measure; a model that decodes token by token has no acceptance. Raises EvalError as `WindowedText.cut` does."""
+        if self.longest_sequence() > session.positions:
+            raise EvalError(
+                f"a prompt of {self.window} and {self.new_tokens} new tokens are more than the model's {session.positions} positions",
+                where=self.where,
+                remedy="Lower window or new_tokens",
+            )
+        windows = self.cut(session, context)
+        counts = getattr(session, "speculation", None)
+        found: dict[str, list[float]] = {name: [] for name in UNITS}
+        mine = list(enumerate(windows.tokens))[context.turn.index :: context.turn.count]
+        with context.progress.task("speculation", len(mine), "prompts") as task, uninterrupted():
+            answer(session, mine[0][1][None].to(session.device), self.new_tokens)
+            for index, window in mine:
+                prompt = window[None].to(session.device)
+                if counts is not None:
+                    counts.reset()
+                timing = answer(session, prompt, self.new_tokens)
+                found["text_decode_tokens_per_s"].append((self.new_tokens - 1) / timing.decode_s)
+                found["tokens_per_forward"].append(counts.tokens / counts.forwards if counts else 1.0)
+                if counts is not None:
+                    found["acceptance_rate"].append(counts.accepted / counts.proposed if counts.proposed else 0.0)
+                    found["greedy_agreement"].append(self._agreement(session, prompt, index, context))
+                task.advance()
+        protocol = self._protocol(windows.protocol, session)
+        return [_metric(name, samples, protocol) for name, samples in found.items() if samples]
+
+    def _agreement(self, session: Any, prompt: Tensor, index: int, context: EvalContext) -> float:
+        """Return 1 where the tokens are those of decoding one by one, else 0, with a word on how near the model's choice was there."""
+        proposed = session.generate(prompt, self.new_tokens)
+        with session.token_by_token():
+            plain = session.generate(prompt, self.new_tokens)
+        if proposed.equal(plain):
+            return 1.0
+        first = int((proposed != plain)[0].nonzero()[0])
+        best, second = session.logits(plain[:, :first])[0, -1].topk(2).values.tolist()
+        context.warn(
+            f"speculation, prompt {index + 1}: differs from token {first - prompt.shape[1] + 1} on, where the model's two best logits are"
+            f" {best - second:.2g} apart; several tokens at once are rounded in another order than one"
+        )
+        return 0.0
+
+    def _protocol(self, text: str, session: Session) -> str:
+        device = describe_environment(session.device)
+        return (
+            f"{text}, each window a prompt; {self.new_tokens} greedy tokens after each, one prompt at a time, one answer before them to"
+            f" warm up; means over prompts; decoding is timed as in throughput; {device['device_name']}, torch {device['torch']}"
+        )
+
+
+def _metric(name: str, samples: Sequence[float], protocol: str) -> Metric:
+    estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+    return Metric(
+        name=name,
+        value=estimate.value,
+        unit=UNITS[name],
+        higher_is_better=True,
+        interval=estimate.interval,
+        protocol=protocol,
+        samples=tuple(samples),
+        pairing="independent",
+    )

@@ -1,0 +1,114 @@
+"""Setting `precision`: what an opened model computes in, whatever its weights are stored as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from optkit.environment import compute_capability
+from optkit.errors import StageError
+from optkit.model.shape import ModelShape
+from optkit.stage import Setting
+
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Mode -> the torch name of the dtype that the model is opened in."""
+AMPERE = (8, 0)
+"""The compute capability from which on a GPU has TF32 and bfloat16."""
+FLOATS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Precision(Setting):
+    """Compute in another precision than the checkpoint's; evals of accuracy say what that costs. `cast` also stores the weights so."""
+
+    shorthand: ClassVar[str] = "mode"
+    exact: ClassVar[bool] = False
+
+    mode: Literal["fp32", "tf32", "bf16", "fp16", "autocast"]
+    """`fp32`, `bf16`, `fp16`: weights and states are of this dtype. `tf32`: float32, but tensor cores round the factors of matrix products
+    to 10 bits of mantissa. `autocast`: float32 weights, which torch casts to `dtype` at each matrix product; sums of squares, softmax and
+    the like stay in float32."""
+    dtype: Literal["bfloat16", "float16"] | None = None
+    """Of autocast's matrix products; left out: bfloat16."""
+
+    @model_validator(mode="after")
+    def _dtype_of_autocast(self) -> Self:
+        if self.dtype is not None and self.mode != "autocast":
+            raise ValueError(f"dtype is for autocast: leave it out, {self.mode} says it already")
+        return self
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError where the device has no such numbers, or autocast would have nothing to cast."""
+        if self.mode == "tf32" and device == "cpu":
+            raise StageError(
+                "tf32 does not run on cpu",
+                where="precision",
+                why="It is a format of the tensor cores of NVIDIA GPUs",
+                remedy="Use fp32 or bf16, or a GPU",
+            )
+        name = "bfloat16" if self._cast_to == "bfloat16" else self.mode
+        capability = compute_capability(device)
+        if name in ("tf32", "bfloat16") and capability is not None and capability < AMPERE:
+            raise StageError(
+                f"this GPU (compute capability {capability[0]}.{capability[1]}) does not compute in {name}",
+                where="precision",
+                why="GPUs do from 8.0 (Ampere) on",
+                remedy="Use fp16 or fp32",
+            )
+        if self.mode == "autocast":
+            self._check_autocast(shape)
+
+    def _check_autocast(self, shape: ModelShape) -> None:
+        if shape.config.get("quantization_config"):
+            raise StageError(
+                "autocast cannot be used with packed weights",
+                where="precision",
+                why="Their layers say themselves what they compute in, so nothing would be cast",
+                remedy="Use bf16 or fp16, in which the states of such a model are computed",
+            )
+        stored = {info.dtype for info in shape.tensors.values()} & FLOATS.keys()
+        if stored and "F32" not in stored:
+            raise StageError(
+                f"autocast has nothing to cast: the weights are {', '.join(FLOATS[name] for name in sorted(stored))}",
+                where="precision",
+                why="It casts float32 weights at each product",
+                remedy="Take it out, or put `- cast: {dtype: float32}` before it",
+            )
+
+    @property
+    def _cast_to(self) -> str | None:
+        return (self.dtype or "bfloat16") if self.mode == "autocast" else DTYPES[self.mode]
+
+    def opened_dtype(self) -> str | None:
+        """Return the dtype that the model is opened in; None for autocast, which keeps the checkpoint's."""
+        return DTYPES.get(self.mode)
+
+    def computing(self, device: str) -> AbstractContextManager[Any]:
+        """Return what every call of the model runs in."""
+        if self.mode == "tf32":
+            return _tensor_float32()
+        if self.mode == "autocast":
+            import torch
+
+            return torch.autocast(device.partition(":")[0], dtype=getattr(torch, str(self._cast_to)))
+        return nullcontext()
+
+    def describe(self, device: str) -> str:
+        """Return e.g. `precision: autocast to bfloat16`."""
+        return f"precision: autocast to {self._cast_to}" if self.mode == "autocast" else f"precision: {self.mode}"
+
+
+@contextmanager
+def _tensor_float32() -> Iterator[None]:
+    """Allow TF32 within the block; it is a switch of the whole process."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,108 @@
+"""Setting `speculative`: several tokens are proposed cheaply, and the model checks them all in one forward pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from optkit.errors import StageError
+from optkit.model.shape import ModelShape
+from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
+from optkit.stage import Setting
+
+
+class Speculative(Setting):
+    """Decode several tokens with each forward pass; what the model generates greedily stays the same.
+
+    A small draft model, or the prompt itself, proposes tokens, and the model keeps those that it would have chosen itself.
+
+    Leviathan et al. 2023, https://arxiv.org/abs/2211.17192 (greedy); prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding
+    """
+
+    draft: ModelSource | None = None
+    """A small model with the same vocabulary, as a directory or a hub id that is downloaded already."""
+    prompt_lookup: int | None = Field(default=None, ge=1)
+    """Instead of a draft: look for the last so many tokens (or fewer) earlier in the text, and propose what followed them there."""
+    tokens: int = Field(default=4, ge=1, le=64)
+    """Tokens proposed at once, at most."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.draft is None) == (self.prompt_lookup is None):
+            raise ValueError("set either draft or prompt_lookup")
+        return self
+
+    def pinned(self, data: Path | None) -> Self:
+        """Return the setting with the draft's revision filled in; raises SourceError where there is no such model."""
+        return self.model_copy(update={"draft": pin_model(self.draft)}) if self.draft else self
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError for a draft with another vocabulary or without float weights at hand, and for a cache that cannot forget."""
+        others = sorted(set(shape.config.get("layer_types") or ()) - {"full_attention"})
+        if others:
+            raise StageError(
+                f"the model has layers of {', '.join(others)}",
+                where="speculative",
+                why="Tokens that were proposed in vain have to be taken out of the KV cache again, and such a layer has overwritten others",
+                remedy="Take it out for this architecture",
+            )
+        if self.draft is None:
+            return
+        place = self.draft_directory()
+        theirs, ours = (each.config.get("vocab_size") for each in (model_shape(self.draft, place), shape))
+        if theirs != ours:
+            raise StageError(
+                f"the draft {self.draft.name} has a vocabulary of {theirs} tokens and the model one of {ours}",
+                where="speculative",
+                why="What it proposes would be other tokens",
+                remedy="Take a smaller model of the same family, or prompt_lookup",
+            )
+        if directory:
+            check_tokens(place, directory)
+
+    def draft_directory(self) -> Path:
+        """Return where the draft lies; raises StageError where it is no directory yet."""
+        place = locate_model(self.draft) if self.draft else None
+        if place is None:
+            raise StageError(
+                f"the draft {self.draft.name if self.draft else ''} is no model directory yet",
+                where="speculative",
+                why="It is opened beside the model, without the store",
+                remedy="Make a directory of it with a recipe without stages (`optkit run baseline --model ...`), and name that",
+            )
+        return place
+
+    def describe(self, device: str) -> str:
+        """Return e.g. `speculative: 4 tokens at once by prompt lookup (3-grams)`."""
+        by = f"the draft {self.draft.name}" if self.draft else f"prompt lookup ({self.prompt_lookup}-grams)"
+        return f"speculative: up to {self.tokens} tokens at once by {by}"
+
+
+def check_tokens(draft: Path, model: Path) -> None:
+    """Raise StageError where the tokenizers of two directories give a token other ids; nothing is said where one has no tokenizer.json."""
+    theirs, ours = _vocabulary(draft), _vocabulary(model)
+    if theirs is None or ours is None:
+        return
+    other = next((token for token in ours if theirs.get(token) != ours[token]), None)
+    if other is not None:
+        raise StageError(
+            f"the draft's tokenizer is another one: {other!r} is {theirs.get(other, 'unknown')} to it and {ours[other]} to the model",
+            where="speculative",
+            why="What it proposes would be other tokens",
+            remedy="Take a smaller model of the same family, or prompt_lookup",
+        )
+
+
+def _vocabulary(directory: Path) -> Mapping[str, int] | None:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = found.get("model", {}).get("vocab")
+    if isinstance(vocabulary, list):  # Unigram: [token, score], the id is the place
+        return {str(entry[0]): index for index, entry in enumerate(vocabulary)}
+    return vocabulary if isinstance(vocabulary, dict) else None
