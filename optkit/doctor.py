@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from optkit import __version__
+from optkit.alignment import ShapeProblem
 from optkit.backends.environments import Environments
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version, unmet
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen
+from optkit.kernel_parts import kernel_parts
+from optkit.links import LinkRate
 from optkit.measure import Eval
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed, providers
 from optkit.onnx.builds import problems as problems_of_builds
@@ -59,9 +62,9 @@ BUILDS = {"onnxruntime": RUNTIME_BUILDS, "onnxruntime-genai": GENAI_BUILDS}
 
 
 class Part(Frozen):
-    """One stage, eval, engine or backend."""
+    """One stage, eval, engine, backend or kernel."""
 
-    role: Literal["stage", "eval", "engine", "backend"]
+    role: Literal["stage", "eval", "engine", "backend", "kernel"]
     name: str
     works: bool
     """It can run here."""
@@ -107,10 +110,16 @@ class Diagnosis(Frozen):
     parts: tuple[Part, ...]
     problems: tuple[str, ...]
     """What is wrong rather than only missing."""
+    model: str = ""
+    """The model whose shapes were looked at."""
+    shapes: tuple[ShapeProblem, ...] = ()
+    """Its matrices that tensor cores or packed kernels do not like."""
+    links: tuple[LinkRate, ...] = ()
+    """How fast the GPUs of this host sum tensors of several sizes."""
 
 
 def diagnose(store: Path | None = None) -> Diagnosis:
-    """Return what is here and what is missing; imports torch to ask for devices, runs nothing on them."""
+    """Return what is here and what is missing; imports torch to ask for devices, and tries kernels out on tiny products."""
     import huggingface_hub.constants as hub
 
     place = store or default_store()
@@ -143,6 +152,7 @@ def diagnose(store: Path | None = None) -> Diagnosis:
             *(_part("eval", name, eval_class) for name in eval_names()),
             *(_engine(name) for name in ENGINES),
             *_backends(),
+            *_kernels(),
         ),
         problems=(*problems, *problems_of_builds()),
     )
@@ -213,6 +223,28 @@ def _backends() -> list[Part]:
         else:
             parts.append(Part(role="backend", name=name, works=False, note=library.summary, remedy=f"optkit env build {name}"))
     return parts
+
+
+def _kernels() -> list[Part]:
+    """Return the fast kernels of this machine's devices; none where torch cannot be imported."""
+    try:
+        found = list(kernel_parts(find_compiler()))
+    except (ImportError, OSError):
+        return []
+    return [
+        Part(
+            role="kernel",
+            name=each.name,
+            works=not each.why_not,
+            note=_without(each.why_not, each.without),
+            remedy=each.remedy * bool(each.why_not),
+        )
+        for each in found
+    ]
+
+
+def _without(why_not: str | None, consequence: str) -> str:
+    return f"{why_not}; {consequence}" if why_not else ""
 
 
 def _engine(name: str) -> Part:

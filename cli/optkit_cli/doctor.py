@@ -10,15 +10,24 @@ from optkit_cli.options import Command, json_option, store_option
 
 
 @click.command(cls=Command, short_help="Say what can run here, and what is missing.")
+@click.option("--model", metavar="MODEL", help="Also say which of its matrices tensor cores and packed kernels do not like.")
+@click.option("--links", is_flag=True, help="Also measure how fast the GPUs of this host exchange data (NCCL all-reduce).")
 @store_option
 @json_option
-def command(store: Path | None, as_json: bool) -> None:
-    """Print versions, devices, memory, disk, and which stages, evals and engines can run here."""
+def command(model: str | None, links: bool, store: Path | None, as_json: bool) -> None:
+    """Print versions, devices, memory, disk, and which stages, evals, engines and kernels can run here."""
+    from optkit.alignment import shape_problems
     from optkit.doctor import diagnose
+    from optkit.links import gpu_links
+    from optkit.roofline.models import shape_of_model
     from optkit_cli.doctor_view import diagnosis_view
     from optkit_cli.output import print_json, show
 
     diagnosis = diagnose(store)
+    if model is not None:
+        diagnosis = diagnosis.model_copy(update={"model": model, "shapes": shape_problems(shape_of_model(model))})
+    if links:
+        diagnosis = diagnosis.model_copy(update={"links": gpu_links()})
     if as_json:
         print_json(diagnosis.model_dump(mode="json"))
     else:

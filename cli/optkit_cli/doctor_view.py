@@ -7,9 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.doctor import Diagnosis, Part
+from optkit.scorecard.numbers import format_value
 from optkit_cli.tables import heading, indented, size_text
 
-ROLES = ("stage", "eval", "engine", "backend")
+ROLES = ("stage", "eval", "engine", "backend", "kernel")
 
 
 def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
@@ -18,6 +19,8 @@ def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
         ("machine", indented(_machine(diagnosis))),
         ("packages", indented(_packages(diagnosis))),
         *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ROLES),
+        (f"shapes of {diagnosis.model}", indented(_shapes(diagnosis)) if diagnosis.model else None),
+        ("all-reduce of all GPUs", indented(_links(diagnosis))),
         ("problems", indented([(Text("!!", style="bold red"), problem) for problem in diagnosis.problems])),
     ]
     return [part for title, section in sections if section is not None for part in (heading(title), section)]
@@ -37,6 +40,19 @@ def _machine(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("store", f"{diagnosis.store}, {size_text(diagnosis.store_free_bytes)} free"),
         ("hub cache", f"{diagnosis.hub_cache}, {'offline (HF_HUB_OFFLINE)' if diagnosis.hub_offline else 'online'}"),
         ("data", str(diagnosis.data) if diagnosis.data else "none; --data or $OPTKIT_DATA names a directory with local data sets"),
+    ]
+
+
+def _shapes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    if not diagnosis.shapes:
+        return [("ok", "every matrix is a multiple of 64 each way, and groups of 128 fit")]
+    return [(f"{each.layers} {each.outputs:,} x {each.inputs:,}", f"{each.problem} ({each.count:,} of them)") for each in diagnosis.shapes]
+
+
+def _links(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    return [
+        (size_text(each.size_bytes), f"{format_value(each.seconds, 's')}, {each.bus_bytes_per_s / 1e9:,.3g} GB/s on the bus")
+        for each in diagnosis.links
     ]
 
 
