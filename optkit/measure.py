@@ -160,6 +160,12 @@ class Eval(Frozen):
         """Return the tokens of the longest sequence that the model will get; 0 where it gets none."""
         return 0
 
+    def check(self, device: str) -> None:
+        """Refuse, before anything runs and without torch, what the device or the installed packages cannot measure.
+
+        Raises MissingPackageError, EvalError.
+        """
+
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure the session. Raises EvalError where the number could not be had or would not be honest."""
         raise NotImplementedError

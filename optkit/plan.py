@@ -136,6 +136,8 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     _check_onnx(recipe, steps)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
+    for measured in recipe.evals:
+        measured.value.check(device)
     settings = settings_identity(recipe.settings)
     return Plan(
         recipe=recipe,

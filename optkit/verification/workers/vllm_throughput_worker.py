@@ -1,0 +1,74 @@
+"""Time answers of vLLM, token by token, with an engine that is opened once: for each configuration the moments of its tokens."""
+
+import os
+import random
+import time
+from itertools import pairwise
+from typing import Any
+
+from vllm_worker import PACKAGES, missing  # type: ignore[import-not-found]
+
+__all__ = ["PACKAGES", "answer_to", "missing"]
+
+MOST_FURTHER_RUNS = 10
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    """Return dtype, and for each of `cells` [batch, prompt, new tokens] the repeats, each as seconds to the first and between the tokens.
+
+    Prefix caching is off: the prompts of all repeats are the same.
+    """
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM
+
+    cells = request["cells"]
+    options = {"gpu_memory_utilization": request["memory_fraction"]} if request["memory_fraction"] else {}
+    model = LLM(
+        model=request["directory"],
+        dtype="auto",
+        trust_remote_code=request["trust_remote_code"],
+        max_model_len=max(prompt + new for _, prompt, new in cells),
+        max_num_seqs=max(batch for batch, _, _ in cells),
+        enable_prefix_caching=False,
+        seed=request["seed"],
+        **options,
+    )
+    measured = [measure(model.llm_engine, cell, request) for cell in cells]
+    return {"dtype": str(model.llm_engine.model_config.dtype).removeprefix("torch."), "cells": measured}
+
+
+def measure(engine: Any, cell: list[int], request: dict[str, Any]) -> dict[str, Any]:
+    """Return warm-up runs, whether they settled, and the repeats of one configuration."""
+    numbers = random.Random(request["seed"])
+    batch, prompt, new = cell
+    prompts = [[numbers.randrange(request["vocabulary"]) for _ in range(prompt)] for _ in range(batch)]
+    warm: list[float] = []
+    settled = False
+    while not settled and len(warm) < request["warmup"] + MOST_FURTHER_RUNS:
+        warm.append(sum(answer(engine, prompts, new)))
+        if len(warm) >= max(request["warmup"], 3):
+            before, now = sum(warm[-3:-1]), sum(warm[-2:])
+            settled = abs(now - before) < request["settled"] * before
+        if len(warm) > request["warmup"] and sum(warm[request["warmup"] :]) > request["limit_s"]:
+            break
+    return {"warmup": len(warm), "settled": settled, "repeats": [answer(engine, prompts, new) for _ in range(request["repeats"])]}
+
+
+def answer(engine: Any, prompts: list[list[int]], new: int) -> list[float]:
+    """Return the seconds until all prompts have their first token, then between the tokens that all of them have."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
+    counts = dict.fromkeys(map(str, range(len(prompts))), 0)
+    moments = [time.perf_counter()]
+    for name, tokens in zip(counts, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": tokens}, wanted)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+        now = time.perf_counter()
+        while len(moments) <= min(counts.values()):
+            moments.append(now)
+    if len(moments) != new + 1:
+        raise RuntimeError(f"{len(moments) - 1} of {new} tokens came")
+    return [later - earlier for earlier, later in pairwise(moments)]
