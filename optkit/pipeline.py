@@ -26,7 +26,7 @@ from optkit.store import Store, default_store
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
 
 if TYPE_CHECKING:
-    from optkit.session import OnnxSession, TorchSession
+    from optkit.session.opening import AnySession
 
 
 def plan(
@@ -190,7 +190,7 @@ def compare(artifacts: Sequence[Path]) -> Comparison:
 
 def open_artifact(
     directory: Path | str, *, device: str | None = None, dtype: str | None = None, progress: Progress | None = None
-) -> TorchSession | OnnxSession:
+) -> AnySession:
     """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
 
     `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed.

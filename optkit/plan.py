@@ -28,10 +28,12 @@ from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
 from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import ModelShape
+from optkit.model.task import PHRASES, Task, phrase_of
 from optkit.model.writer import SHARD_BYTES
 from optkit.onnx.builds import RUNTIME_BUILDS, installed
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
+from optkit.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.source.models import locate_model, model_key, model_shape
 from optkit.stage import Cost, Format, Transform
 from optkit.store import Store
@@ -131,6 +133,7 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
+    _check_tasks(recipe, shape)
     _check_lengths(recipe, shape)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape)
     _check_onnx(recipe, steps)
@@ -184,6 +187,31 @@ def settings_identity(settings: Sequence[SettingEntry]) -> list[dict[str, Any]]:
 
 def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
     return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json"), **entry.value.made_with()}
+
+
+def _check_tasks(recipe: Recipe, shape: ModelShape) -> None:
+    """Refuse stages and evals for another kind of model; an ONNX model without config.json may be anything."""
+    if shape.task is None:
+        return
+    why = f"{recipe.model.name} is {PHRASES[shape.task]} ({', '.join(shape.config['architectures'])})"
+    entries: tuple[TransformEntry | SettingEntry | EvalEntry, ...] = (*recipe.transforms, *recipe.settings, *recipe.evals)
+    for entry in entries:
+        if shape.task in entry.value.tasks:
+            continue
+        raise (EvalError if isinstance(entry, EvalEntry) else StageError)(
+            f"is for {phrase_of(entry.value.tasks)}", where=entry.kind, why=why, remedy=_other_kinds(entry, shape.task)
+        )
+
+
+def _other_kinds(entry: TransformEntry | SettingEntry | EvalEntry, task: Task) -> str:
+    """Return what to take instead, of the built-in stages and evals."""
+    if isinstance(entry, EvalEntry):
+        kinds = [kind for kind in EVALS if task in eval_class(kind).tasks]
+    elif isinstance(entry, SettingEntry):
+        return "Take it out of the recipe"
+    else:
+        kinds = [kind for kind in STAGES if task in stage_class(kind).tasks and issubclass(stage_class(kind), Transform)]
+    return f"Take it out; there {'are' if len(kinds) > 1 else 'is'} {', '.join(kinds)}"
 
 
 def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:

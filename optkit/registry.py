@@ -44,6 +44,8 @@ STAGES = {
 }
 EVALS = {
     "divergence": "optkit_evals.divergence:Divergence",
+    "embedding": "optkit_evals.embedding:Embedding",
+    "encoding": "optkit_evals.encoding:Encoding",
     "footprint": "optkit_evals.footprint:Footprint",
     "load": "optkit_evals.load:Load",
     "perplexity": "optkit_evals.perplexity:Perplexity",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from optkit.frozen import Frozen
 from optkit.model.shape import ModelShape
+from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 
 
@@ -77,6 +78,9 @@ class Stage(Frozen):
 
     Distributions of which any will do are one string: `"onnxruntime>=1.22 | onnxruntime-gpu>=1.22"`, the one to install first.
     """
+
+    tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
+    """The models that it knows how to change; a recipe for another one is refused before anything runs."""
 
     def made_with(self) -> dict[str, Any]:
         """Return what decides the result beside version and fields, as JSON values for the key; empty where nothing does."""

@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 TinyModel = Callable[[str], Path]
+TinyEncoder = Callable[[str], tuple[Path, Path]]
 VOCABULARY = 512
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -107,6 +108,26 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     def make(kind: str) -> Path:
         directory = root / kind
         return directory if directory.exists() else save_tiny_model(kind, directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> TinyEncoder:
+    """Return the checkpoint of a tiny random encoder and its ONNX directory; the same for every test, so copy them before changing them."""
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    root = tmp_path_factory.mktemp("tiny-encoders")
+
+    def make(architecture: str) -> tuple[Path, Path]:
+        from optkit.onnx.torch_export import export_encoder
+        from tests.encoders import save_encoder
+
+        source, target = root / architecture, root / f"{architecture}-onnx"
+        if not target.exists():
+            save_encoder(architecture, source)
+            target.mkdir()
+            export_encoder(source, target)
+        return source, target
 
     return make
 

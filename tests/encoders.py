@@ -13,6 +13,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "BertForSequenceClassification": {"model_type": "bert", **SIZES, "max_position_embeddings": 64, "num_labels": 3},
     "DistilBertModel": {"model_type": "distilbert", "vocab_size": 512, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
     | {"max_position_embeddings": 64},
+    "RobertaModel": {"model_type": "roberta", **SIZES, "max_position_embeddings": 66, "pad_token_id": 1},
+    "BertForMaskedLM": {"model_type": "bert", **SIZES, "max_position_embeddings": 64},
 }
 
 

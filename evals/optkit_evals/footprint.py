@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.measure import Eval, EvalContext, Metric, Opened
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.shape import TensorInfo
+from optkit.model.task import EVERY_TASK, Task
 from optkit_evals.onnx_layers import onnx_layers
 from optkit_evals.stored_layers import StoredLayer, bits_per_weight, deployed_bytes
 
@@ -32,9 +33,10 @@ class Footprint(Eval):
     """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers."""
 
     version: ClassVar[int] = 2
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight")
 
-    def run(self, session: Session, context: EvalContext) -> list[Metric]:
+    def run(self, session: Opened, context: EvalContext) -> list[Metric]:
         """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""
         files, layers = _stored(session.directory)
         quantized = [layer for layer in layers if layer.quantized]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from optkit.model.task import Task, positions_of, task_of
+
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
@@ -56,8 +58,12 @@ class ModelShape:
     @property
     def positions(self) -> int | None:
         """Longest sequence that the model was built for, in tokens; None where its config does not say."""
-        found = self._text_config.get("max_position_embeddings", self._text_config.get("n_positions"))
-        return int(found) if found else None
+        return positions_of(self.config)
+
+    @property
+    def task(self) -> Task | None:
+        """What the model is for; None where its config does not say, or optkit does not know it."""
+        return task_of(self.config)
 
     def block(self, name: str) -> tuple[str, int] | None:
         """Return the list and the index of the decoder block that a tensor belongs to: `model.layers.3.mlp...` -> `("model.layers", 3)`.

@@ -10,6 +10,7 @@ from typing import Any
 from optkit.errors import SourceError
 from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port
 from optkit.model.onnx_shape import GENAI_CONFIG, read_json
+from optkit.model.task import positions_of
 
 __all__ = ["GENAI_CONFIG", "MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
 
@@ -69,8 +70,7 @@ class OnnxDirectory:
     @property
     def positions(self) -> int | None:
         """Longest sequence that the model was built for, in tokens; None where neither config says it."""
-        config = self._text_config
-        found = config.get("max_position_embeddings") or config.get("n_positions") or self._genai_model.get("context_length")
+        found = positions_of(self.config) or self._genai_model.get("context_length")
         return int(found) if found else None
 
     @property

@@ -53,5 +53,6 @@ def _cells(ladder: Sequence[Metric | None], index: int) -> tuple[str, str]:
         return value, format_ratio(ratio.value, ratio.interval)
     if not index or metric.pairing == "paired_log":
         return value, NOTHING
-    difference = metric.value - (before.value if before else 0.0)
+    of_unmodified = 1.0 if metric.higher_is_better else 0.0  # an agreement with itself, a distance from itself
+    difference = metric.value - (before.value if before else of_unmodified)
     return value, f"{'+' if difference >= 0 else '-'}{significant(abs(difference), 3)}"

@@ -11,7 +11,10 @@ SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "tokens/s": ((1.0, "tok/s"),),
     "fraction": ((1e-2, "%"),),
+    "sequences/s": ((1.0, "seq/s"),),
     "perplexity": ((1.0, ""),),
+    "cosine": ((1.0, ""),),
+    "correlation": ((1.0, ""),),
 }
 """Unit of a metric -> the units that it is shown in, largest first."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import PreTrainedModel
 
 from optkit.errors import MissingPackageError, OptkitError, SourceError, StageError
 from optkit.kernels.formats import quantized_layers
@@ -19,9 +20,13 @@ from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import is_out_of_memory, return_freed_memory
 from optkit.model.names import is_ignorable
 from optkit.model.onnx_file import is_onnx
+from optkit.model.pooling import Pooling, read_pooling
 from optkit.model.skeleton import stored_dtype
+from optkit.model.task import Task, loader_of, task_of
+from optkit.onnx.directory import OnnxDirectory
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
+from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.speculation import DraftModel, PromptLookup, Proposer
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
@@ -29,8 +34,10 @@ from optkit.stage import Format, Setting
 from optkit.stages.speculative import Speculative, check_tokens
 
 if TYPE_CHECKING:
+    from optkit.session.onnx_encoder import OnnxEncoder
     from optkit.session.onnx_session import OnnxSession
 
+AnySession: TypeAlias = "TorchSession | OnnxSession | TorchEncoder | OnnxEncoder"
 PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
 """What transformers needs to open the quantization methods that optkit does not read itself."""
 BITSANDBYTES_TILE = 32, 64
@@ -44,8 +51,8 @@ def open_session(
     dtype: str | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
-) -> TorchSession | OnnxSession:
-    """Open a model directory with its settings applied; packed weights are used as they are.
+) -> AnySession:
+    """Open a model directory with its settings applied; packed weights are used as they are. An encoder's session is an `EncoderSession`.
 
     `dtype` is the torch name of the float dtype to compute in, the checkpoint's own where None. Raises SourceError where weights are
     missing or do not fit the model, MissingPackageError where a format or setting needs a package that is not there, StageError for a
@@ -62,6 +69,7 @@ def open_session(
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
     remedy = "Open it on a device with more memory, or in a smaller dtype"
     with memory_errors(f"while the model was opened on {device}", str(directory), remedy), quiet_transformers():
+        task = task_of(checkpoint.config) or Task.GENERATION
         quantized = quantized_layers(checkpoint)
         if quantized or (scales and not checkpoint.quantization):
             quiet = progress or SilentProgress()
@@ -70,8 +78,10 @@ def open_session(
             model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
         for setting in settings:
             model = setting.on_load(model, device)
-        new_cache, note = _cache(model, settings, scales)
+        new_cache, note = _cache(model, settings, scales) if task is Task.GENERATION else (None, [])
     return_freed_memory()
+    if task is not Task.GENERATION:
+        return TorchEncoder(model, Path(directory), device, tuple(notes), trust_remote_code, _pooling(Path(directory), task))
     session = TorchSession(model, Path(directory), device, (*notes, *note), trust_remote_code, new_cache, _computing(settings, device))
     for setting in settings:
         if isinstance(setting, Speculative):
@@ -79,7 +89,10 @@ def open_session(
     return session
 
 
-def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool) -> OnnxSession:
+def _open_onnx(
+    directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool
+) -> OnnxSession | OnnxEncoder:
+    from optkit.session.onnx_encoder import OnnxEncoder
     from optkit.session.onnx_session import OnnxSession
 
     torch_only = [setting for setting in settings if Format.ONNX not in setting.accepts]
@@ -93,7 +106,15 @@ def _open_onnx(directory: Path, settings: Sequence[Setting], device: str, dtype:
     if dtype:
         raise OptkitError(f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in")
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
-    return OnnxSession(directory, device, trust_remote_code, **options)
+    task = task_of(OnnxDirectory(directory).config) or Task.GENERATION
+    if task is Task.GENERATION:
+        return OnnxSession(directory, device, trust_remote_code, **options)
+    return OnnxEncoder(directory, device, trust_remote_code, _pooling(directory, task), **options)
+
+
+def _pooling(directory: Path, task: Task) -> Pooling | None:
+    """Return how an encoder's features become an embedding; None for one that gives labels."""
+    return read_pooling(directory) if task is Task.FEATURES else None
 
 
 def _proposer(setting: Speculative, session: TorchSession, device: str) -> Proposer:
@@ -152,7 +173,7 @@ def _load_whole(
     if method or device != "cpu":
         options = {**options, "device_map": {"": device}}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = getattr(transformers, loader_of(checkpoint.config)).from_pretrained(
             where,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -168,6 +189,7 @@ def _load_whole(
         if is_out_of_memory(error):
             raise
         raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+    report["missing_keys"] = [name for name in report["missing_keys"] if not _is_unused(name, checkpoint)]
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not is_ignorable(name, model)]
     problems = [f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]]
     if problems:
@@ -181,6 +203,11 @@ def _load_whole(
         _refuse_unpackable(model, where)
     notes = [f"{method}: opened by transformers, with the kernels that it has for it"] if method else []
     return model.eval().requires_grad_(False), notes
+
+
+def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:
+    """Whether a parameter decides nothing: the pooler of an encoder whose features are asked for."""
+    return task_of(checkpoint.config) is Task.FEATURES and str(name).startswith("pooler.")
 
 
 def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:

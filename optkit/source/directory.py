@@ -12,19 +12,19 @@ from optkit.errors import SourceError
 from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
+from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
 from optkit.source.digests import PREFIX, FileDigests
 
 OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md"})
 """What optkit leaves beside the weights of an artifact; it says how they were made and is no part of the model."""
-CAUSAL = ("ForCausalLM", "LMHeadModel")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head")
 """Keys of a config.json that hold a number above 0, where they are there."""
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
-    """Raise SourceError unless a config.json describes a causal language model whose code may be run."""
+    """Raise SourceError unless a config.json describes a causal language model or an encoder of text whose code may be run."""
     architectures = config.get("architectures") or []
     if not architectures:
         raise SourceError(
@@ -33,12 +33,15 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             why="What the weights are is not known without them",
             remedy='Add, for example, "architectures": ["LlamaForCausalLM"]',
         )
-    if config.get("is_encoder_decoder") or not any(str(name).endswith(CAUSAL) for name in architectures):
+    if task_of(config) is None:
+        encoder = config.get("model_type") in ENCODERS
+        of_encoders = f"Those of encoders end in Model, {', '.join(HEADS[:-1])} or {HEADS[-1]}"
+        of_others = f"Their architectures end in {' or '.join(CAUSAL)}, and encoders are BERT and its kin"
         raise SourceError(
-            f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language models",
+            f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language models and encoders of text",
             where=where,
-            why=f"Their architectures end in {' or '.join(CAUSAL)}",
-            remedy="Take the text-generation checkpoint of the model, if there is one",
+            why=of_encoders if encoder else of_others,
+            remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of the model, if there is one",
         )
     for key in SIZES:
         if key in config and (type(config[key]) is not int or config[key] < 1):

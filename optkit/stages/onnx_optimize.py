@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import SourceError, StageError
+from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import write_config
 from optkit.stage import Context, Format, Report, Transform
 from optkit.stages.node_selection import refuse_unmatched
@@ -33,6 +34,7 @@ class OnnxOptimize(Transform):
     ONNX Runtime fuses the same nodes whenever it opens a model: done here, a model opens faster and its graph can be looked at.
     """
 
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from optkit.model.task import EVERY_TASK, Task
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.stage import Format, Setting
 
@@ -18,6 +19,7 @@ class OnnxProvider(Setting):
     Without this setting: ONNX Runtime, on the provider of the device, `cpu` or `cuda`. Nodes that none has a kernel for run on the CPU.
     """
 
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
 
     engine: Literal["onnxruntime", "onnxruntime-genai"] = "onnxruntime"

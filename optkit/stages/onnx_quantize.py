@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
+from optkit.model.task import EVERY_TASK, Task
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Format, Report, Transform
 from optkit.stages.node_selection import choose, listed, refuse_nothing
@@ -42,6 +43,7 @@ class OnnxQuantize(Transform):
     GPTQ and AWQ belong before the export: the stages `gptq` and `awq` choose better codes than any method here, and `onnx` passes them on.
     """
 
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22", "onnxscript>=0.5")

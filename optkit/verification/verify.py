@@ -111,7 +111,7 @@ def verify_artifact(
 def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> tuple[Reference, Any, tuple[str, ...]]:
     from optkit.session import open_session
 
-    session = open_session(artifact.directory, device=device, trust_remote_code=trusted)
+    session: Any = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
         return agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
     finally:

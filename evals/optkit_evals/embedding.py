@@ -1,0 +1,142 @@
+"""How far a model's embeddings moved from the baseline's: cosine similarity to them, and what that does to rankings and neighbours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from optkit.errors import EvalError
+from optkit.measure import EncoderSession, Eval, EvalContext, Metric
+from optkit.model.task import Task
+from optkit.statistics import Estimate, mean_estimate, quantile
+from optkit_evals.sentences import Sentences, SentenceText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NEIGHBOURS = 10
+LOW = 0.01
+"""The percentile of the cosines that stands for the worst sentences."""
+
+
+class Embedding(SentenceText, Eval):
+    """Cosine similarity of each sentence's embedding to the baseline's, rank correlation of similarities, agreement on neighbours.
+
+    `spearman_cosine` ranks the similarities of all pairs of sentences, as benchmarks of semantic similarity do; `recall_at_10` is the share
+    of the 10 sentences nearest to one, by the baseline's embeddings, that are among the 10 nearest by the model's.
+    """
+
+    tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
+    compares: ClassVar[bool] = True
+    attributed: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = (
+        "cosine_similarity",
+        "cosine_similarity_p1",
+        "cosine_similarity_min",
+        "spearman_cosine",
+        "recall_at_10",
+    )
+
+    def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
+        """Compare; raises EvalError without a baseline, for other tokens or embeddings of another size, for NaN; see `SentenceText`."""
+        baseline: EncoderSession | None = context.baseline
+        if baseline is None:
+            raise EvalError("there is no baseline", where="embedding", why="It measures how far a model moved from another one")
+        sentences = self.batched(session, context)
+        if self.batched(baseline, context).protocol != sentences.protocol:
+            raise EvalError(
+                "the model and the baseline read the text as different tokens",
+                where=self.where,
+                why="Their tokenizers differ",
+                remedy="Give both the same tokenizer files",
+            )
+        if session.pooling != baseline.pooling:
+            raise EvalError(
+                f"the model's embeddings are the {session.pooling}, and the baseline's the {baseline.pooling}",
+                where="embedding",
+                remedy="Give both the same modules.json",
+            )
+        ours, theirs = self._embed(sentences, session, baseline, context)
+        protocol = f"{sentences.protocol}; embeddings: {session.pooling}; cosine similarity to the baseline's"
+        return self._metrics(ours, theirs, protocol)
+
+    def _embed(
+        self, sentences: Sentences, session: EncoderSession, baseline: EncoderSession, context: EvalContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of both, float64 [sentences, hidden], normalised."""
+        import torch
+
+        found: list[list[Tensor]] = [[], []]
+        with context.progress.task("embedding", len(sentences.batches), "batches") as task:
+            for tokens, mask in sentences.batches:
+                for opened, embedded in zip((session, baseline), found, strict=True):
+                    embedded.append(opened.embed(tokens, mask))
+                task.advance()
+        ours, theirs = (torch.nn.functional.normalize(torch.cat(each).double(), dim=-1) for each in found)
+        if ours.shape != theirs.shape:
+            raise EvalError(
+                f"the model's embeddings have {ours.shape[1]:,} numbers and the baseline's {theirs.shape[1]:,}", where="embedding"
+            )
+        for opened, embeddings in ((session, ours), (baseline, theirs)):
+            if not embeddings.isfinite().all():
+                why, remedy = "The weights are damaged, or the dtype overflows", "Open it in float32 or bfloat16"
+                raise EvalError("an embedding holds NaN or Inf", where=str(opened.directory), why=why, remedy=remedy)
+        return ours, theirs
+
+    def _metrics(self, ours: Tensor, theirs: Tensor, protocol: str) -> list[Metric]:
+        cosines: list[float] = (ours * theirs).sum(-1).tolist()
+        recalls = neighbour_recall(ours, theirs)
+        measured: tuple[tuple[str, Estimate, list[float]], ...] = (
+            ("cosine_similarity", _at_most_one(mean_estimate(cosines)), cosines),
+            ("cosine_similarity_p1", Estimate(quantile(cosines, LOW)), []),
+            ("cosine_similarity_min", Estimate(min(cosines)), []),
+            ("spearman_cosine", Estimate(spearman(pairwise(ours), pairwise(theirs))), []),
+            ("recall_at_10", _at_most_one(mean_estimate(recalls)), recalls),
+        )
+        return [
+            Metric(
+                name=name,
+                value=min(estimate.value, 1.0),
+                unit="fraction" if name == "recall_at_10" else "cosine" if name.startswith("cosine") else "correlation",
+                higher_is_better=True,
+                interval=estimate.interval,
+                protocol=protocol,
+                samples=tuple(samples),
+            )
+            for name, estimate, samples in measured
+        ]
+
+
+def pairwise(embeddings: Tensor) -> Tensor:
+    """Return the similarities of all pairs, float [n (n - 1) / 2], of normalised embeddings, [n, hidden]."""
+    import torch
+
+    rows, columns = torch.triu_indices(len(embeddings), len(embeddings), 1)
+    return (embeddings @ embeddings.T)[rows, columns]
+
+
+def spearman(left: Tensor, right: Tensor) -> float:
+    """Return Spearman's rank correlation of two rows of numbers; equal numbers share the mean of their ranks."""
+    import torch
+
+    return float(torch.corrcoef(torch.stack([_ranks(left), _ranks(right)]))[0, 1])
+
+
+def neighbour_recall(ours: Tensor, theirs: Tensor, neighbours: int = NEIGHBOURS) -> list[float]:
+    """Return, for each of the embeddings [n, hidden], the share of its nearest others by the second that are nearest by the first, too."""
+    near = []
+    for embeddings in (ours, theirs):
+        similarities = embeddings @ embeddings.T
+        similarities.fill_diagonal_(-2)
+        near.append(similarities.topk(neighbours).indices.tolist())
+    return [len(set(mine) & set(others)) / neighbours for mine, others in zip(*near, strict=True)]
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+    ranks: Tensor = counts.cumsum(0).double() - (counts - 1) / 2
+    return ranks[places]
+
+
+def _at_most_one(estimate: Estimate) -> Estimate:
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    return Estimate(estimate.value, (low, min(1.0, high)))

@@ -1,0 +1,202 @@
+"""How fast an encoder encodes: latency of a call, sequences per second and peak memory, for batches and lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from optkit.environment import describe_environment
+from optkit.errors import EvalError
+from optkit.measure import EncoderSession, Eval, EvalContext, Metric
+from optkit.model.task import ENCODING, Task
+from optkit.statistics import Estimate, mean_estimate, quantile
+from optkit_evals.peak_memory import Peak, watched_peak
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Positive = Annotated[int, Field(ge=1)]
+SETTLED = 0.05
+"""Medians of two successive groups of warm-up calls that differ by less than this fraction: caches, clocks and threads have settled."""
+GROUP = 5
+"""Warm-up calls whose median is taken."""
+MOST_GROUPS = 20
+WIDE_SPREAD = 0.10
+"""Half of a 95% interval over its mean, from which on the user is warned."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration: sequences at once, tokens of each."""
+
+    batch: int
+    length: int
+
+    @property
+    def labels(self) -> dict[str, int | str]:
+        """What tells its rows from others."""
+        return {"batch": self.batch, "length": self.length}
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, length {self.length}"
+
+
+class Encoding(Eval):
+    """Latency of encoding (median and 95th percentile), sequences per second, peak memory, for each batch size and sequence length.
+
+    Timed is what a server does for texts that are tokenized already: the whole model, and for an encoder that gives features the pooling.
+    """
+
+    tasks: ClassVar[frozenset[Task]] = ENCODING
+    timed: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = ("latency_p50_s", "latency_p95_s", "sequences_per_s", "peak_memory_bytes")
+
+    batch_sizes: tuple[Positive, ...] = Field(default=(1, 8), min_length=1)
+    """Sequences at once; each is measured with each length."""
+    lengths: tuple[Positive, ...] = Field(default=(16, 128), min_length=1)
+    """Tokens of a sequence; all of a batch are of one length, so that nothing is padded."""
+    calls: int = Field(default=20, ge=2)
+    """Calls of a repeat, of whose times the percentiles are taken."""
+    repeats: int = Field(default=6, ge=2)
+    """Measured repeats; one alone would have no interval."""
+
+    def cells(self) -> list[Cell]:
+        """Return every configuration, in the order of the rows."""
+        return [Cell(*each) for each in product(self.batch_sizes, self.lengths)]
+
+    def row_labels(self) -> tuple[dict[str, int | str], ...]:
+        """Return batch and length of each configuration."""
+        return tuple(cell.labels for cell in self.cells())
+
+    def longest_sequence(self) -> int:
+        """Return the tokens of the longest sequence."""
+        return max(self.lengths)
+
+    def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
+        """Measure; raises EvalError where the model has too few positions, ResourceError where memory runs out."""
+        if self.longest_sequence() > session.positions:
+            raise EvalError(
+                f"sequences of {self.longest_sequence():,} tokens, and the model has {session.positions:,} positions",
+                where="encoding",
+                remedy=f"Set lengths to at most {session.positions}",
+            )
+        protocol = self._protocol(session, context.seed)
+        repeats = context.turn.share(self.repeats)
+        turn = f", turn {context.turn.index + 1} of {context.turn.count}" if context.turn.count > 1 else ""
+        found: list[Metric] = []
+        with context.progress.task(f"encoding{turn}", len(self.cells()) * repeats, "runs") as task:
+            for cell in self.cells():
+                tokens = random_tokens(session, cell, context.seed)
+                encode = Timed(session, tokens)
+                if not encode.settles():
+                    context.warn(
+                        f"encoding, {cell}: after {GROUP * MOST_GROUPS} warm-up calls medians still differ by more than {SETTLED:.0%};"
+                        " something else may be using the machine"
+                    )
+                times: list[list[float]] = []
+                with watched_peak(session.device, session.hidden_memory) as peak:
+                    for _ in range(repeats):
+                        times.append([encode() for _ in range(self.calls)])
+                        task.advance(note=str(cell))
+                if peak.unknown:
+                    context.warn(f"encoding, {cell}: peak_memory_bytes is not reported: {peak.unknown}")
+                found += _metrics(cell, times, peak, protocol)
+        return found
+
+    def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
+        """Return the metrics of all turns as those of one, and warn where the repeats lie far apart."""
+        found = super().pool(turns, context)
+        for metric in found:
+            low, high = metric.interval or (metric.value, metric.value)
+            if metric.name == "latency_p50_s" and high - low > 2 * WIDE_SPREAD * metric.value:
+                cell = Cell(int(metric.labels["batch"]), int(metric.labels["length"]))
+                context.warn(
+                    f"encoding, {cell}: the medians of the repeats are uncertain by {(high - low) / 2 / metric.value:.0%};"
+                    " raise repeats, or run again with --retime on a quiet machine"
+                )
+        return found
+
+    def _protocol(self, session: EncoderSession, seed: int) -> str:
+        environment = describe_environment(session.device)
+        cpu = session.device == "cpu"
+        threads = f", {environment['cpu_threads']} threads" if cpu and "cpu_threads" in environment else ""
+        what = f"embeddings ({session.pooling})" if session.pooling else "logits"
+        return (
+            f"random token ids (seed {seed}) of one length, no padding, to {what} in main memory, tokenizing not counted; warm-up calls"
+            f" until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then {self.repeats} repeats of {self.calls} calls,"
+            f" one after the other: percentiles of each repeat, and their mean; where two models are compared, half of the unmodified one's"
+            f" repeats come before the other's and half after; wall clock; memory is the largest"
+            f" {'resident set of the process' if cpu else 'memory that torch allocated'} during the repeats;"
+            f" {environment['device_name']}{threads}, torch {environment['torch']}"
+        )
+
+
+class Timed:
+    """Calls of a session on the same tokens, each timed."""
+
+    def __init__(self, session: EncoderSession, tokens: Tensor) -> None:
+        import torch
+
+        self._tokens, self._mask = tokens, torch.ones_like(tokens)
+        self._call = session.embed if session.pooling else session.outputs
+
+    def __call__(self) -> float:
+        """Return the seconds of one call."""
+        start = time.perf_counter()
+        self._call(self._tokens, self._mask)
+        return time.perf_counter() - start
+
+    def settles(self) -> bool:
+        """Call until two successive medians agree; say whether they ever did."""
+        last = self._group()
+        for _ in range(MOST_GROUPS - 1):
+            before, last = last, self._group()
+            if abs(last - before) < SETTLED * before:
+                return True
+        return False
+
+    def _group(self) -> float:
+        return median(self() for _ in range(GROUP))
+
+
+def random_tokens(session: EncoderSession, cell: Cell, seed: int) -> Tensor:
+    """Return seeded token ids of the session's vocabulary, int64 [batch, length]."""
+    import torch
+
+    return torch.randint(session.vocabulary, (cell.batch, cell.length), generator=torch.Generator().manual_seed(seed))
+
+
+def _metrics(cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol: str) -> Iterator[Metric]:
+    measured = (
+        ("latency_p50_s", "s", [quantile(each, 0.50) for each in times]),
+        ("latency_p95_s", "s", [quantile(each, 0.95) for each in times]),
+        ("sequences_per_s", "sequences/s", [cell.batch * len(each) / sum(each) for each in times]),
+    )
+    for name, unit, samples in measured:
+        estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+        yield Metric(
+            name=name,
+            labels=cell.labels,
+            value=estimate.value,
+            unit=unit,
+            higher_is_better=name == "sequences_per_s",
+            interval=estimate.interval,
+            protocol=protocol,
+            samples=tuple(samples),
+            pairing="independent",
+        )
+    if peak.size_bytes is not None:
+        yield Metric(
+            name="peak_memory_bytes",
+            labels=cell.labels,
+            value=peak.size_bytes,
+            unit="bytes",
+            higher_is_better=False,
+            protocol=protocol,
+        )

@@ -1,0 +1,75 @@
+"""The sentences that an encoder is measured on, taken from all over a text."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from optkit.errors import EvalError
+from optkit.measure import EncoderSession, EvalContext
+from optkit.source.texts import TextSource
+from optkit_evals.windows import refuse_calibrated, short_revision
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PARAGRAPH = re.compile(r"\n\s*\n")
+END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+"""Where one sentence ends and the next begins."""
+FEWEST_WORDS, MOST_WORDS = 5, 60
+"""A heading is shorter, a table or a piece of code that was taken for a sentence is longer."""
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """What is measured on, as batches of about equal lengths."""
+
+    batches: tuple[tuple[Tensor, Tensor], ...]
+    """Token ids and mask, int64 [sentences, tokens of the longest]."""
+    protocol: str
+    """Data set, split, revision, how sentences were taken and a digest of them and of their tokens."""
+
+
+class SentenceText(TextSource):
+    """A text and how many of its sentences are taken."""
+
+    sentences: int = Field(default=256, ge=12)
+    """Sentences to measure on, evenly from all over the text."""
+    batch: int = Field(default=8, ge=1)
+    """Sentences that are encoded together, those of like lengths; the shorter ones are padded."""
+
+    def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
+        """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has too few."""
+        text = self if self.revision else self.pinned(context.data)
+        refuse_calibrated(text, context)
+        found = split_sentences(text.documents(context.data))
+        if len(found) < self.sentences:
+            raise EvalError(
+                f"the text has {len(found):,} different sentences and {self.sentences:,} are asked for",
+                where=self.where,
+                why=f"Counted are those of {FEWEST_WORDS} to {MOST_WORDS} words that end in a full stop, ! or ?",
+                remedy="Lower sentences, or take a longer text",
+            )
+        taken = sorted((found[index * len(found) // self.sentences] for index in range(self.sentences)), key=lambda each: (len(each), each))
+        batches = tuple(session.tokenize(taken[start : start + self.batch]) for start in range(0, len(taken), self.batch))
+        ids = hashlib.sha256("\n".join(taken).encode())
+        for tokens, _ in batches:
+            ids.update(tokens.numpy().tobytes())
+        return Sentences(
+            batches,
+            f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), {self.sentences} different sentences of"
+            f" {FEWEST_WORDS} to {MOST_WORDS} words evenly from all over it, in padded batches of {self.batch},"
+            f" sentences and token ids {ids.hexdigest()[:12]}",
+        )
+
+
+def split_sentences(documents: list[str]) -> list[str]:
+    """Return the different sentences of documents, in their order, white space made one space."""
+    paragraphs = (paragraph for document in documents for paragraph in PARAGRAPH.split(document))
+    sentences = (" ".join(sentence.split()) for paragraph in paragraphs for sentence in END.split(paragraph))
+    fitting = (each for each in sentences if each.endswith((".", "!", "?")) and FEWEST_WORDS <= len(each.split()) <= MOST_WORDS)
+    return list(dict.fromkeys(fitting))

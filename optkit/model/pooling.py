@@ -1,0 +1,123 @@
+"""How the features of tokens become the embedding of a text: what a directory of sentence-transformers says, without that library.
+
+modules.json lists what computes an embedding, e.g. Transformer, Pooling, Normalize; 1_Pooling/config.json says what the pooling takes
+(https://sbert.net/docs/package_reference/sentence_transformer/modules.html).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from optkit.errors import SourceError
+
+MODULES = "modules.json"
+CONFIG = "config.json"
+KNOWN = ("Transformer", "Pooling", "Normalize")
+"""Modules that optkit computes as sentence-transformers does."""
+Mode = Literal["mean", "cls", "max"]
+MODES: dict[Mode, str] = {"mean": "mean of the tokens", "cls": "the first token", "max": "largest of the tokens"}
+OLD_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Keys of a pooling config, each true or false, in the place of which newer ones have `pooling_mode`."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What becomes of features."""
+
+    mode: Mode = "mean"
+    normalized: bool = True
+    stated: bool = False
+    """The directory says so; else it is what most encoders are used with."""
+
+    def __str__(self) -> str:
+        return f"{MODES[self.mode]}{', normalised' if self.normalized else ''}"
+
+    def __call__(self, features: Any, mask: Any) -> Any:
+        """float32 [batch, tokens, hidden] and mask [batch, tokens] -> float32 [batch, hidden]; both of NumPy or both of torch."""
+        seen = mask[..., None]
+        if self.mode == "cls":
+            pooled = features[:, 0]
+        elif self.mode == "mean":
+            pooled = (features * seen).sum(1) / seen.sum(1)
+        else:
+            lowest = features.min() - 1
+            pooled = (features * seen + lowest * (1 - seen)).max(1)
+            pooled = getattr(pooled, "values", pooled)
+        if not self.normalized:
+            return pooled
+        return pooled / ((pooled * pooled).sum(-1) ** 0.5)[:, None]
+
+
+def read_pooling(directory: Path) -> Pooling:
+    """Return what a model directory says; raises SourceError where that is damaged, or something that optkit does not compute."""
+    modules = _modules(directory)
+    if not modules:
+        return Pooling()
+    kinds = [kind for kind, _ in modules]
+    if other := next((kind for kind in kinds if kind not in KNOWN), None):
+        raise SourceError(
+            f"its embeddings go through the module {other}",
+            where=str(directory / MODULES),
+            why=f"optkit computes {', '.join(KNOWN)} as sentence-transformers does, and no others",
+            remedy=f"Delete {MODULES} in a copy of the model: then the mean of the features before this module is compared",
+        )
+    if missing := missing_modules(directory):
+        raise SourceError(f"there is no {missing[0]}", where=str(directory), why=f"{MODULES} names it", remedy="Copy it from the source")
+    places = [path for kind, path in modules if kind == "Pooling"]
+    if len(places) != 1:
+        raise SourceError(f"{len(places)} modules are Pooling", where=str(directory / MODULES), why="An embedding has one")
+    path = directory / places[0] / CONFIG
+    found = _stated_modes(_read(path))
+    if len(found) != 1 or found[0] not in MODES:
+        raise SourceError(
+            f"embeddings are pooled by {' and '.join(found) or 'nothing'}", where=str(path), why=f"optkit knows one of {', '.join(MODES)}"
+        )
+    return Pooling(next(mode for mode in MODES if mode == found[0]), "Normalize" in kinds, stated=True)
+
+
+def longest_text(directory: Path) -> int | None:
+    """Return the tokens that sentence-transformers cuts a text to; None where the directory does not say."""
+    path = directory / "sentence_bert_config.json"
+    found = _read(path).get("max_seq_length") if path.is_file() else None
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def missing_modules(directory: Path) -> list[str]:
+    """Return the configs of poolings that modules.json names and that are not there."""
+    places = [f"{path}/{CONFIG}" for kind, path in _modules(directory) if kind == "Pooling"]
+    return [place for place in places if not (directory / place).is_file()]
+
+
+def _modules(directory: Path) -> list[tuple[str, str]]:
+    """Return kind and folder of each module; nothing where there is no modules.json."""
+    path = directory / MODULES
+    if not path.is_file():
+        return []
+    listed = _read(path)
+    try:
+        return [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in listed]
+    except (TypeError, KeyError) as error:
+        raise SourceError("is no list of modules", where=str(path), why=repr(error), remedy="Copy it from the source again") from error
+
+
+def _stated_modes(config: Any) -> list[str]:
+    if stated := config.get("pooling_mode"):
+        return [stated] if isinstance(stated, str) else list(map(str, stated))
+    return [mode for key, mode in OLD_KEYS.items() if config.get(key)]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError("cannot be read as JSON", where=str(path), why=str(error), remedy="Copy it from the source again") from error

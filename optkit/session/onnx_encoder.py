@@ -1,0 +1,104 @@
+"""An encoder that ONNX Runtime runs: what `TorchEncoder` is for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optkit.errors import OptkitError, SourceError, StageError
+from optkit.model.memory import return_freed_memory
+from optkit.model.pooling import Pooling
+from optkit.onnx.directory import OnnxDirectory
+from optkit.onnx.feeds import prompt_feeds
+from optkit.onnx.opening import Opened, import_runtime, open_model, runtime_errors
+from optkit.session.encoder import Encoder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FEATURES = ("last_hidden_state", "token_embeddings")
+"""What exporters call the features of tokens."""
+LOGITS = ("logits",)
+
+
+class OnnxEncoder(Encoder):
+    """An opened ONNX directory of an encoder; implements `optkit.measure.EncoderSession`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        device: str,
+        trust_remote_code: bool,
+        pooling: Pooling | None,
+        threads: int | None = None,
+        providers: Sequence[str] = (),
+        engine: str = "onnxruntime",
+    ) -> None:
+        """Open it; raises what `OnnxDirectory` and `open_model` raise, SourceError where its graph is not that of an encoder."""
+        if engine != "onnxruntime":
+            raise StageError(f"{engine} generates text, and this is an encoder", where="onnx_provider.engine", remedy="Leave engine out")
+        self.graph = OnnxDirectory(directory)
+        if not (vocabulary := self.graph.config.get("vocab_size")):
+            raise SourceError(
+                "there is no vocab_size in config.json", where=str(directory), remedy="Copy config.json from the source again"
+            )
+        super().__init__(directory, device, trust_remote_code, pooling, self.graph.positions, int(vocabulary))
+        self.output = self._named(FEATURES if pooling else LOGITS)
+        self._opened: Opened | None = open_model(self.graph.path, device, threads, providers)
+        self.notes: tuple[str, ...] = tuple(self._notes(self._opened))
+        self.hidden_memory = "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+
+    @property
+    def dtype(self) -> str:
+        """What the graph gives, e.g. `float16`."""
+        return self.graph.graph.outputs[self.output].dtype
+
+    def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """See `EncoderSession`. Raises EvalError for more tokens than positions, ResourceError without memory."""
+        return torch.from_numpy(self._run(tokens, mask))
+
+    def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """See `EncoderSession`. NumPy pools: torch would wake threads that get in the way of ONNX Runtime's."""
+        return torch.from_numpy(self._pool(self._run(tokens, mask), mask.numpy().astype(np.float32)))
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        self._opened = None
+        return_freed_memory()
+
+    def _run(self, tokens: Tensor, mask: Tensor) -> NDArray[np.float32]:
+        self._check(tokens)
+        if self._opened is None:
+            raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
+        batch, sequence = tokens.shape
+        inputs = self.graph.graph.inputs
+        feeds = prompt_feeds(inputs, tokens.numpy())
+        if "attention_mask" in inputs:
+            feeds["attention_mask"] = mask.numpy().astype(inputs["attention_mask"].dtype)
+        where, remedy = str(self.directory), "Lower the batch or the length"
+        with runtime_errors(f"for {batch} x {sequence} tokens", where, self.device, remedy):
+            found: NDArray[Any] = self._opened.session.run([self.output], feeds)[0]
+        return found.astype(np.float32, copy=False)
+
+    def _named(self, names: Sequence[str]) -> str:
+        outputs = self.graph.graph.outputs
+        if found := next((name for name in names if name in outputs), None):
+            return found
+        raise SourceError(
+            f"the graph has no output '{names[0]}' but {', '.join([*outputs][:4])}",
+            where=str(self.graph.path),
+            why="By its config.json it is " + ("an encoder that gives features" if names == FEATURES else "an encoder with a head"),
+            remedy="Export it again, with exporter: torch",
+        )
+
+    def _notes(self, opened: Opened) -> Iterator[str]:
+        version = import_runtime(str(self.directory)).__version__
+        counts = opened.nodes
+        shares = [f"{name} ({counts[name]} nodes)" if name in counts else name for name in opened.providers if counts.get(name, 1)]
+        yield f"onnxruntime {version}: computed by {', '.join(shares)}"
+        yield from self._pooling_notes()
