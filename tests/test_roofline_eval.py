@@ -17,6 +17,7 @@ from optkit.roofline.forms import parse_form
 from optkit.roofline.roofs import Rate, Roof
 from optkit.roofline.sessions import session_limits
 from optkit.session import open_session
+from optkit.stages.precision import Precision
 from tests.packed_models import save_packed
 
 TinyModel = Callable[[str], Path]
@@ -59,12 +60,13 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
         assert share.value == pytest.approx(decode.value / limit.value)
         assert share.samples == pytest.approx([sample / limit.value for sample in decode.samples])
         assert share.interval == pytest.approx([edge / limit.value for edge in decode.interval or ()])
-    assert "roofline: Abacus moves 1 GB/s; TFLOP/s: fp32 0.001, bf16 0.004 (counted by hand)" in context.notes
+    assert "roofline: Abacus moves 1.000 GB/s; GFLOP/s: fp32 1, bf16 4 (counted by hand)" in context.notes
     assert any(
         note.startswith("roofline, batch 1, prompt 8, 4 new tokens: prefill is bound by compute, decode by weights")
         for note in context.notes
     )
-    assert any("fp32 of Abacus spread by 50% when it was measured: optkit roofline MODEL --remeasure" in note for note in context.notes)
+    assert "roofline: Abacus was not quiet when it was measured (fp32 by 50%): optkit roofline MODEL --remeasure" in context.notes
+    assert len({metric.protocol for metric in found}) == 2
 
 
 def test_a_row_that_failed_has_no_share(tiny_model: TinyModel, roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +92,23 @@ def test_packed_weights_are_read_as_they_are_held(tiny_model: TinyModel, tmp_pat
     packed, plain = limits
     assert packed.weight_bytes < 0.6 * plain.weight_bytes
     assert packed.matrix_flops == plain.matrix_flops
+
+
+@pytest.mark.parametrize(("mode", "name"), [("fp32", "fp32"), ("bf16", "bf16"), ("autocast", "bf16")])
+def test_products_are_counted_at_the_rate_of_what_they_are_computed_in(tiny_model: TinyModel, mode: str, name: str) -> None:
+    session = open_session(tiny_model("llama"), [Precision(mode=mode)])
+    work = work_of(Checkpoint(tiny_model("llama")).shape)
+    limit = session_limits(session, work, DEVICE, 1, 8, 10)[0]
+    assert limit.compute_s == pytest.approx((limit.matrix_flops + limit.attention_flops) / DEVICE.rates[name])
+
+
+def test_tf32_is_found_where_it_is_allowed(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(tiny_model("llama"))
+    assert session.product_dtype == "float32"
+    monkeypatch.setattr(session, "device", "cuda:0")
+    assert session.product_dtype == "float32"
+    monkeypatch.setattr(session, "_computing", lambda: Precision(mode="tf32").computing("cuda"))
+    assert session.product_dtype == "tf32"
 
 
 def test_the_baseline_is_timed_in_turns_as_throughput_is() -> None:

@@ -129,8 +129,7 @@ def _measured(device: str, store: Path | None, again: bool, quiet: bool) -> tupl
     found, roof = measured_device(device, store, open_progress(quiet=quiet), again)
     if not roof.unsteady:
         return found, ()
-    spreads = ", ".join(f"{name} {spread:.0%}" for name, spread in roof.unsteady.items())
-    return found, (f"the device was not quiet while it was measured (spread of the repeats: {spreads}): use --remeasure",)
+    return found, (f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure",)
 
 
 def _draw(svg: str, path: Path) -> None:

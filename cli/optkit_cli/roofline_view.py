@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optkit.roofline import FormLimits, RooflineReport
+from optkit.roofline import FormLimits, RooflineReport, rates_text
 from optkit.roofline.report import Cell
 from optkit_cli.tables import heading, plain_table, size_text
 
@@ -20,10 +20,9 @@ LEGEND = "w: reading weights binds, k: reading the KV cache, c: arithmetic; (): 
 
 def roofline_view(report: RooflineReport, picture: Path | None) -> list[RenderableType]:
     """Return what to print, top to bottom; `picture` is where a plot was written."""
-    rates = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in report.rates.items())
     parts: list[RenderableType] = [
         Text(f"{report.model}: {report.weights / 1e9:,.3g} billion weights on {report.device}"),
-        Text(f"memory {size_text(round(report.bandwidth))}/s; TFLOP/s: {rates}", style="dim"),
+        Text(f"memory {size_text(round(report.bandwidth))}/s; {rates_text(report.rates)}", style="dim"),
         Text(f"source: {report.source}", style="dim"),
         heading(f"Decoding, at most, tokens/s of all sequences, each with {report.prompt:,} tokens"),
         _limits(report, lambda form: form.decode),

@@ -7,20 +7,27 @@ from typing import ClassVar
 
 from optkit.measure import EvalContext, Metric, Session
 from optkit.model.checkpoint import Checkpoint
-from optkit.roofline import Device, Limit, measured_device, session_limits, work_of
+from optkit.roofline import Device, Limit, measured_device, rates_text, session_limits, work_of
+from optkit.scorecard.numbers import format_value
 from optkit_evals.throughput import Cell, Throughput
 
 LIMITS = {
-    "prefill_limit_tokens_per_s": ("tokens/s", "the least time is max(bytes / bandwidth, operations / rate)"),
-    "prefill_of_limit": ("fraction", "measured over that limit"),
-    "prefill_mfu": ("fraction", "operations of matrices and causal attention / seconds / rate"),
-    "prefill_matrix_mfu": ("fraction", "operations of matrices alone / seconds / rate"),
-    "decode_limit_tokens_per_s": ("tokens/s", "the least time of a step is max(bytes / bandwidth, operations / rate)"),
-    "decode_of_limit": ("fraction", "measured over that limit"),
-    "decode_bandwidth_used": ("fraction", "bytes of weights and KV cache that a step must read / seconds / bandwidth"),
-    "decode_mfu": ("fraction", "operations of matrices and attention / seconds / rate"),
+    "prefill_limit_tokens_per_s": "tokens/s",
+    "prefill_of_limit": "fraction",
+    "prefill_mfu": "fraction",
+    "prefill_matrix_mfu": "fraction",
+    "decode_limit_tokens_per_s": "tokens/s",
+    "decode_of_limit": "fraction",
+    "decode_bandwidth_used": "fraction",
+    "decode_mfu": "fraction",
 }
-"""Metric -> unit, formula."""
+"""Metric -> unit."""
+FORMULAS = (
+    "limit: tokens / max(bytes of weights and KV cache / bandwidth, sum over dtypes of operations / rate), one token of each sequence for"
+    " each forward pass, the bandwidth and the rates those of this very device, measured; of_limit: measured / limit; mfu: operations of"
+    " matrices and causal attention / seconds / rate, matrix_mfu: those of matrices alone; bandwidth_used: bytes of a step / seconds /"
+    " bandwidth"
+)
 
 
 class Roofline(Throughput):
@@ -37,10 +44,8 @@ class Roofline(Throughput):
         """Measure; raises what `throughput` raises, and SourceError where the work of the model cannot be counted."""
         device, roof = measured_device(session.device, progress=context.progress)
         work = work_of(Checkpoint(session.directory).shape)
-        for name, spread in roof.unsteady.items():
-            context.warn(
-                f"roofline: {name} of {device.name} spread by {spread:.0%} when it was measured: optkit roofline MODEL --remeasure"
-            )
+        if roof.unsteady and context.turn.index == 0:
+            context.warn(f"roofline: {device.name} was not quiet when it was measured ({roof.unsteady}): optkit roofline MODEL --remeasure")
         context.notes.extend([_roof_note(device), *(f"roofline: {note}" for note in work.notes)])
         found = super().run(session, context)
         for cell in self.cells():
@@ -76,22 +81,20 @@ def _share(name: str, measured: Metric, limit: Limit, least_s: float) -> Metric:
 
 
 def _row(name: str, measured: Metric, value: float, samples: Sequence[float]) -> Metric:
-    unit, formula = LIMITS[name]
     scale = value / measured.value if measured.value else 0.0
     interval = (measured.interval[0] * scale, measured.interval[1] * scale) if measured.interval else None
-    protocol = f"{measured.protocol}; {name}: {formula}"
-    update = {"name": name, "value": value, "unit": unit, "interval": interval, "protocol": protocol, "samples": tuple(samples)}
+    protocol = f"{FORMULAS}; {measured.protocol}"
+    update = {"name": name, "value": value, "unit": LIMITS[name], "interval": interval, "protocol": protocol, "samples": tuple(samples)}
     return measured.model_copy(update={**update, "higher_is_better": True})
 
 
 def _roof_note(device: Device) -> str:
-    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in device.rates.items())
-    return f"roofline: {device.name} moves {device.bandwidth / 1e9:,.4g} GB/s; TFLOP/s: {rates} ({device.source})"
+    return f"roofline: {device.name} moves {format_value(device.bandwidth, 'bytes/s')}; {rates_text(device.rates)} ({device.source})"
 
 
 def _side_note(cell: Cell, prefill: Limit, decode: Limit) -> str:
-    share = decode.cache_bytes / (decode.cache_bytes + decode.weight_bytes)
+    moved = decode.cache_bytes + decode.weight_bytes
     return (
         f"roofline, {cell}, {cell.new_tokens} new tokens: prefill is bound by {prefill.bound_by}, decode by {decode.bound_by}"
-        f" ({(decode.weight_bytes + decode.cache_bytes) / 1e9:,.4g} GB a step, {share:.0%} of them KV cache)"
+        f" ({format_value(moved, 'bytes')} a step, {decode.cache_bytes / moved:.0%} of them KV cache)"
     )

@@ -1,6 +1,6 @@
 """What a device allows a model at most: bytes and operations counted from its tensors, against bandwidth and matrix rates."""
 
-from optkit.roofline.devices import DEVICES, Device, datasheet
+from optkit.roofline.devices import DEVICES, Device, datasheet, rates_text
 from optkit.roofline.limits import Limit, decode_limit, prefill_limit
 from optkit.roofline.models import work_of_model
 from optkit.roofline.plot import to_svg
@@ -22,6 +22,7 @@ __all__ = [
     "decode_limit",
     "measured_device",
     "prefill_limit",
+    "rates_text",
     "session_limits",
     "to_svg",
     "work_of",

@@ -34,6 +34,13 @@ class Device:
         return self.rates.get(arithmetic) or self.rates[self.wide]
 
 
+def rates_text(rates: Mapping[str, float]) -> str:
+    """Return e.g. `TFLOP/s: fp32 66.9, bf16 989`; of slow devices in GFLOP/s."""
+    scale, unit = (1e12, "TFLOP/s") if max(rates.values()) >= 1e13 else (1e9, "GFLOP/s")
+    numbers = {name: rate / scale for name, rate in rates.items()}
+    return f"{unit}: {', '.join(f'{name} {rate:,.3g}' if rate < 1e3 else f'{name} {rate:,.0f}' for name, rate in numbers.items())}"
+
+
 def _device(name: str, tb_per_s: float, memory_gb: float, source: str, **tera: float) -> Device:
     return Device(name, tb_per_s * 1e12, {key: value * 1e12 for key, value in tera.items()}, memory_gb * 1e9, source)
 

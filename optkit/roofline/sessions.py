@@ -8,12 +8,12 @@ from optkit.roofline.forms import STORED, parse_form
 from optkit.roofline.limits import Limit, phase_limit
 from optkit.roofline.work import Work
 
-NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+NAMES = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def session_limits(session: Session, work: Work, device: Device, batch: int, prompt: int, context: int) -> tuple[Limit, Limit]:
     """Return the limits of prefill (`batch` prompts of `prompt` tokens) and of a decode step with `context` tokens in each sequence."""
-    form = parse_form(STORED, _arithmetic(session))
+    form = parse_form(STORED, NAMES.get(str(getattr(session, "product_dtype", "float32")), "fp32"))
 
     def moved(tokens: int) -> tuple[float, float]:
         weights = session.decode_bytes(batch, 0)
@@ -21,13 +21,3 @@ def session_limits(session: Session, work: Work, device: Device, batch: int, pro
 
     prefill = phase_limit(work, form, device, batch * prompt, batch, moved(prompt), work.attention_flops(batch, prompt, 0))
     return prefill, phase_limit(work, form, device, batch, batch, moved(context), work.attention_flops(batch, 1, context))
-
-
-def _arithmetic(session: Session) -> str:
-    """Return what the products of plain layers are computed in."""
-    name = NAMES.get(str(getattr(session, "dtype", "float32")), "fp32")
-    if name == "fp32" and session.device != "cpu":
-        import torch
-
-        return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return name

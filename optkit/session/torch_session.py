@@ -93,6 +93,16 @@ class TorchSession:
         """What the model computes its states in, e.g. `float16`."""
         return str(self.model.dtype).removeprefix("torch.")
 
+    @property
+    def product_dtype(self) -> str:
+        """What the products of plain layers are computed in: the model's dtype, what autocast casts to, or `tf32`."""
+        kind = self.device.partition(":")[0]
+        with self._computing():
+            if torch.is_autocast_enabled(kind):
+                return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            rounded = kind == "cuda" and self.dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if rounded else self.dtype
+
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the directory; raises SourceError where there is none."""
