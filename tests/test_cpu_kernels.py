@@ -162,6 +162,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
     monkeypatch.setattr(native.torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(native, "_register_shapes", lambda: None)
+    monkeypatch.setattr(native, "_loaded", [])
     return native.why_not_native.__wrapped__
 
 
@@ -186,7 +187,7 @@ def test_a_library_that_cannot_be_loaded_or_is_wrong(fresh: Any, monkeypatch: py
     def refuse(path: Path) -> None:
         raise OSError("wrong ELF class")
 
-    monkeypatch.setattr(native, "_library", lambda compiler: tmp_path / "x.so")
+    monkeypatch.setattr(native, "_compiled", lambda compiler: tmp_path / "x.so")
     monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
     monkeypatch.setattr(native, "_is_right", lambda: False)
     assert fresh() == "optkit's CPU kernels, compiled by my-g++, do not compute what they should"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ def fastest(
     if len(kernels) == 1:
         return kernels[0].build(weight, bias, dtype), kernels[0]
     form = (weight.outputs, weight.inputs, weight.bits, weight.group_size, weight.zeros is None, weight.group_of_input is None)
-    key = (*form, bias is None, dtype, device, torch.get_num_threads(), tuple(map(id, kernels)))
+    key = (*form, bias is None, dtype, device, tuple(map(id, kernels)))
     if key not in _fastest:
         row = torch.ones(1, weight.inputs, dtype=dtype, device=device)
         times = [seconds(kernel.build(weight, bias, dtype), row) for kernel in kernels]
@@ -55,19 +56,29 @@ def first_among_equals(times: Sequence[float]) -> int:
 
 
 def seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
-    """Return the shortest time that the layer takes."""
-    with torch.inference_mode():
+    """Return the shortest time that the layer takes; on a CPU, of one thread: how long threads wait for each other says what else runs."""
+    with torch.inference_mode(), _one_thread():
         layer(rows)
         times: list[float] = []
         while len(times) < FEWEST or (sum(times) < TIMED_S and len(times) < MOST):
-            _synchronize(rows)
-            start = time.perf_counter()
+            start = _clock(rows)
             layer(rows)
-            _synchronize(rows)
-            times.append(time.perf_counter() - start)
+            times.append(_clock(rows) - start)
     return min(times)
 
 
-def _synchronize(tensor: Tensor) -> None:
+def _clock(tensor: Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
+        return time.perf_counter()
+    return time.thread_time()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

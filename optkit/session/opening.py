@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from optkit.errors import MissingPackageError, OptkitError, SourceError, StageError
+from optkit.kernels.cpu.decoding import step_decoder
 from optkit.kernels.formats import quantized_layers
 from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.load import load_packed
@@ -82,7 +83,11 @@ def open_session(
     return_freed_memory()
     if task is not Task.GENERATION:
         return TorchEncoder(model, Path(directory), device, tuple(notes), trust_remote_code, _pooling(Path(directory), task))
-    session = TorchSession(model, Path(directory), device, (*notes, *note), trust_remote_code, new_cache, _computing(settings, device))
+    decoder, told = step_decoder(model) if quantized and _decodes_plainly(model, settings, device, new_cache) else (None, [])
+    notes = [*notes, *note, *told]
+    session = TorchSession(model, Path(directory), device, tuple(notes), trust_remote_code, new_cache, _computing(settings, device))
+    if decoder:
+        session.decode_with(decoder)
     for setting in settings:
         if isinstance(setting, Speculative):
             session.speculate_with(_proposer(setting, session, device), setting.tokens)
@@ -131,6 +136,13 @@ def _proposer(setting: Speculative, session: TorchSession, device: str) -> Propo
             remedy="Take a smaller model of the same family, or prompt_lookup",
         )
     return DraftModel(draft.step, draft.new_cache)
+
+
+def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device: str, new_cache: CacheFactory | None) -> bool:
+    """Whether nothing is asked of the decode steps on a CPU but that they are the model's."""
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    changed = any(type(setting).computing is not Setting.computing for setting in settings)
+    return device == "cpu" and new_cache is None and not compiled and not changed
 
 
 def _computing(settings: Sequence[Setting], device: str) -> Callable[[], AbstractContextManager[Any]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,26 @@ CACHE_STEP = 128
 NO_POSITIONS = 1 << 31
 REMEDY = "Lower the batch, the prompt or the new tokens"
 UNCOMPILED = f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: ask for fewer batches and lengths"
+
+
+class Steps(Protocol):
+    """The decode steps of one request."""
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, prompt] -> the tokens behind it, int64 [batch]."""
+        ...
+
+    def next(self) -> Tensor:
+        """Return the tokens behind those returned last, int64 [batch]."""
+        ...
+
+
+class Decoder(Protocol):
+    """Something that computes the greedy decode steps of an opened model, faster than the model itself."""
+
+    def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
+        """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers together."""
+        ...
 
 
 class TorchSession:
@@ -61,6 +81,7 @@ class TorchSession:
         self.speculation: Speculation | None = None
         """What was proposed and kept so far; None where the model decodes token by token."""
         self._proposer: tuple[Proposer, int] | None = None
+        self._decoder: Decoder | None = None
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._idle: tuple[tuple[int, int], StaticCache] | None = None
 
@@ -172,6 +193,10 @@ class TorchSession:
         check_cache(self.new_cache())
         self._proposer, self.speculation = (proposer, tokens), Speculation()
 
+    def decode_with(self, decoder: Decoder) -> None:
+        """Let a decoder compute the tokens behind prompts from now on."""
+        self._decoder = decoder
+
     @contextmanager
     def token_by_token(self) -> Iterator[None]:
         """Decode without proposals within the block."""
@@ -208,7 +233,7 @@ class TorchSession:
 
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
-        self._opened = self._idle = self._proposer = None
+        self._opened = self._idle = self._proposer = self._decoder = None
         self.__dict__.pop("_one_token_cache", None)
         if self._compiling:
             self._compiling.close()
@@ -224,6 +249,9 @@ class TorchSession:
             cache = self.new_cache()
             yield from speculate(self.step, cache, tokens, new_tokens, proposer, most, self.speculation)
             return
+        if self._decoder:
+            yield from self._decoded(self._decoder, tokens, new_tokens)
+            return
         batch, prompt = tokens.shape
         step = tokens
         with self._cache(batch, prompt + new_tokens) as cache:
@@ -238,6 +266,16 @@ class TorchSession:
                     if waiting:
                         self._synchronize()
                 yield step[:, 0]
+
+    def _decoded(self, decoder: Decoder, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        batch, prompt = tokens.shape
+        with ExitStack() as stack:
+            with self._memory(f"before {batch} x {prompt} tokens", REMEDY):
+                steps = stack.enter_context(decoder.steps(batch, prompt + new_tokens))
+            for count in range(new_tokens):
+                with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY), self._no_gradients():
+                    step = steps.next() if count else steps.prompt(tokens)
+                yield step
 
     @contextmanager
     def _cache(self, batch: int, length: int) -> Iterator[Cache]:

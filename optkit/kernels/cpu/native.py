@@ -1,4 +1,4 @@
-"""linear.cpp, compiled for this processor when it is first needed, by the compiler that torch.compile would call, and kept for later."""
+"""The C++ beside this file, compiled for this processor when it is first needed, by the compiler that torch.compile would call."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ from torch import Tensor
 from optkit.environment import cpu_name
 from optkit.source.digests import default_cache
 
-SOURCE = Path(__file__).with_name("linear.cpp")
+DIRECTORY = Path(__file__).parent
+SOURCES = ("linear.cpp", "decoding.cpp")
+HEADERS = ("matrix.h",)
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
 LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"
 """What macOS needs beside `FLAGS`: torch's functions are found when the library is loaded."""
 TIME_LIMIT_S = 300
 
+_loaded: list[Path] = []
+
 
 @cache
 def why_not_native() -> str | None:
     """Return why there are no kernels of our own here, None once they are compiled, loaded and seen to compute what they should."""
-    compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
+    compiler = _compiler()
     if compiler is None:
         return f"optkit's CPU kernels need a C++ compiler, and there is no {' or '.join(_compilers())}"
     try:
-        torch.ops.load_library(_library(compiler))
+        compiled = _compiled(compiler)
+        torch.ops.load_library(compiled)
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).splitlines()
         return f"{compiler} does not compile optkit's CPU kernels ({next((line for line in lines if 'error' in line), 'no message')})"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"optkit's CPU kernels cannot be compiled and loaded ({error})"
     _register_shapes()
+    _loaded.append(compiled)
     return None if _is_right() else f"optkit's CPU kernels, compiled by {compiler}, do not compute what they should"
 
 
@@ -57,15 +63,25 @@ def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.optkit_cpu.dense_linear(rows, weight)  # type: ignore[no-any-return]
 
 
+def library() -> Path:
+    """Return the file that is loaded; needs `why_not_native() is None`."""
+    return _loaded[-1]
+
+
 def _compilers() -> tuple[str, ...]:
     named = os.environ.get("CXX")
     return (named,) if named else COMPILERS
 
 
-def _library(compiler: str) -> Path:
-    """Return the compiled library, compiling it where this source, torch and processor have none yet."""
+def _compiler() -> str | None:
+    return next((found for name in _compilers() if (found := shutil.which(name))), None)
+
+
+def _compiled(compiler: str) -> Path:
+    """Return the library, compiling it where these sources, torch and processor have none yet."""
     instructions = (torch.backends.cpu.get_cpu_capability(), cpu_name(), platform.machine(), _instruction_sets())
-    parts = (SOURCE.read_text(encoding="utf-8"), torch.__version__, compiler, *FLAGS, *instructions)
+    sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
+    parts = (*sources, torch.__version__, compiler, *FLAGS, *instructions)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
     library = default_cache() / "kernels" / f"{digest[:32]}.so"
     if not library.exists():
@@ -80,7 +96,7 @@ def _library(compiler: str) -> Path:
 def _command(compiler: str, library: Path) -> list[str]:
     torch_files = Path(torch.__file__).parent
     linked = [LINKED_BY_NAME] if sys.platform == "darwin" else [f"-L{torch_files / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return [compiler, *FLAGS, f"-I{torch_files / 'include'}", str(SOURCE), "-o", str(library), *linked]
+    return [compiler, *FLAGS, f"-I{torch_files / 'include'}", *[str(DIRECTORY / name) for name in SOURCES], "-o", str(library), *linked]
 
 
 def _instruction_sets() -> str:

@@ -1,0 +1,201 @@
+// One decode step of a model of the Llama family, greedy, in float32: called through ctypes with the structures of decoding.py.
+
+#include "matrix.h"
+
+namespace {
+
+struct Layer {
+  Matrix queries, keys, values, output, gate, up, down;
+  const float* input_norm;    // [width]
+  const float* output_norm;   // [width]
+  const float* query_norm;    // [size]; may be null
+  const float* key_norm;      // [size]; may be null
+  float* key_cache;           // [batch, kv_heads, capacity, size]
+  float* value_cache;
+};
+
+struct Model {
+  const Layer* layers;
+  Matrix embedding, head;
+  const float* norm;     // [width]
+  const float* cosines;  // [capacity, size / 2]
+  const float* sines;
+  int64_t count, heads, kv_heads, size, capacity, batch;
+  float epsilon, scaling;
+};
+
+// e^x for x <= 0, to a relative error of 2e-7.
+inline Floats exponential(Floats x) {
+  x = x < -87.0f ? Floats{} - 87.0f : x;
+  const Integers power = __builtin_convertvector(x * 1.44269504f - 0.5f, Integers);
+  const Floats whole = __builtin_convertvector(power, Floats), rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  return (sum * rest * rest + rest + 1.0f) * (Floats)((power + 127) << 23);
+}
+
+inline Floats silu(Floats x) {
+  const Floats small = exponential(x < 0.0f ? x : -x);  // never overflows
+  return (x < 0.0f ? x * small : x) / (small + 1.0f);
+}
+
+inline float dot(const float* left, const float* right, int64_t size) {
+  Floats sum{};
+  for (int64_t at = 0; at < size; at += LANES) sum += load<Floats>(left + at) * load<Floats>(right + at);
+  return total(sum);
+}
+
+// x / sqrt(mean(x^2) + epsilon) * weight; `size` is a multiple of 16.
+inline void normalize(const float* from, const float* weight, int64_t size, float epsilon, float* to) {
+  const float factor = 1.0f / std::sqrt(dot(from, from, size) / size + epsilon);
+  for (int64_t at = 0; at < size; at += LANES) store(to + at, load<Floats>(from + at) * factor * load<Floats>(weight + at));
+}
+
+// Norm (where there is one) and rotation of one head.
+inline void rotate(const Model& model, const float* from, const float* norm, int64_t position, float* to) {
+  const int64_t half = model.size / 2;
+  const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
+  if (norm) {
+    normalize(from, norm, model.size, model.epsilon, to);
+    from = to;
+  }
+  for (int64_t at = 0; at < half; at++) {
+    const float first = from[at], second = from[at + half];
+    to[at] = first * cosines[at] - second * sines[at];
+    to[at + half] = second * cosines[at] + first * sines[at];
+  }
+}
+
+// Softmax of the products with `length` keys, times the values, for one head.
+inline void attend(const Model& model, const float* query, const float* keys, const float* values, int64_t length, float* scores, float* to) {
+  float most = -INFINITY;
+  for (int64_t at = 0; at < length; at++) {
+    scores[at] = dot(query, keys + at * model.size, model.size) * model.scaling;
+    most = std::max(most, scores[at]);
+  }
+  float sum = 0;
+  for (int64_t at = 0; at < length; at += LANES) {
+    const Floats weights = exponential(load<Floats>(scores + at) - most);
+    store(scores + at, weights);
+  }
+  for (int64_t at = 0; at < length; at++) sum += scores[at];
+  for (int64_t lane = 0; lane < model.size; lane += LANES) {
+    Floats mixed{};
+    for (int64_t at = 0; at < length; at++) mixed += scores[at] * load<Floats>(values + at * model.size + lane);
+    store(to + lane, mixed / sum);
+  }
+}
+
+// Several matrices times the same rows as one list of blocks; all have outputs in multiples of 16.
+void multiply_together(const std::vector<const Matrix*>& matrices, const float* rows, int64_t count, const std::vector<float*>& products) {
+  std::vector<std::vector<float>> sums;
+  std::vector<int64_t> starts{0};
+  for (const Matrix* matrix : matrices) {
+    sums.push_back(sums_of_groups(*matrix, rows, count));
+    starts.push_back(starts.back() + matrix->blocks());
+  }
+  torch::stable::parallel_for(0, starts.back(), matrices[0]->share(), [&](int64_t begin, int64_t end) {
+    Floats found[MOST_ROWS];
+    size_t which = 0;
+    for (int64_t each = begin; each < end; each++) {
+      while (each >= starts[which + 1]) which++;
+      const Matrix& matrix = *matrices[which];
+      const int64_t block = each - starts[which];
+      for (int64_t row = 0; row < count; row += MOST_ROWS) {
+        const int64_t taken = std::min(MOST_ROWS, count - row);
+        const float* of_rows = sums[which].data() + row * (sums[which].empty() ? 0 : matrix.groups);
+        block_times(matrix, block, rows + row * matrix.inputs, of_rows, taken, found);
+        for (int64_t at = 0; at < taken; at++) store(products[which] + (row + at) * matrix.outputs + block * LANES, found[at]);
+      }
+    }
+  });
+}
+
+// silu(gate) * up.
+void multiply_gated(const Matrix& gate, const Matrix& up, const float* rows, int64_t count, float* products) {
+  const std::vector<float> of_gate = sums_of_groups(gate, rows, count), of_up = sums_of_groups(up, rows, count);
+  torch::stable::parallel_for(0, gate.blocks(), gate.share(), [&](int64_t begin, int64_t end) {
+    Floats gates[MOST_ROWS], ups[MOST_ROWS];
+    for (int64_t block = begin; block < end; block++)
+      for (int64_t row = 0; row < count; row += MOST_ROWS) {
+        const int64_t taken = std::min(MOST_ROWS, count - row);
+        block_times(gate, block, rows + row * gate.inputs, of_gate.data() + row * (of_gate.empty() ? 0 : gate.groups), taken, gates);
+        block_times(up, block, rows + row * up.inputs, of_up.data() + row * (of_up.empty() ? 0 : up.groups), taken, ups);
+        for (int64_t at = 0; at < taken; at++) store(products + (row + at) * gate.outputs + block * LANES, silu(gates[at]) * ups[at]);
+      }
+  });
+}
+
+void multiply_and_add(const Matrix& matrix, const float* rows, int64_t count, float* hidden) {
+  multiply(matrix, rows, count, [&](int64_t block, int64_t row, int64_t taken, const Floats* found) {
+    for (int64_t at = 0; at < taken; at++) {
+      float* to = hidden + (row + at) * matrix.outputs + block * LANES;
+      store(to, load<Floats>(to) + found[at]);
+    }
+  });
+}
+
+int64_t largest(const float* logits, int64_t count) {
+  Floats most = Floats{} - INFINITY;
+  int64_t at = 0;
+  for (; at + LANES <= count; at += LANES) {
+    const Floats held = load<Floats>(logits + at);
+    most = held > most ? held : most;
+  }
+  float best = -INFINITY;
+  for (int lane = 0; lane < LANES; lane++) best = std::max(best, most[lane]);
+  for (; at < count; at++) best = std::max(best, logits[at]);
+  return std::min<int64_t>(std::find(logits, logits + count, best) - logits, count - 1);
+}
+
+void take_row(const Matrix& embedding, int64_t row, float* to) {
+  const int64_t width = embedding.inputs;
+  for (int64_t at = 0; at < width; at += LANES)
+    store(to + at, embedding.bits == 32 ? widened(static_cast<const float*>(embedding.weight) + row * width + at)
+                                        : widened(static_cast<const BFloat16*>(embedding.weight) + row * width + at));
+}
+
+}  // namespace
+
+// tokens int64 [batch] at `position` -> the next ones, in their place, and logits float32 [batch, vocabulary].
+extern "C" void optkit_decode_step(const Model* given, int64_t position, int64_t* tokens, float* logits) {
+  const Model& model = *given;
+  const int64_t batch = model.batch, size = model.size, width = model.embedding.inputs, length = position + 1;
+  const int64_t of_queries = model.heads * size, of_keys = model.kv_heads * size, inner = model.layers[0].gate.outputs;
+  std::vector<float> hidden(batch * width), normed(batch * width), queries(batch * of_queries), keys(batch * of_keys),
+      values(batch * of_keys), attended(batch * of_queries), gated(batch * inner);
+  for (int64_t row = 0; row < batch; row++) take_row(model.embedding, tokens[row], hidden.data() + row * width);
+  const auto norm = [&](const float* weight) {
+    for (int64_t row = 0; row < batch; row++) normalize(hidden.data() + row * width, weight, width, model.epsilon, normed.data() + row * width);
+  };
+  for (int64_t index = 0; index < model.count; index++) {
+    const Layer& layer = model.layers[index];
+    norm(layer.input_norm);
+    multiply_together({&layer.queries, &layer.keys, &layer.values}, normed.data(), batch, {queries.data(), keys.data(), values.data()});
+    for (int64_t head = 0; head < batch * model.kv_heads; head++) {
+      const int64_t place = (head * model.capacity + position) * size;
+      rotate(model, keys.data() + head * size, layer.key_norm, position, layer.key_cache + place);
+      std::memcpy(layer.value_cache + place, values.data() + head * size, size * sizeof(float));
+    }
+    const int64_t grain = std::max<int64_t>(1, BYTES_OF_SHARE / (length * size * sizeof(float)));
+    torch::stable::parallel_for(0, batch * model.heads, grain, [&](int64_t begin, int64_t end) {
+      std::vector<float> query(size), scores(length + LANES);
+      for (int64_t head = begin; head < end; head++) {
+        const int64_t row = head / model.heads, shared = head % model.heads / (model.heads / model.kv_heads);
+        const int64_t place = (row * model.kv_heads + shared) * model.capacity * size;
+        rotate(model, queries.data() + head * size, layer.query_norm, position, query.data());
+        attend(model, query.data(), layer.key_cache + place, layer.value_cache + place, length, scores.data(), attended.data() + head * size);
+      }
+    });
+    multiply_and_add(layer.output, attended.data(), batch, hidden.data());
+    norm(layer.output_norm);
+    multiply_gated(layer.gate, layer.up, normed.data(), batch, gated.data());
+    multiply_and_add(layer.down, gated.data(), batch, hidden.data());
+  }
+  norm(model.norm);
+  multiply_into(model.head, normed.data(), batch, logits);
+  for (int64_t row = 0; row < batch; row++) tokens[row] = largest(logits + row * model.head.outputs, model.head.outputs);
+}

@@ -1,0 +1,206 @@
+"""The decode step of a model of the Llama family as one call of C++, greedy: nothing of transformers or torch runs between two tokens.
+
+Activations and the KV cache are float32 whatever the model's dtype; weights are read as the model's layers hold them, in codes or floats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from optkit.kernels.cpu.coded_linear import CodedLinear
+from optkit.kernels.cpu.native import library, why_not_native
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s whose step is: embed; norm, attend, add; norm, gated MLP, add; norm, head."""
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles do not change with the length of the text."""
+LANES = 16
+CAPACITY_STEP = 128
+"""A cache is as long as the next multiple of this, so that requests of like lengths share one."""
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("weight", "scales", "shifts", "bias")],
+        *[(name, ctypes.c_int64) for name in ("bits", "outputs", "inputs", "groups")],
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *[(name, _Matrix) for name in ("queries", "keys", "values", "output", "gate", "up", "down")],
+        *[(name, ctypes.c_void_p) for name in ("input_norm", "output_norm", "query_norm", "key_norm", "key_cache", "value_cache")],
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *[(name, _Matrix) for name in ("embedding", "head")],
+        *[(name, ctypes.c_void_p) for name in ("norm", "cosines", "sines")],
+        *[(name, ctypes.c_int64) for name in ("count", "heads", "kv_heads", "size", "capacity", "batch")],
+        *[(name, ctypes.c_float) for name in ("epsilon", "scaling")],
+    ]
+
+
+def why_not_step(model: Any) -> str | None:
+    """Return why the step of an opened model on the CPU cannot be one call, None where it can; compiles the kernels."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is not of the families that it is known for ({', '.join(FAMILIES)})"
+    attention = model.model.layers[0].self_attn
+    if config.hidden_act != "silu":
+        return f"the MLP's activation is {config.hidden_act}, not silu"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    ):
+        return "its attention has a sliding window"
+    if model.model.rotary_emb.rope_type not in ROTATIONS:
+        return f"its rotary embeddings ({model.model.rotary_emb.rope_type}) change with the length of the text"
+    if any(size % LANES for size in (config.hidden_size, config.intermediate_size, attention.head_dim)):
+        return f"its widths are no multiples of {LANES}"
+    for name, module in model.named_modules():
+        read = name.endswith("_proj") or name == "lm_head"
+        if read and (reason := _why_not_read(module)):
+            return f"{name} {reason}"
+    if model.model.embed_tokens.weight.dtype not in (torch.float32, torch.bfloat16):
+        return "its embedding is neither float32 nor bfloat16"
+    return why_not_native()
+
+
+def _why_not_read(module: nn.Module) -> str | None:
+    if isinstance(module, CodedLinear):
+        return None if module.order is None else "takes its inputs in another order (activation order)"
+    if not isinstance(module, nn.Linear):
+        return f"is computed by {type(module).__name__}"
+    if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_contiguous():
+        return "is neither float32 nor bfloat16"
+    return None
+
+
+def step_decoder(model: Any) -> tuple[StepDecoder | None, list[str]]:
+    """Return the decoder of an opened model, None where there is none, and a note where the model is of a family that has one."""
+    if model.config.model_type not in FAMILIES:
+        return None, []
+    reason = why_not_step(model)
+    if reason is not None:
+        return None, [f"decode: transformers computes each step, because {reason}"]
+    return StepDecoder(model), ["decode: each step is one call of optkit's CPU kernels, in float32"]
+
+
+class StepDecoder:
+    """Greedy decoding of an opened model; `why_not_step` says of which."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._idle: Steps | None = None
+
+    @contextmanager
+    def steps(self, batch: int, length: int) -> Iterator[Steps]:
+        """Lend the buffers for so many sequences and tokens; the last ones are kept for the next request that they fit."""
+        capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, max(length, int(self.model.config.max_position_embeddings)))
+        steps, self._idle = self._idle, None
+        if steps is None or (steps.batch, steps.capacity) != (batch, capacity):
+            steps = None
+            steps = Steps(self.model, batch, capacity)
+        try:
+            yield steps
+        finally:
+            self._idle = steps
+
+
+class Steps:
+    """The KV cache and the structures for a number of sequences and positions."""
+
+    def __init__(self, model: Any, batch: int, capacity: int) -> None:
+        self.model, self.batch, self.capacity = model, batch, capacity
+        self.position = 0
+        base, config = model.model, model.config
+        attention = base.layers[0].self_attn
+        size, kv_heads = int(attention.head_dim), int(config.num_key_value_heads)
+        self._kept: list[Tensor] = []  # what the structures point to
+        self.cache = torch.zeros(len(base.layers), 2, batch, kv_heads, capacity, size)
+        self.tokens = torch.zeros(batch, dtype=torch.int64)
+        self.logits = torch.zeros(batch, model.lm_head.out_features)
+        cosines, sines = base.rotary_emb(torch.zeros(1, 1), torch.arange(capacity)[None])
+        layers = (_Layer * len(base.layers))(*[self._layer(block, self.cache[index]) for index, block in enumerate(base.layers)])
+        self._structure = _Model(
+            layers=layers,
+            embedding=self._matrix(base.embed_tokens),
+            head=self._matrix(model.lm_head),
+            norm=self._floats(base.norm.weight),
+            cosines=self._floats(cosines[0, :, : size // 2]),
+            sines=self._floats(sines[0, :, : size // 2]),
+            count=len(base.layers),
+            heads=int(config.num_attention_heads),
+            kv_heads=kv_heads,
+            size=size,
+            capacity=capacity,
+            batch=batch,
+            epsilon=float(base.norm.variance_epsilon),
+            scaling=float(attention.scaling),
+        )
+        self._step = _step_function()
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Run prompts, int64 [batch, prompt], through the model itself; return the first tokens behind them, int64 [batch]."""
+        length = tokens.shape[1]
+        cache = DynamicCache(config=self.model.config)
+        logits = self.model.forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        for held, layer in zip(self.cache, cache.layers, strict=True):
+            held[0, :, :, :length], held[1, :, :, :length] = layer.keys, layer.values
+        self.position = length
+        self.tokens.copy_(logits[:, -1].argmax(-1))
+        return self.tokens.clone()
+
+    def next(self) -> Tensor:
+        """Return the tokens behind those that were returned last, int64 [batch]; `logits` are theirs, float32 [batch, vocabulary]."""
+        self._step(ctypes.byref(self._structure), self.position, self.tokens.data_ptr(), self.logits.data_ptr())
+        self.position += 1
+        return self.tokens.clone()
+
+    def _layer(self, block: Any, cache: Tensor) -> _Layer:
+        attention, mlp = block.self_attn, block.mlp
+        query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        return _Layer(
+            *[self._matrix(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)],
+            *[self._matrix(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)],
+            self._floats(block.input_layernorm.weight),
+            self._floats(block.post_attention_layernorm.weight),
+            None if query_norm is None else self._floats(query_norm.weight),
+            None if key_norm is None else self._floats(key_norm.weight),
+            cache[0].data_ptr(),
+            cache[1].data_ptr(),
+        )
+
+    def _matrix(self, layer: nn.Module) -> _Matrix:
+        if isinstance(layer, CodedLinear):
+            shifts = None if layer.shifts is None else layer.shifts.data_ptr()
+            codes = (layer.codes.data_ptr(), layer.scales.data_ptr(), shifts)
+            return _Matrix(*codes, self._bias(layer.bias), layer.bits, layer.out_features, layer.in_features, layer.scales.shape[1])
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        outputs, inputs = weight.shape
+        bias = self._bias(getattr(layer, "bias", None))
+        return _Matrix(weight.data_ptr(), None, None, bias, weight.element_size() * 8, outputs, inputs, 0)
+
+    def _bias(self, bias: Tensor | None) -> int | None:
+        return None if bias is None else self._floats(bias)
+
+    def _floats(self, values: Tensor) -> int:
+        """Return the address of the values in float32, which are kept as long as this."""
+        self._kept.append(values.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _step_function() -> Any:
+    function = ctypes.CDLL(str(library())).optkit_decode_step
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p], None
+    return function
