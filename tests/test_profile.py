@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -233,3 +233,21 @@ def test_a_gpu_is_traced(tiny_model: TinyModel, tmp_path: Path) -> None:
     assert all(each.kinds["matmul"] > 0 and each.calls > 0 for each in report.phases)
     assert (tmp_path / "memory.pickle").stat().st_size > 0
     assert profile_model(tiny_model("llama"), tmp_path, prompt=16, new_tokens=4, device="cuda", nvtx=True).phases == ()
+
+
+def test_python_runs_ahead_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Session:
+        device = "cuda"
+
+        def queue(self, tokens: torch.Tensor, new_tokens: int) -> Iterator[torch.Tensor]:
+            for step in range(new_tokens):
+                happened.append(f"step {step}")
+                yield tokens
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: happened.append(f"wait for {device}"))
+    prefill_s, decode_s = torch_trace_module.time_phases(Session(), torch.zeros(1, 1), 3)  # type: ignore[arg-type]
+    assert happened == ["step 0", "wait for cuda", "step 1", "step 2", "wait for cuda"]
+    assert prefill_s > 0
+    assert decode_s > 0

@@ -132,7 +132,7 @@ def test_models_that_cannot_be_counted_are_refused() -> None:
 
 
 def test_a_form_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--forms: 'int3' is no form of weights\. Known: fp32, bf16, fp16, int8, fp8, int4gN"):
+    with pytest.raises(UsageError, match=r"--forms: 'int3' is no form of weights\. Known: fp32, tf32, bf16, fp16, int8, fp8, int4gN"):
         parse_form("int3", "bf16")
     with pytest.raises(UsageError, match="'int4g4' is no form"):
         parse_form("int4g4", "bf16")

@@ -69,7 +69,7 @@ class Picture(click.Path):
     show_default=True,
     help="Tokens of a prompt, and of the cache while decoding.",
 )
-@click.option("--forms", metavar="FORM,...", help="Forms of the weights: fp32, bf16, fp16, int8, fp8, int4gN (groups of N), stored.")
+@click.option("--forms", metavar="FORM,...", help="Forms of the weights: fp32, tf32, bf16, fp16, int8, fp8, int4gN (groups of N), stored.")
 @click.option(
     "--bandwidth", metavar="TB/s", type=click.FloatRange(min=0, min_open=True), help="Take this memory bandwidth instead of the device's."
 )

@@ -67,14 +67,13 @@ def _forms(report: RooflineReport) -> Table:
         (f"below 1.1x {report.reference} from", "right"),
     )
     for form in report.forms:
-        compared = form.name != report.reference
         table.add_row(
             form.label,
             size_text(round(form.size_bytes)),
             form.arithmetic,
             f"{form.most_sequences:,}",
             _batch(form.compute_binds_from),
-            _batch(form.pays_until) if compared else "",
+            _batch(form.pays_until) if form.compared else "",
         )
     return table
 

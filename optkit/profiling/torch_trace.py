@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from optkit.measure import Session
+from optkit.measure import QueueingSession, Session
 from optkit.profiling.kinds import kind_of
 from optkit.profiling.record import Line
 
@@ -36,23 +36,39 @@ class Traced:
 def time_phases(session: Session, tokens: Tensor, new_tokens: int) -> tuple[float, float]:
     """Return the seconds of prefill and of all steps after it, without a profiler."""
     start = time.perf_counter()
-    stream = session.stream(tokens, new_tokens)
+    stream = _steps(session, tokens, new_tokens)
     next(stream)
+    _finish(session)
     middle = time.perf_counter()
     for _ in stream:
         pass
+    _finish(session)
     return middle - start, time.perf_counter() - middle
+
+
+def _steps(session: Session, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+    """Return the steps of a request; on a GPU Python runs ahead of it, as where throughput is measured."""
+    if session.device != "cpu" and isinstance(session, QueueingSession):
+        return session.queue(tokens, new_tokens)
+    return session.stream(tokens, new_tokens)
+
+
+def _finish(session: Session) -> None:
+    if session.device != "cpu":
+        torch.cuda.synchronize(session.device)
 
 
 def trace_phases(session: Session, tokens: Tensor, new_tokens: int, directory: Path) -> dict[str, Traced]:
     """Return prefill and decode as the profiler saw them; writes PHASE.trace.json for each."""
-    stream = session.stream(tokens, new_tokens)
+    stream = _steps(session, tokens, new_tokens)
     with _traced(session.device, directory / "prefill.trace.json") as prefill, record_function("prefill"):
         next(stream)
+        _finish(session)
     with _traced(session.device, directory / "decode.trace.json") as decode:
         for step in range(new_tokens - 1):
             with record_function(f"decode {step + 1}"):
                 next(stream)
+        _finish(session)
     stream.close()  # type: ignore[attr-defined]
     return {"prefill": prefill[0], "decode": decode[0]}
 
@@ -112,11 +128,12 @@ def snapshot_memory(session: Session, tokens: Tensor, new_tokens: int, path: Pat
 
 def mark_ranges(session: Session, tokens: Tensor, new_tokens: int) -> None:
     """Answer once with NVTX ranges around phases, steps and operations, between cudaProfilerStart and cudaProfilerStop, for Nsight."""
-    stream = session.stream(tokens, new_tokens)
+    stream = _steps(session, tokens, new_tokens)
     torch.cuda.profiler.start()
     with torch.autograd.profiler.emit_nvtx():
         for step in range(new_tokens):
             name: Literal["prefill"] | str = "prefill" if step == 0 else f"decode {step}"
             with torch.cuda.nvtx.range(name):
                 next(stream)
+        _finish(session)
     torch.cuda.profiler.stop()

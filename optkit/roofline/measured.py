@@ -133,7 +133,7 @@ def _floats8(device: str) -> Calls:
 
 
 def _best(calls: Calls, device: str) -> Rate:
-    """Return the rate of the fastest of several calls: the median of its repeats, with the least and the most."""
+    """Return the rate of the fastest of several calls: the median of its repeats, with their quartiles."""
     found = [_rate(call, amount, device) for call, amount in calls]
     return max(found, key=lambda each: each.value)
 
@@ -148,7 +148,8 @@ def _rate(call: Callable[[], object], amount: float, device: str) -> Rate:
     started = time.perf_counter()
     while len(samples) < FEWEST_REPEATS or (len(samples) < REPEATS and time.perf_counter() - started < LIMIT_S):
         samples.append(count * amount / clock(call, count, device))
-    return Rate(value=quantile(samples, 0.5), low=min(samples), high=max(samples), repeats=len(samples))
+    low, middle, high = (quantile(samples, part) for part in (0.25, 0.5, 0.75))
+    return Rate(value=middle, low=low, high=high, repeats=len(samples))
 
 
 def _cpu_seconds(call: Callable[[], object], count: int, _device: str) -> float:

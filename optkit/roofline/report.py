@@ -40,6 +40,8 @@ class FormLimits(Frozen):
     """Prompt tokens per second."""
     compute_binds_from: int | None
     """The smallest batch at which decoding is bound by arithmetic; None where it never is."""
+    compared: bool
+    """Whether it has fewer bits than the reference, so that it could gain."""
     pays_until: int | None
     """The smallest batch at which it decodes less than 1.1 times what the reference does; None where there is none."""
     most_sequences: int
@@ -93,7 +95,7 @@ def build_report(
 
 
 def _form(work: Work, form: Form, reference: Form, device: Device, batches: Sequence[int], prompt: int) -> FormLimits:
-    compared = form.bits is None or form.bits < (reference.bits or 0)
+    compared = work.stored_bytes(form) < work.stored_bytes(reference)
     return FormLimits(
         name=form.name,
         label=form.label,
@@ -102,6 +104,7 @@ def _form(work: Work, form: Form, reference: Form, device: Device, batches: Sequ
         decode=tuple(_cell(batch, decode_limit(work, form, device, batch, prompt)) for batch in batches),
         prefill=tuple(_cell(batch, prefill_limit(work, form, device, batch, prompt)) for batch in batches),
         compute_binds_from=compute_binds_from(work, form, device, prompt),
+        compared=compared,
         pays_until=pays_until(work, form, reference, device, prompt) if compared else None,
         most_sequences=most_sequences(work, form, device, prompt),
     )

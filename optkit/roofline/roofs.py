@@ -15,9 +15,9 @@ from optkit.roofline.devices import Device
 from optkit.source.digests import default_cache
 from optkit.store import write_text_atomically
 
-VERSION = 1
+VERSION = 2
 """Raised when the same device begins to be measured differently."""
-WIDE_SPREAD = 0.15
+WIDE_SPREAD = 0.1
 """Spread of the repeats from which on something else was using the device."""
 
 
@@ -28,11 +28,12 @@ class Rate(Frozen):
     """The median of the repeats."""
     low: float
     high: float
+    """Their quartiles: half of the repeats lie between them."""
     repeats: int
 
     @property
     def spread(self) -> float:
-        """How far the slowest and the fastest repeat lie apart, as a fraction of the median."""
+        """How far the quartiles lie apart, as a fraction of the median."""
         return (self.high - self.low) / self.value
 
 
