@@ -19,6 +19,7 @@ from optkit.errors import ResourceError, SourceError, UsageError
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.roofline import DEVICES, build_report, datasheet, measured_device, to_svg, work_of
 from optkit.roofline import measured as measured_module
+from optkit.roofline import models as models_module
 from optkit.roofline.devices import ALIASES, Device
 from optkit.roofline.forms import parse_form
 from optkit.roofline.limits import compute_binds_from, decode_limit, gain, most_sequences, pays_until, prefill_limit
@@ -146,7 +147,9 @@ def test_the_command_prints_draws_and_needs_no_torch(tiny_model: TinyModel, tmp_
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_mistakes_on_the_command_line(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_on_the_command_line(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = str(tiny_model("llama"))
     for words, said in (
         (["--device", "h200", "--batch", "1,x"], "'1,x' is no list of numbers above 0. Write it as 1,8,32."),
@@ -156,6 +159,10 @@ def test_mistakes_on_the_command_line(tiny_model: TinyModel, tmp_path: Path, cap
     ):
         assert main(["roofline", model, *words]) == 2
         assert said.lower() in capsys.readouterr().err.lower()
+    monkeypatch.setattr(models_module, "shape_of_model", lambda _: ModelShape({"architectures": ["BertModel"], "model_type": "bert"}, {}))
+    with pytest.raises(SourceError, match=r"encoder: an encoder decodes nothing, and its limits are not counted\. Name a causal"):
+        work_of_model("encoder")
+    monkeypatch.undo()
     (tmp_path / "model.onnx").touch()
     with pytest.raises(SourceError, match=r"the weights are in ONNX, whose work is not counted\. .* Name the checkpoint"):
         work_of_model(str(tmp_path))

@@ -123,6 +123,37 @@ def test_what_sees_images_is_no_work_of_a_text_token() -> None:
     assert [(each.role, each.elements) for each in found] == [("blocks", 128), ("blocks", 128), ("head", 256)]
 
 
+def test_other_quantizers_are_counted() -> None:
+    """Fused experts in MXFP4 (gpt-oss), FP8 in blocks (DeepSeek), and NF4 (bitsandbytes), as they lie on the hub."""
+    block, head = "model.layers.0", {"lm_head.weight": TensorInfo("BF16", (64, 32))}
+    mxfp4 = {
+        f"{block}.mlp.experts.gate_up_proj_blocks": TensorInfo("U8", (4, 64, 1, 16)),
+        f"{block}.mlp.experts.gate_up_proj_scales": TensorInfo("U8", (4, 64, 1)),
+        f"{block}.mlp.experts.gate_up_proj_bias": TensorInfo("BF16", (4, 64)),
+    }
+    (experts, _) = weights_of(ModelShape({"quantization_config": {"quant_method": "mxfp4"}}, mxfp4 | head))
+    assert (experts.role, experts.elements, experts.others) == ("experts", 4 * 64 * 32, 4 * 64)
+    assert experts.size_bytes == 4 * 64 * 16 + 4 * 64 + 4 * 64 * 2
+    fp8 = {
+        f"{block}.mlp.up_proj.weight": TensorInfo("F8_E4M3", (256, 128)),
+        f"{block}.mlp.up_proj.weight_scale_inv": TensorInfo("F32", (2, 1)),
+    }
+    (layer, _) = weights_of(ModelShape({"quantization_config": {"quant_method": "fp8"}}, fp8 | head))
+    assert (layer.elements, layer.size_bytes, layer.arithmetic) == (256 * 128, 256 * 128 + 8, "fp8")
+    nf4 = {
+        f"{block}.mlp.up_proj.weight": TensorInfo("U8", (256 * 64, 1)),
+        f"{block}.mlp.up_proj.weight.absmax": TensorInfo("F32", (512,)),
+        f"{block}.mlp.up_proj.weight.quant_state.bitsandbytes__nf4": TensorInfo("U8", (80,)),
+    }
+    (layer, _) = weights_of(ModelShape({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, nf4 | head))
+    assert (layer.elements, layer.size_bytes, layer.quantized) == (256 * 128, 256 * 64 + 2048 + 80, True)
+    groups = {"group_0": {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}
+    groups["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
+    stored = {f"{block}.mlp.up_proj.weight": TensorInfo("F8_E4M3", (8, 8)), f"{block}.mlp.up_proj.weight_scale": TensorInfo("F32", (8, 1))}
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
+    assert weights_of(ModelShape(config, stored | head))[0].arithmetic == "fp8"
+
+
 def test_models_that_cannot_be_counted_are_refused() -> None:
     with pytest.raises(SourceError, match=r"llama: there is no lm_head and no embedding that could be one\. Looked for embed_out, lm_head"):
         weights_of(ModelShape({"model_type": "llama"}, {"model.layers.0.mlp.up_proj.weight": TensorInfo("F32", (8, 8))}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optkit.errors import SourceError
 from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import ModelShape
+from optkit.model.task import ENCODING, task_of
 from optkit.roofline.work import Work, work_of
 from optkit.source.hub import HubRepo
 from optkit.source.models import ModelSource, find_model, model_shape, pin_model
@@ -13,13 +14,16 @@ from optkit.source.models import ModelSource, find_model, model_shape, pin_model
 def work_of_model(name: str) -> Work:
     """Return the work of a built-in model, a directory, a .gguf file or a hub id; reads no weight, downloads headers alone.
 
-    Raises SourceError where it is not there, or is an ONNX model.
+    Raises SourceError where it is not there, is an ONNX model, or an encoder, which decodes nothing.
     """
-    return work_of(shape_of_model(name))
+    shape = shape_of_model(name)
+    if task_of(shape.config) in ENCODING:
+        raise SourceError("an encoder decodes nothing, and its limits are not counted", where=name, remedy="Name a causal language model")
+    return work_of(shape)
 
 
 def shape_of_model(name: str) -> ModelShape:
-    """Return config and tensors; raises SourceError as `work_of_model` does."""
+    """Return config and tensors; raises SourceError where the model is not there, or is an ONNX one."""
     source = ModelSource(name=name)
     place = find_model(source)
     if isinstance(place, HubRepo):

@@ -23,7 +23,7 @@ NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector")
 EXPERTS = ".experts."
 FOUR_BIT_STATE = "weight.quant_state."
 """How the name of bitsandbytes' JSON about 4-bit weights begins."""
-CODED = ("weight_packed", "qweight", "weight_scale", "scales", "SCB")
+CODED = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv", "scales", "SCB")
 """Leaves that only a quantized module has."""
 
 
@@ -89,10 +89,12 @@ def _is_text(shape: ModelShape, name: str) -> bool:
 
 
 def _schemes(shape: ModelShape) -> Any:
+    """Return layer -> scheme; of methods that are not known here the words of config.json alone."""
+    words = shape.config.get("quantization_config") or {}
     try:
-        return scheme_of_layers(shape.config.get("quantization_config"))
+        return scheme_of_layers(words)
     except ValueError:
-        return lambda _name, _in_block: PLAIN
+        return lambda _name, _in_block: (PLAIN[0], PLAIN[1], words)
 
 
 def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, scheme_of: Any) -> Weights:
@@ -143,6 +145,8 @@ def _bits(name: str, words: Mapping[str, Any]) -> int:
 
 
 def _arithmetic(words: Mapping[str, Any]) -> Literal["int8", "fp8"] | None:
+    if words.get("quant_method") == "fp8":  # FineGrainedFP8, as DeepSeek publishes it: inputs are rounded in groups
+        return "fp8"
     if words.get("load_in_8bit"):
         return "int8"
     inputs = words.get("input_activations")
