@@ -8,6 +8,7 @@ from typing import TypeAlias
 from xml.sax.saxutils import escape
 
 from optkit.roofline.report import FormLimits, RooflineReport
+from optkit.scorecard.numbers import format_value
 
 PANEL = (430, 290)
 """Width and height of what is drawn in, in pixels."""
@@ -33,7 +34,9 @@ def to_svg(report: RooflineReport) -> str:
         ' font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(16, 24, f"{report.model} on {report.device}: the most that it can decode", size=15),
-        _text(16, 42, f"{report.prompt:,} tokens in the cache of each sequence; {report.bandwidth / 1e12:.3g} TB/s, {report.source}"),
+        _text(
+            16, 42, f"{report.prompt:,} tokens in the cache of each sequence; {format_value(report.bandwidth, 'bytes/s')}, {report.source}"
+        ),
     ]
     limits = {form.name: [(cell.batch, cell.tokens_per_s) for cell in form.decode] for form in report.forms}
     parts += _panel(report.forms, limits, 0, "limit, tokens per second", colours, _powers)
