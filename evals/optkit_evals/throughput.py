@@ -282,9 +282,9 @@ class Throughput(Eval):
 
     def _vllm_protocol(self, seed: int, device: str) -> str:
         return (
-            f"vLLM; random token ids (seed {seed}), greedy, no early stop, prefix caching off; {self.warmup} warm-up runs and more until"
-            f" the mean of two moves by less than {SETTLED:.0%}, then the mean of {self.repeats} repeats; wall clock at each step of its"
-            f" engine; prefill is until all of a batch have their first token; {device}"
+            f"vLLM; random token ids (seed {seed}), greedy, no early stop, prefix caching off (and on CPUs its compiler); {self.warmup}"
+            f" warm-up runs and more until the mean of two moves by less than {SETTLED:.0%}, then the mean of {self.repeats} repeats;"
+            f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
         )
 
 

