@@ -25,6 +25,7 @@ STAGES = {
     "awq_scale": "optkit.stages.awq_scale:AwqScale",
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
+    "cuda_graphs": "optkit.stages.cuda_graphs:CudaGraphs",
     "fp8": "optkit.stages.fp8:Fp8",
     "gptq": "optkit.stages.gptq:Gptq",
     "kv_cache": "optkit.stages.kv_cache:KvCache",

@@ -10,6 +10,8 @@ from optkit.errors import SourceError
 from optkit.kernels.bag import BagLinear, why_not_bag
 from optkit.kernels.choice import Kernel, fastest
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
+from optkit.kernels.cuda.matrix import tiled, why_not_tiled
+from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.packed import PackedLinear, PackedWeight
 
@@ -44,6 +46,7 @@ def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype,
     return layer, f"int{weight.bits}: {{layers}} {phrase}"
 
 
+TILED_IS_FASTER = "optkit's own int4 kernel is faster on GPUs (docs/benchmarks.md), and can be part of cuda_graphs"
 KERNELS = (
     Kernel(
         refuses=lambda weight, dtype, device: why_not_coded(weight, device),
@@ -51,7 +54,14 @@ KERNELS = (
         phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in float32",
     ),
     Kernel(
-        refuses=why_not_int4,
+        refuses=why_not_tiled,
+        build=lambda weight, bias, dtype: TiledLinear(tiled(weight, dtype, bias), weight.order),
+        phrase=lambda weight: "use optkit's int4 CUDA kernel",
+    ),
+    Kernel(
+        refuses=lambda weight, dtype, device: (
+            TILED_IS_FASTER if why_not_tiled(weight, dtype, device) is None else why_not_int4(weight, dtype, device)
+        ),
         build=lambda weight, bias, dtype: Int4Linear(weight, bias),
         phrase=lambda weight: f"use torch's {'CUDA' if weight.words.is_cuda else 'CPU'} int4 kernel",
     ),
@@ -69,7 +79,7 @@ def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, 
     reasons = [kernel.refuses(weight, dtype, device) for kernel in KERNELS]
     able = [kernel for kernel, reason in zip(KERNELS, reasons, strict=True) if reason is None]
     if not able:
-        reason = reasons[-1] if torch.device(device).type == "cpu" else why_not_int4(weight, dtype, device)
+        reason = reasons[-1] if torch.device(device).type == "cpu" else why_not_tiled(weight, dtype, device)
         return PackedLinear(weight, bias, dtype), f"are dequantized at each call, because {reason}"
     layer, chosen = fastest(able, weight, bias, dtype, device)
     phrase = chosen.phrase(weight)

@@ -27,14 +27,16 @@ from optkit.model.task import Task, loader_of, task_of
 from optkit.onnx.directory import OnnxDirectory
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
-from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.speculation import DraftModel, PromptLookup, Proposer
+from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Format, Setting
+from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.speculative import Speculative, check_tokens
 
 if TYPE_CHECKING:
+    from optkit.kernels.cuda.decoding import GraphDecoder
     from optkit.session.onnx_encoder import OnnxEncoder
     from optkit.session.onnx_session import OnnxSession
 
@@ -91,6 +93,8 @@ def open_session(
     for setting in settings:
         if isinstance(setting, Speculative):
             session.speculate_with(_proposer(setting, session, device), setting.tokens)
+        if isinstance(setting, CudaGraphs) and setting.applies(device):
+            session.decode_with(_graph_decoder(session))
     return session
 
 
@@ -143,6 +147,21 @@ def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     changed = any(type(setting).computing is not Setting.computing for setting in settings)
     return device == "cpu" and new_cache is None and not compiled and not changed
+
+
+def _graph_decoder(session: TorchSession) -> GraphDecoder:
+    """Return the decoder; raises StageError where the model has another step, or something else decides how it decodes."""
+    from optkit.kernels.cuda.decoding import GraphDecoder
+
+    others = {"compile": session.compiled, "speculative": session.speculation is not None, "a KV cache of codes": session.codes_cache}
+    if other := next((name for name, there in others.items() if there), None):
+        raise StageError(
+            f"{other} and cuda_graphs exclude each other",
+            where="cuda_graphs",
+            why="Each of them decides how a token is decoded",
+            remedy="Take one of the two out of the recipe",
+        )
+    return GraphDecoder(session.model)
 
 
 def _computing(settings: Sequence[Setting], device: str) -> Callable[[], AbstractContextManager[Any]]:

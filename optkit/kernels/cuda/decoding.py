@@ -1,0 +1,279 @@
+"""The decode step of a model of the Llama family as one CUDA graph of few kernels.
+
+Five kernels a layer: the norm goes with the product behind it, as do the gate and the addition to the residual stream; q, k and v are one
+product, and so are gate and up. Tokens never leave the GPU between steps: the graph ends by writing the next one where it begins to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.errors import StageError
+from optkit.kernels.cuda.families import why_not_family
+from optkit.kernels.cuda.matrix import CODE_BASES, MOST_TOKENS, ROWS, Matrix, can_stack, multiply, scratch_bytes, stacked
+from optkit.kernels.cuda.nvrtc import compiled
+from optkit.kernels.cuda.tiled_linear import TiledLinear
+
+MOST_SHARES = 32
+KEYS_OF_SHARE = 32
+"""The fewest that are worth a block."""
+CAPACITY_STEP = 128
+CHOOSING_BLOCKS = 32
+REMEDY = "Take cuda_graphs out of the recipe, or use compile"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The matrices and norms of a block."""
+
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    input_norm: Tensor
+    output_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+
+class GraphDecoder:
+    """Greedy decoding of an opened model; its matrices are stacked in place, and the model's own layers become views of them."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises StageError for a model whose step is another one."""
+        if reason := why_not(model):
+            what = f"the decode step of {type(model).__name__} cannot be one graph"
+            raise StageError(what, where="cuda_graphs", why=reason, remedy=REMEDY)
+        self.model, base = model, model.model
+        attention = base.layers[0].self_attn
+        self.size = int(attention.head_dim)
+        self.heads = int(model.config.num_attention_heads)
+        self.kv_heads = int(model.config.num_key_value_heads)
+        self.scaling = float(attention.scaling)
+        self.epsilon = float(base.norm.variance_epsilon)
+        self.embedding = base.embed_tokens.weight
+        self.layers = [_layer(block) for block in base.layers]
+        self.norm, self.head = base.norm.weight, _matrix(model.lm_head)
+        self._idle: Steps | None = None
+
+    @contextmanager
+    def steps(self, batch: int, length: int) -> Iterator[Steps | ModelSteps]:
+        """Lend what `batch` sequences of `length` tokens need, prompts and answers together; the model itself where there are too many."""
+        if batch > MOST_TOKENS:
+            yield ModelSteps(self.model)
+            return
+        lent, self._idle = self._idle, None
+        capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, int(self.model.config.max_position_embeddings))
+        if lent is None or (lent.batch, lent.capacity) != (batch, capacity):
+            lent = None
+            lent = Steps(self, batch, capacity)
+        lent.length = length
+        try:
+            yield lent
+        finally:
+            self._idle = lent
+
+
+class Steps:
+    """The buffers and the graph for a number of sequences and positions."""
+
+    def __init__(self, decoder: GraphDecoder, batch: int, capacity: int) -> None:
+        self.decoder, self.batch, self.capacity = decoder, batch, capacity
+        device, dtype = decoder.embedding.device, decoder.embedding.dtype
+        first = decoder.layers[0]
+        outputs = max(layer.gate_up.outputs for layer in decoder.layers)
+        self.hidden = torch.zeros(batch, decoder.embedding.shape[1], dtype=dtype, device=device)
+        self.qkv = torch.zeros(batch, first.qkv.outputs, dtype=dtype, device=device)
+        self.attended = torch.zeros(batch, decoder.heads * decoder.size, dtype=dtype, device=device)
+        self.gated = torch.zeros(batch, outputs // 2, dtype=dtype, device=device)
+        self.logits = torch.zeros(batch, decoder.head.outputs, dtype=torch.float32, device=device)
+        matrices = [matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        needed = max(scratch_bytes(matrix, batch) for matrix in (*matrices, decoder.head))
+        self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
+        shape = (len(decoder.layers), 2, batch, decoder.kv_heads, capacity, decoder.size)
+        self.cache = torch.zeros(shape, dtype=dtype, device=device)
+        self.best = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(capacity + 1, batch, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, dtype=torch.int32, device=device)
+        self.shares = _shares(batch * decoder.kv_heads, capacity, device)
+        group = decoder.heads // decoder.kv_heads
+        shared = batch * decoder.kv_heads * self.shares * group * (decoder.size + 2)
+        self.partial = torch.zeros(shared, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(batch * decoder.kv_heads, dtype=torch.int32, device=device)
+        positions = torch.arange(capacity, device=device)[None]
+        cosines, sines = decoder.model.model.rotary_emb(self.hidden[:1, None], positions)
+        self.cosines = cosines[0, :, : decoder.size // 2].float().contiguous()
+        self.sines = sines[0, :, : decoder.size // 2].float().contiguous()
+        self.graph = self._capture()
+        self.length, self._at, self._running = capacity, 0, self.tokens[0]
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Run the prompts, int64 [batch, prompt], through the model itself; return the tokens behind them, int64 [batch]."""
+        from transformers import DynamicCache
+
+        model, length = self.decoder.model, tokens.shape[1]
+        cache = DynamicCache(config=model.config)
+        logits = model.forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        for index, layer in enumerate(cache.layers):
+            self.cache[index, 0, :, :, :length] = layer.keys
+            self.cache[index, 1, :, :, :length] = layer.values
+        chosen: Tensor = logits[:, -1].argmax(-1)
+        self.position.fill_(length)
+        self.tokens[length] = chosen
+        self._at = length
+        return self._when_done(chosen)
+
+    def next(self) -> Tensor:
+        """Return the tokens behind those returned last, int64 [batch], when the device has them; the step behind them runs by then."""
+        return self._when_done(self._running)
+
+    def _when_done(self, tokens: Tensor) -> Tensor:
+        done = torch.cuda.Event()
+        done.record()
+        if self._at + 1 < self.length:
+            self.graph.replay()
+            self._at += 1
+            self._running = self.tokens[self._at].clone()
+        done.synchronize()
+        return tokens
+
+    def launch(self) -> None:
+        """Launch the kernels of one step on the current stream."""
+        decoder, epsilon = self.decoder, self.decoder.epsilon
+        self._small("embed", (self.batch, 1, 1), (decoder.embedding, self.tokens, self.position, self.hidden))
+        for index, layer in enumerate(decoder.layers):
+            multiply(layer.qkv, self.hidden, self.qkv, norm=layer.input_norm, epsilon=epsilon, ordered=self.ordered)
+            self._attend(index, layer)
+            multiply(layer.output, self.attended, self.hidden, add=True, ordered=self.ordered)
+            multiply(layer.gate_up, self.hidden, self.gated, norm=layer.output_norm, epsilon=epsilon, gated=True, ordered=self.ordered)
+            multiply(layer.down, self.gated, self.hidden, add=True, ordered=self.ordered)
+        multiply(decoder.head, self.hidden, self.logits, norm=decoder.norm, epsilon=epsilon, ordered=self.ordered)
+        self._small("choose", (CHOOSING_BLOCKS, self.batch, 1), (self.logits, self.best))
+        self._small("keep", (1, 1, 1), (self.best, self.tokens, self.position, self.batch))
+
+    def _attend(self, index: int, layer: Layer) -> None:
+        decoder = self.decoder
+        macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size, "SHARES": self.shares}
+        if layer.query_norm is not None:
+            macros["QK_NORM"] = 1
+        arguments = (
+            *(self.qkv, self.cache[index, 0], self.cache[index, 1], self.cosines, self.sines, self.position, self.capacity),
+            *(decoder.scaling, layer.query_norm, layer.key_norm, decoder.epsilon, self.partial, self.arrived, self.attended),
+        )
+        self._kernel("attention.cu", "attend", macros)((decoder.kv_heads, self.shares, self.batch), 128, arguments)
+
+    def _small(self, name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        macros = {"WIDTH": self.hidden.shape[1], "VOCABULARY": self.logits.shape[1]}
+        self._kernel("tokens.cu", name, macros)(grid, 256, arguments)
+
+    def _kernel(self, source: str, name: str, macros: dict[str, int]) -> Any:
+        given = {**macros, **({"BF16": 1} if self.hidden.dtype == torch.bfloat16 else {})}
+        return compiled(source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.hidden.get_device())
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Return one step as a graph; a first run outside of it compiles and loads the kernels."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.launch()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.launch()
+        return graph
+
+
+class ModelSteps:
+    """The steps of a batch that is too large for the graph: each runs through the model."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.cache = model, DynamicCache(config=model.config)
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Run the prompts, int64 [batch, prompt]; return the tokens behind them, int64 [batch], when the device has them."""
+        logits = self.model.forward(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        chosen: Tensor = logits[:, -1].argmax(-1)
+        torch.cuda.synchronize(tokens.device)
+        self._last = chosen
+        return chosen
+
+    def next(self) -> Tensor:
+        """Return the tokens behind those returned last."""
+        return self.prompt(self._last[:, None])
+
+
+def why_not(model: Any) -> str | None:
+    """Return why the step of an opened model cannot be one graph, None where it can."""
+    if reason := why_not_family(model.config.to_dict()):
+        return reason
+    if model.dtype not in CODE_BASES:
+        return f"its kernels compute in bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')} (precision: bf16 opens it so)"
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2].endswith("_proj") and not isinstance(module, (nn.Linear, TiledLinear)):
+            return f"{name} is computed by {type(module).__name__}"
+        if isinstance(module, TiledLinear) and module.order is not None:
+            return f"{name} takes its inputs in another order (activation order)"
+    return _odd_shapes(model)
+
+
+def _odd_shapes(model: Any) -> str | None:
+    for block in model.model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        stacks = {"q, k and v": (attention.q_proj, attention.k_proj, attention.v_proj), "gate and up": (mlp.gate_proj, mlp.up_proj)}
+        for name, layers in stacks.items():
+            if not can_stack([_matrix(layer) for layer in layers]):
+                return f"{name} of a block are quantized differently"
+        if mlp.up_proj.out_features % ROWS or any(layer.in_features % 8 for layer in (attention.q_proj, attention.o_proj, mlp.down_proj)):
+            return "its widths are no multiples of 16"
+    return None
+
+
+def _layer(block: Any) -> Layer:
+    attention, mlp = block.self_attn, block.mlp
+    return Layer(
+        qkv=_stack_([attention.q_proj, attention.k_proj, attention.v_proj]),
+        output=_matrix(attention.o_proj),
+        gate_up=_stack_([mlp.gate_proj, mlp.up_proj]),
+        down=_matrix(mlp.down_proj),
+        input_norm=block.input_layernorm.weight,
+        output_norm=block.post_attention_layernorm.weight,
+        query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+    )
+
+
+def _matrix(layer: nn.Module) -> Matrix:
+    if isinstance(layer, TiledLinear):
+        return layer.matrix()
+    assert isinstance(layer, nn.Linear)
+    bias = None if layer.bias is None else layer.bias.data
+    return Matrix(layer.weight.data, layer.out_features, layer.in_features, layer.weight.dtype, bias=bias)
+
+
+def _stack_(layers: list[nn.Module]) -> Matrix:
+    """Return layers as one matrix, of which they become views."""
+    matrices = [_matrix(layer) for layer in layers]
+    whole = stacked(matrices)
+    for layer, part in zip(layers, whole.parts([matrix.outputs for matrix in matrices]), strict=True):
+        if isinstance(layer, TiledLinear):
+            layer.take_(part)
+        elif isinstance(layer, nn.Linear):
+            layer.weight.data = part.weight
+            if part.bias is not None:
+                layer.bias.data = part.bias
+    return whole
+
+
+def _shares(pairs: int, capacity: int, device: torch.device) -> int:
+    """Return into how many shares the past is cut, so that all multiprocessors have work and none too little."""
+    wanted = -(-4 * torch.cuda.get_device_properties(device).multi_processor_count // pairs)
+    return max(1, min(wanted, MOST_SHARES, capacity // KEYS_OF_SHARE))

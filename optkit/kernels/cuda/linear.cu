@@ -1,0 +1,447 @@
+// y = x W^T for a few tokens: weights stream past once, tensor cores multiply them by 8 tokens at a time.
+//
+// A block goes over units of 16 ROW_TILES outputs, each warp over every WARPS-th chunk of 128 inputs; then its warps add up. The next
+// chunks are always on their way, those of the next unit too, and the first ones before the kernel before this one has ended. mma.m16n8k16
+// takes W as its 16 x 16 matrix and x as its 16 x 8. Which input sits in which of the 16 places does not matter as long as both agree: lane
+// 4 g + t of chunk c holds, of rows g and g + 8, the eight inputs 128 c + 32 j + 8 t + {0..7}, j = 0..3.
+//
+// Macros: BF16; BITS 4 or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC; TOKEN_TILES; ROW_TILES; WARPS;
+//   DEPTH (chunks in flight, a divisor of PER_WARP); SHARED (x goes through shared memory, normed where NORM says so; else it was put in
+//   order by `arrange`); GATED (outputs are silu(first half) * second half); RESIDUAL (y is added to what is there); WIDE (y is float32).
+#define CHUNKS ((INPUTS + 127) / 128)
+#define THREADS (32 * WARPS)
+#define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
+#define WORDS_PER_SUBGROUP (4 / SUBGROUPS)
+#define PER_WARP ((CHUNKS + WARPS - 1) / WARPS)
+#define SHARE (WARPS * ROW_TILES * TOKEN_TILES * 8 * 16)  // floats
+#define PLACES (CHUNKS * SUBGROUPS)                       // of which x is summed, each with a scale
+#define VECTORS_PER_PLACE (16 / SUBGROUPS)
+#define VECTORS_OF_THREAD ((CHUNKS * 16 + THREADS - 1) / THREADS)
+#define ITEMS ((ROW_TILES * TOKEN_TILES * 128 + THREADS - 1) / THREADS)
+#define STRIDE (CHUNKS * 128 + 32)  // of a token in shared memory: tokens start 64 bytes apart, modulo the 128 of a row of banks
+#if BITS == 4
+#define VECTORS 1
+#else
+#define VECTORS 4
+#endif
+
+struct Stage {
+  uint4 weight[ROW_TILES][2][VECTORS];
+#if BITS == 4
+  u32 scale[ROW_TILES][SUBGROUPS];
+#ifdef ASYMMETRIC
+  u32 offset[ROW_TILES][SUBGROUPS];
+#endif
+#endif
+};
+
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#if BITS == 4
+// codes [tiles, chunks, 2, 32] uint4; scales, offsets [tiles, chunks, SUBGROUPS, 8] words: those of rows g and g + 8
+__device__ __forceinline__ void fetch(Stage& stage, const uint4* codes, const u32* scales, const u32* offsets, const int (&tile)[ROW_TILES],
+                                      int chunk, int lane, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++) {
+    size_t place = (size_t)tile[r] * CHUNKS + chunk;
+    stage.weight[r][0][0] = load_once(codes + place * 64 + lane);
+    stage.weight[r][1][0] = load_once(codes + place * 64 + 32 + lane);
+#pragma unroll
+    for (int s = 0; s < SUBGROUPS; s++) {
+      stage.scale[r][s] = __ldg(scales + (place * SUBGROUPS + s) * 8 + lane / 4);
+#ifdef ASYMMETRIC
+      stage.offset[r][s] = __ldg(offsets + (place * SUBGROUPS + s) * 8 + lane / 4);
+#endif
+    }
+  }
+}
+#else
+// weight [rows, INPUTS]
+__device__ __forceinline__ void fetch(Stage& stage, const uint4* weight, const u32*, const u32*, const int (&tile)[ROW_TILES], int chunk,
+                                      int lane, int rows) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int row = min(tile[r] * 16 + half * 8 + lane / 4, rows - 1);
+      const uint4* start = weight + (size_t)row * (INPUTS / 8);
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        int vector = chunk * 16 + j * 4 + lane % 4;
+        stage.weight[r][half][j] = INPUTS % 128 == 0 || vector < INPUTS / 8 ? load_once(start + vector) : make_uint4(0, 0, 0, 0);
+      }
+    }
+}
+#endif
+
+__device__ __forceinline__ u32 word_of(const uint4& vector, int index) {
+  return index == 0 ? vector.x : index == 1 ? vector.y : index == 2 ? vector.z : vector.w;
+}
+
+__device__ __forceinline__ float squares_of(const uint4& values) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 pair = word_of(values, i);
+    sum += low(pair) * low(pair) + high(pair) * high(pair);
+  }
+  return sum;
+}
+
+__device__ __forceinline__ u32 normed(u32 pair, u32 by, float factor) {
+  return narrow(low(pair) * factor * low(by), high(pair) * factor * high(by));
+}
+__device__ __forceinline__ uint4 normed(const uint4& values, const uint4& by, float factor) {
+  return make_uint4(normed(values.x, by.x, factor), normed(values.y, by.y, factor), normed(values.z, by.z, factor),
+                    normed(values.w, by.w, factor));
+}
+
+#if BITS == 4
+// Eight inputs in the order in which the codes of a word come out: 0, 4, 1, 5, 2, 6, 3, 7.
+__device__ __forceinline__ uint4 in_order(const uint4& values) {
+  return make_uint4(__byte_perm(values.x, values.z, 0x5410), __byte_perm(values.x, values.z, 0x7632),
+                    __byte_perm(values.y, values.w, 0x5410), __byte_perm(values.y, values.w, 0x7632));
+}
+
+// The sum of the inputs that share a scale, which lie in lanes side by side.
+__device__ __forceinline__ float sum_of_place(const uint4& values) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum += low(word_of(values, i)) + high(word_of(values, i));
+#pragma unroll
+  for (int step = VECTORS_PER_PLACE / 2; step; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
+}
+#else
+__device__ __forceinline__ uint4 in_order(const uint4& values) { return values; }
+#endif
+
+__device__ __forceinline__ void tiles_of(int (&tile)[ROW_TILES], int unit, int rows, int second_half) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; r++)
+#ifdef GATED
+    tile[r] = min(unit * (ROW_TILES / 2) + r / 2, second_half - 1) + (r % 2) * second_half;
+#else
+    tile[r] = min(unit * ROW_TILES + r, (rows + 15) / 16 - 1);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    linear(const uint4* weight, const u32* scales, const u32* offsets, const u16* bias, const uint4* x, const float* sums_of_x,
+           const uint4* norm, float epsilon, u16* y, int rows, int tokens, int second_half) {
+  extern __shared__ uint4 memory[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#ifdef GATED
+  const int units = (second_half + ROW_TILES / 2 - 1) / (ROW_TILES / 2);
+#else
+  const int units = ((rows + 15) / 16 + ROW_TILES - 1) / ROW_TILES;
+#endif
+
+  Stage stages[DEPTH];
+  int tile[ROW_TILES];
+  tiles_of(tile, blockIdx.x, rows, second_half);
+#pragma unroll
+  for (int d = 0; d < DEPTH; d++)
+    if (warp + d * WARPS < CHUNKS) fetch(stages[d], weight, scales, offsets, tile, warp + d * WARPS, lane, rows);
+#if defined(SHARED) && defined(NORM)
+  uint4 norms[VECTORS_OF_THREAD];
+#pragma unroll
+  for (int v = 0; v < VECTORS_OF_THREAD; v++) {
+    const int vector = v * THREADS + threadIdx.x;
+    norms[v] = vector < INPUTS / 8 ? norm[vector] : make_uint4(0, 0, 0, 0);
+  }
+#endif
+  let_next_start();
+  wait_for_previous();
+
+#if BITS == 4
+  const u32 mask = 0x000f000fu | threadIdx.y;  // which is 0: a constant would be moved to a register anew for each use
+#endif
+#ifdef SHARED
+  u16* held = (u16*)memory;
+#if BITS == 4
+  float* x_sums = (float*)(held + tokens * STRIDE);  // [PLACES, TOKEN_TILES * 8]
+#endif
+  for (int token = 0; token < tokens; token++) {
+    const uint4* source = x + (size_t)token * (INPUTS / 8);
+    uint4 values[VECTORS_OF_THREAD];
+    float squares = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS_OF_THREAD; v++) {
+      const int vector = v * THREADS + threadIdx.x;
+      values[v] = vector < INPUTS / 8 ? source[vector] : make_uint4(0, 0, 0, 0);
+#ifdef NORM
+      squares += squares_of(values[v]);
+#endif
+    }
+#ifdef NORM
+    __shared__ float partial[WARPS];
+    squares = sum_of_warp(squares);
+    if (lane == 0) partial[warp] = squares;
+    __syncthreads();
+    squares = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) squares += partial[w];
+    const float factor = rsqrtf(squares / INPUTS + epsilon);
+    __syncthreads();
+#endif
+#pragma unroll
+    for (int v = 0; v < VECTORS_OF_THREAD; v++) {
+      const int vector = v * THREADS + threadIdx.x;
+#ifdef NORM
+      values[v] = normed(values[v], norms[v], factor);
+#endif
+#if BITS == 4
+      const float sum = sum_of_place(values[v]);
+      if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) x_sums[vector / VECTORS_PER_PLACE * (TOKEN_TILES * 8) + token] = sum;
+#endif
+      if (vector < CHUNKS * 16) *(uint4*)(held + token * STRIDE + vector * 8) = in_order(values[v]);
+    }
+  }
+  __syncthreads();
+#endif
+
+#ifdef SHARED
+#if BITS == 4
+  float* shares = x_sums + PLACES * TOKEN_TILES * 8;
+#else
+  float* shares = (float*)(held + tokens * STRIDE);
+#endif
+#else
+  const float* x_sums = sums_of_x;
+  float* shares = (float*)memory;
+#endif
+  bool turned = false;
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+#ifdef RESIDUAL
+    float before[ITEMS];
+#pragma unroll
+    for (int item = 0; item < ITEMS; item++) {
+      const int index = item * THREADS + threadIdx.x, token = index / 16 % (TOKEN_TILES * 8);
+      const int row = (unit * ROW_TILES + index / 16 / (TOKEN_TILES * 8)) * 16 + index % 16;
+      before[item] = index < ROW_TILES * TOKEN_TILES * 128 && token < tokens && row < rows ? widen(y[(size_t)token * rows + row]) : 0;
+    }
+#endif
+    float sums[ROW_TILES][TOKEN_TILES][4] = {};
+    int following[ROW_TILES];
+    tiles_of(following, unit + gridDim.x, rows, second_half);
+#pragma unroll
+    for (int turn = 0; turn < PER_WARP; turn++) {
+      const int chunk = warp + turn * WARPS;
+      if (CHUNKS % WARPS == 0 || chunk < CHUNKS) {
+        const Stage& stage = stages[turn % DEPTH];
+#pragma unroll
+        for (int s = 0; s < SUBGROUPS; s++) {
+#if BITS == 4
+          // codes count from CODE_BASE in the products; what that and the zero point add is known beforehand
+          float parts[ROW_TILES][TOKEN_TILES][4];
+#pragma unroll
+          for (int n = 0; n < TOKEN_TILES; n++) {
+            const float2 sum = *(const float2*)(x_sums + (chunk * SUBGROUPS + s) * (TOKEN_TILES * 8) + n * 8 + lane % 4 * 2);
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++) {
+#ifdef ASYMMETRIC
+              const float upper = low(stage.offset[r][s]), lower = high(stage.offset[r][s]);
+#else
+              const float upper = low(CODE_BASE) + 8, lower = upper;
+#endif
+              parts[r][n][0] = -upper * sum.x, parts[r][n][1] = -upper * sum.y;
+              parts[r][n][2] = -lower * sum.x, parts[r][n][3] = -lower * sum.y;
+            }
+          }
+#endif
+#pragma unroll
+          for (int inside = 0; inside < WORDS_PER_SUBGROUP; inside++) {
+            const int j = s * WORDS_PER_SUBGROUP + inside;
+            u32 a[ROW_TILES][2][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+              for (int half = 0; half < 2; half++) {
+#if BITS == 4
+                u32 word = word_of(stage.weight[r][half][0], j);
+#pragma unroll
+                for (int pair = 0; pair < 4; pair++) a[r][pair / 2][pair % 2 * 2 + half] = (word >> (4 * pair) & mask) | CODE_BASE;
+#else
+                a[r][0][half] = stage.weight[r][half][j].x;
+                a[r][0][2 + half] = stage.weight[r][half][j].y;
+                a[r][1][half] = stage.weight[r][half][j].z;
+                a[r][1][2 + half] = stage.weight[r][half][j].w;
+#endif
+              }
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+#ifdef SHARED
+              int token = n * 8 + lane / 4;
+              uint4 b = *(uint4*)(held + (token < tokens ? token : 0) * STRIDE + chunk * 128 + j * 32 + lane % 4 * 8);
+#else
+              uint4 b = __ldg(x + (((size_t)n * CHUNKS + chunk) * 4 + j) * 32 + lane);
+#endif
+#pragma unroll
+              for (int r = 0; r < ROW_TILES; r++) {
+#if BITS == 4
+                multiply(parts[r][n], a[r][0], b.x, b.y);
+                multiply(parts[r][n], a[r][1], b.z, b.w);
+#else
+                multiply(sums[r][n], a[r][0], b.x, b.y);
+                multiply(sums[r][n], a[r][1], b.z, b.w);
+#endif
+              }
+            }
+          }
+#if BITS == 4
+#pragma unroll
+          for (int r = 0; r < ROW_TILES; r++) {
+            const float upper = low(stage.scale[r][s]), lower = high(stage.scale[r][s]);
+#pragma unroll
+            for (int n = 0; n < TOKEN_TILES; n++) {
+              sums[r][n][0] += parts[r][n][0] * upper;
+              sums[r][n][1] += parts[r][n][1] * upper;
+              sums[r][n][2] += parts[r][n][2] * lower;
+              sums[r][n][3] += parts[r][n][3] * lower;
+            }
+          }
+#endif
+        }
+      }
+      if (turn + DEPTH < PER_WARP) {
+        if (chunk + DEPTH * WARPS < CHUNKS) fetch(stages[turn % DEPTH], weight, scales, offsets, tile, chunk + DEPTH * WARPS, lane, rows);
+      } else if (unit + gridDim.x < units) {
+        const int next = warp + (turn + DEPTH - PER_WARP) * WARPS;
+        if (next < CHUNKS) fetch(stages[turn % DEPTH], weight, scales, offsets, following, next, lane, rows);
+      }
+    }
+
+    // [WARPS][ROW_TILES][TOKEN_TILES * 8][16], in two places in turns: who writes one has seen all threads behind the reading of the other
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+      for (int n = 0; n < TOKEN_TILES; n++) {
+        float* start = shares + (((warp * ROW_TILES + r) * TOKEN_TILES + n) * 8 + lane % 4 * 2) * 16 + lane / 4;
+        start[0] = sums[r][n][0];
+        start[16] = sums[r][n][1];
+        start[8] = sums[r][n][2];
+        start[24] = sums[r][n][3];
+      }
+    __syncthreads();
+    const int columns = TOKEN_TILES * 8;
+#pragma unroll
+    for (int item = 0; item < ITEMS; item++) {
+      const int index = item * THREADS + threadIdx.x;
+      if (index >= ROW_TILES * columns * 16) break;
+      int row_in_tile = index % 16, token = index / 16 % columns, r = index / 16 / columns;
+      if (token >= tokens) continue;
+      float value = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) value += shares[(w * ROW_TILES * columns + r * columns + token) * 16 + row_in_tile];
+#ifdef GATED
+      if (r % 2) continue;
+      const int row = (unit * (ROW_TILES / 2) + r / 2) * 16 + row_in_tile;
+      if (row >= second_half * 16) continue;
+#else
+      const int row = (unit * ROW_TILES + r) * 16 + row_in_tile;
+      if (row >= rows) continue;
+#endif
+      if (bias) value += widen(bias[row]);
+#ifdef GATED
+      float other = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) other += shares[(w * ROW_TILES * columns + (r + 1) * columns + token) * 16 + row_in_tile];
+      if (bias) other += widen(bias[row + second_half * 16]);
+      value = value / (1 + __expf(-value)) * other;
+      y[(size_t)token * (second_half * 16) + row] = (u16)narrow(value, 0);
+#else
+      size_t place = (size_t)token * rows + row;
+#ifdef RESIDUAL
+      value += before[item];
+#endif
+#ifdef WIDE
+      ((float*)y)[place] = value;
+#else
+      y[place] = (u16)narrow(value, 0);
+#endif
+#endif
+    }
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) tile[r] = following[r];
+    shares += turned ? -SHARE : SHARE;
+    turned = !turned;
+  }
+}
+
+// Puts x [tokens, INPUTS], normed where NORM says so, in the order in which `linear` reads it: [TOKEN_TILES, chunks, 4, 8 tokens, 4]
+// vectors of 8; sums_of_x [PLACES, 8 TOKEN_TILES].
+extern "C" __global__ void __launch_bounds__(256)
+    arrange(const uint4* x, const uint4* norm, float epsilon, uint4* ordered, float* sums_of_x, int tokens) {
+  let_next_start();
+  wait_for_previous();
+  const int token = blockIdx.x;
+  const uint4* source = x + (size_t)token * (INPUTS / 8);
+#ifdef NORM
+  __shared__ float partial[8];
+  float squares = 0;
+  for (int vector = threadIdx.x; token < tokens && vector < INPUTS / 8; vector += 256) squares += squares_of(source[vector]);
+  squares = sum_of_warp(squares);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
+  __syncthreads();
+  squares = 0;
+#pragma unroll
+  for (int w = 0; w < 8; w++) squares += partial[w];
+  const float factor = rsqrtf(squares / INPUTS + epsilon);
+#endif
+  for (int start = 0; start < CHUNKS * 16; start += 256) {
+    const int vector = start + threadIdx.x;
+    uint4 values = make_uint4(0, 0, 0, 0);
+    if (token < tokens && vector < INPUTS / 8) {
+      values = source[vector];
+#ifdef NORM
+      values = normed(values, norm[vector], factor);
+#endif
+    }
+    const int chunk = vector / 16, j = vector / 4 % 4, t = vector % 4;
+#if BITS == 4
+    const float sum = sum_of_place(values);
+    if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) sums_of_x[vector / VECTORS_PER_PLACE * gridDim.x + token] = sum;
+#endif
+    if (vector < CHUNKS * 16) ordered[((((size_t)(token / 8) * CHUNKS + chunk) * 4 + j) * 8 + token % 8) * 4 + t] = in_order(values);
+  }
+}
+
+#if BITS == 4
+// The weight as 16-bit floats [rows, INPUTS]; a warp for each tile and chunk.
+extern "C" __global__ void __launch_bounds__(256)
+    dequantize(const uint4* codes, const u32* scales, const u32* offsets, uint4* weight, int rows) {
+  const int lane = threadIdx.x % 32;
+  const size_t place = (size_t)blockIdx.x * 8 + threadIdx.x / 32;
+  const int tile = place / CHUNKS, chunk = place % CHUNKS;
+  if (tile * 16 >= rows) return;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = tile * 16 + half * 8 + lane / 4;
+    uint4 words = load_once(codes + place * 64 + half * 32 + lane);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int vector = chunk * 16 + j * 4 + lane % 4;
+      const size_t group = (place * SUBGROUPS + j / WORDS_PER_SUBGROUP) * 8 + lane / 4;
+      u32 both = __ldg(scales + group);
+      const float scale = half ? high(both) : low(both);
+#ifdef ASYMMETRIC
+      both = __ldg(offsets + group);
+      const float zero = (half ? high(both) : low(both)) - low(CODE_BASE);
+#else
+      const float zero = 8;
+#endif
+      u32 word = word_of(words, j), pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        pairs[i] = narrow(((float)(word >> (8 * i) & 15) - zero) * scale, ((float)(word >> (8 * i + 4) & 15) - zero) * scale);
+      if (row < rows && vector < INPUTS / 8)
+        weight[(size_t)row * (INPUTS / 8) + vector] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+#endif

@@ -1,0 +1,320 @@
+"""Weights as `linear.cu` streams them, and the launch of its kernels.
+
+4 bits: the weight lies in tiles of 16 outputs x 128 inputs, lane by lane as tensor cores take them, so that a warp loads 512 bytes at once.
+16 bits: the weight lies as torch has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from optkit.kernels.cuda.nvrtc import Kernel, compiled
+from optkit.kernels.packed import PackedWeight
+
+ROWS = 16
+"""Outputs of a tile."""
+CHUNK = 128
+"""Inputs of a tile."""
+MOST_TOKENS = 32
+"""That `multiply` takes at once."""
+SHARED_BYTES = 160 << 10
+"""Of a block, that x may take: two blocks do not fit then, but all GPUs since Ampere can."""
+CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
+"""What the kernel adds to a code so that its bits are a float."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a block goes over its part of a matrix."""
+
+    warps: int
+    """That share the inputs of a row of tiles."""
+    depth: int
+    """Chunks that a warp has asked for before it needs them."""
+    row_tiles: int
+    """Tiles of 16 outputs that a warp multiplies by the same x."""
+    blocks: int
+    """On each multiprocessor; each goes over several rows of tiles."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for."""
+
+    bits: int
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    group_size: int
+    asymmetric: bool
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.outputs // ROWS)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.inputs // CHUNK)
+
+    def macros(self, token_tiles: int = 1, row_tiles: int = 1, warps: int = 8, depth: int = 1) -> dict[str, str]:
+        """Return the macros of linear.cu."""
+        numbers = {
+            **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size},
+            **{"TOKEN_TILES": token_tiles, "ROW_TILES": row_tiles, "WARPS": warps, "DEPTH": depth},
+        }
+        flags = {"BF16": self.dtype == torch.bfloat16, "ASYMMETRIC": self.asymmetric}
+        return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [outputs, inputs] for `multiply`, on a CUDA device."""
+
+    weight: Tensor
+    """4 bits: int32 [tiles, chunks, 2, 32, 4]; 16 bits: float [outputs, inputs]."""
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    """Of x and y: bfloat16 or float16."""
+    scales: Tensor | None = None
+    """4 bits: float [tiles, chunks, groups of a chunk, 8, 2], those of outputs i and i + 8 side by side."""
+    offsets: Tensor | None = None
+    """The same for code base + zero point; None where all zero points are 8."""
+    group_size: int = CHUNK
+    bias: Tensor | None = None
+
+    @cached_property
+    def form(self) -> Form:
+        """What of it decides which kernel computes with it."""
+        bits = 16 if self.scales is None else 4
+        return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, self.offsets is not None)
+
+    @property
+    def bytes(self) -> int:
+        """That a product reads."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.weight, self.scales, self.offsets) if tensor is not None)
+
+    def parts(self, sizes: list[int]) -> list[Matrix]:
+        """Return the matrices of consecutive outputs, as views. `sizes` but the last are multiples of 16."""
+        found, start = [], 0
+        for size in sizes:
+            if self.form.bits == 16:
+                cut = replace(self, weight=self.weight[start : start + size], outputs=size)
+            else:
+                tiles = slice(start // ROWS, -(-(start + size) // ROWS))
+                scales = None if self.scales is None else self.scales[tiles]
+                offsets = None if self.offsets is None else self.offsets[tiles]
+                cut = replace(self, weight=self.weight[tiles], scales=scales, offsets=offsets, outputs=size)
+            found.append(replace(cut, bias=None if self.bias is None else self.bias[start : start + size]))
+            start += size
+        return found
+
+
+def why_not_tiled(weight: PackedWeight, dtype: torch.dtype, device: str) -> str | None:
+    """Return why a packed weight cannot be a `Matrix`, None where it can."""
+    chosen = torch.device(device)
+    if chosen.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(chosen) < (8, 0):
+        return "optkit's int4 kernel needs an NVIDIA GPU of compute capability 8.0"
+    if weight.bits != 4:
+        return f"optkit's int4 kernel has no {weight.bits} bits"
+    if dtype not in CODE_BASES:
+        return f"optkit's int4 kernel computes in bfloat16 and float16, and the model is {str(dtype).removeprefix('torch.')}"
+    if weight.inputs % 8:
+        return f"optkit's int4 kernel takes multiples of 8 inputs, not {weight.inputs}"
+    size = weight.group_size
+    if weight.groups > 1 and size not in (32, 64) and (size is None or size % CHUNK):
+        return f"optkit's int4 kernel has groups of 32, 64 and multiples of 128 inputs, not {size or 'of different sizes'}"
+    return None
+
+
+def tiled(weight: PackedWeight, dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
+    """Return a packed weight of 4 bits in tiles; `why_not_tiled` says for which there are none."""
+    tiles, chunks = -(-weight.outputs // ROWS), -(-weight.inputs // CHUNK)
+    words = weight.words if weight.group_of_input is None else _pack(weight.grouped_codes())
+    padded = words.new_zeros(tiles * ROWS, chunks * CHUNK // 8)
+    padded[: words.shape[0], : words.shape[1]] = words
+    # output 16 tile + 8 half + g, word 16 chunk + 4 j + t  ->  [tile, chunk, half, g, t, j]
+    codes = padded.view(tiles, 2, 8, chunks, 4, 4).permute(0, 3, 1, 2, 5, 4).reshape(tiles, chunks, 2, 32, 4)
+    size = weight.inputs // weight.groups if weight.groups > 1 else chunks * CHUNK
+    scales = _by_tile(weight.scales.to(dtype), size, tiles, chunks)
+    offsets = None if weight.zeros is None else _by_tile((weight.zeros.float() + CODE_BASES[dtype]).to(dtype), size, tiles, chunks)
+    return Matrix(codes.contiguous(), weight.outputs, weight.inputs, dtype, scales, offsets, size, None if bias is None else bias.to(dtype))
+
+
+def stacked(matrices: list[Matrix]) -> Matrix:
+    """Return matrices of the same inputs as one, outputs one behind the other; all but the last have multiples of 16 outputs."""
+    first = matrices[0]
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        return None if tensors[0] is None else torch.cat([tensor for tensor in tensors if tensor is not None])
+
+    return replace(
+        first,
+        weight=torch.cat([matrix.weight for matrix in matrices]),
+        outputs=sum(matrix.outputs for matrix in matrices),
+        scales=joined([matrix.scales for matrix in matrices]),
+        offsets=joined([matrix.offsets for matrix in matrices]),
+        bias=joined([matrix.bias for matrix in matrices]),
+    )
+
+
+def can_stack(matrices: list[Matrix]) -> bool:
+    """Say whether matrices are of one form, so that they can be one."""
+    forms = {(replace(matrix.form, outputs=0), matrix.bias is None) for matrix in matrices}
+    return len(forms) == 1 and all(matrix.outputs % ROWS == 0 for matrix in matrices[:-1])
+
+
+def multiply(
+    matrix: Matrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    add: bool = False,
+    gated: bool = False,
+    schedule: Schedule | None = None,
+    ordered: Tensor | None = None,
+) -> None:
+    """Write x W^T into y, which is x's dtype, or float32; x [tokens, inputs] of at most 32 tokens, y [tokens, outputs], both contiguous.
+
+    `norm` [inputs]: x is RMS-normed by it first. `add`: the product is added to y. `gated`: y [tokens, outputs / 2] is silu(first half of
+    the outputs) times the second. `ordered`: scratch memory for x, of `scratch_bytes`; made here where it is needed and not given.
+    """
+    tokens = x.shape[0]
+    launch = _launch(matrix.form, tokens, norm is not None, add, gated, y.dtype == torch.float32, schedule, x.get_device())
+    source, sums = (x, None) if launch.shared else _arrange(matrix, x, norm, epsilon, ordered)
+    weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
+    arguments = (*weights, source, sums, norm, epsilon, y, matrix.outputs, tokens, launch.second_half)
+    launch.kernel((launch.blocks, 1, 1), launch.threads, arguments, launch.shared_bytes)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A compiled kernel and how it is launched for matrices of one form."""
+
+    kernel: Kernel
+    blocks: int
+    threads: int
+    shared_bytes: int
+    shared: bool
+    second_half: int
+    """The first tile of the second half of the outputs, where they are gated."""
+
+
+@cache
+def _launch(form: Form, tokens: int, norm: bool, add: bool, gated: bool, wide: bool, schedule: Schedule | None, device: int) -> Launch:
+    chosen = schedule or default_schedule(form, tokens, gated)
+    shared = in_shared_memory(form, tokens)
+    token_tiles = _token_tiles(tokens)
+    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "SHARED": shared, "NORM": norm and shared}
+    macros = {
+        **form.macros(token_tiles, chosen.row_tiles, chosen.warps, _depth(form, chosen)),
+        **{name: "1" for name, on in flags.items() if on},
+    }
+    half = form.tiles // 2
+    units = -(-half // (chosen.row_tiles // 2)) if gated else -(-form.tiles // chosen.row_tiles)
+    reduced = 2 * chosen.warps * chosen.row_tiles * token_tiles * 8 * ROWS * 4
+    held = tokens * (form.chunks * CHUNK + 32) * 2 + _sums_bytes(form, tokens) if shared else 0
+    return Launch(
+        kernel=_kernel("linear", macros, device),
+        blocks=min(units, chosen.blocks * torch.cuda.get_device_properties(device).multi_processor_count),
+        threads=32 * chosen.warps,
+        shared_bytes=held + reduced,
+        shared=shared,
+        second_half=half if gated else 0,
+    )
+
+
+def dequantized(matrix: Matrix) -> Tensor:
+    """Return a matrix of 4 bits as float [outputs, inputs]."""
+    weight = torch.empty(matrix.outputs, matrix.inputs, dtype=matrix.dtype, device=matrix.weight.device)
+    arguments = (matrix.weight, matrix.scales, matrix.offsets, weight, matrix.outputs)
+    blocks = -(-matrix.form.tiles * matrix.form.chunks // 8)
+    _kernel("dequantize", matrix.form.macros(), weight.get_device())((blocks, 1, 1), 256, arguments)
+    return weight
+
+
+def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
+    """Return what is good on an H200 for matrices of thousands of inputs."""
+    few, quantized = tokens <= 8, form.bits == 4
+    wide, narrow, long = form.outputs > 16 * form.inputs, form.outputs <= form.inputs, form.inputs > 2 * form.outputs
+    if not few:
+        return Schedule(warps=8, depth=1 if gated or wide else 2, row_tiles=2, blocks=1 if gated else 3)
+    if gated:
+        return Schedule(warps=16, depth=2, row_tiles=2, blocks=1) if quantized else Schedule(warps=8, depth=2, row_tiles=2, blocks=4)
+    if long:
+        return Schedule(warps=16 if quantized else 8, depth=7, row_tiles=1, blocks=1)
+    if wide:
+        return Schedule(warps=4, depth=4, row_tiles=1, blocks=4)
+    if quantized:
+        return Schedule(warps=16 if narrow else 8, depth=2, row_tiles=1, blocks=2 if narrow else 3)
+    return Schedule(warps=8, depth=4, row_tiles=1, blocks=1)
+
+
+def in_shared_memory(form: Form, tokens: int) -> bool:
+    """Say whether x goes through shared memory, where it can be normed on its way."""
+    return tokens <= 8 and tokens * (form.inputs + CHUNK + 32) * 2 <= SHARED_BYTES
+
+
+def scratch_bytes(matrix: Matrix, tokens: int) -> int:
+    """Return what `multiply` needs as `ordered`."""
+    form = matrix.form
+    return 0 if in_shared_memory(form, tokens) else _ordered_bytes(form, tokens) + _sums_bytes(form, tokens)
+
+
+def _ordered_bytes(form: Form, tokens: int) -> int:
+    return _token_tiles(tokens) * 8 * form.chunks * CHUNK * 2
+
+
+def _arrange(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x, normed, in the order in which the kernel reads it, and its sums over the inputs that share a scale."""
+    tokens = x.shape[0]
+    if ordered is None:
+        ordered = torch.empty(scratch_bytes(matrix, tokens), dtype=torch.uint8, device=x.device)
+    sums = ordered[_ordered_bytes(matrix.form, tokens) :]
+    macros = matrix.form.macros() | ({} if norm is None else {"NORM": "1"})
+    _kernel("arrange", macros, x.get_device())((_token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens))
+    return ordered, sums
+
+
+def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
+    return compiled("linear.cu", name, tuple(sorted(macros.items())), device)
+
+
+def _sums_bytes(form: Form, tokens: int) -> int:
+    """Return the bytes of a float32 for each group of inputs, no more than a chunk, and each token."""
+    return 0 if form.bits == 16 else form.chunks * max(1, CHUNK // form.group_size) * _token_tiles(tokens) * 8 * 4
+
+
+def _depth(form: Form, schedule: Schedule) -> int:
+    """Return the schedule's depth, or the next smaller one that divides the chunks of a warp."""
+    turns = -(-form.chunks // schedule.warps)
+    return max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
+
+
+def _token_tiles(tokens: int) -> int:
+    tiles = -(-tokens // 8)
+    return tiles if tiles < 3 else 4
+
+
+def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:
+    """float [outputs, groups] -> [tiles, chunks, groups of a chunk, 8, 2], zeros where there is nothing."""
+    outputs, groups = values.shape
+    inside = max(1, CHUNK // group_size)
+    group_of_place = torch.arange(chunks * inside, device=values.device) * (CHUNK // inside) // group_size
+    padded = values.new_zeros(tiles * ROWS, chunks * inside)
+    known = group_of_place < groups
+    padded[:outputs, known] = values[:, group_of_place[known]]
+    return padded.view(tiles, 2, 8, chunks, inside).permute(0, 3, 4, 2, 1).contiguous()
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """uint8 [outputs, inputs] -> int32 [outputs, inputs / 8], the first code in the lowest bits."""
+    places = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int64)
+    words = (codes.view(len(codes), -1, 8).to(torch.int64) << places).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -1,0 +1,63 @@
+// 16-bit floats without headers, so that NVRTC alone can compile this. BF16 chooses bfloat16, else float16; two of them are a word.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#ifdef BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#define CODE_BASE 0x43004300u  // 128 + code: the 4 lowest bits of the mantissa count by ones
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ float widen(u16 value) { return __uint_as_float((u32)value << 16); }
+__device__ __forceinline__ u32 narrow(float first, float second) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#define CODE_BASE 0x64006400u  // 1024 + code
+__device__ __forceinline__ float widen(u16 value) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value));
+  return wide;
+}
+__device__ __forceinline__ float low(u32 pair) { return widen((u16)pair); }
+__device__ __forceinline__ float high(u32 pair) { return widen((u16)(pair >> 16)); }
+__device__ __forceinline__ u32 narrow(float first, float second) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+}
+#endif
+
+// What the next kernel of the stream may do before this one has ended, and where it waits for that end (programmatic dependent launch).
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint4 load_once(const uint4* place) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(place));  // volatile: it stays before the wait that it is meant to pass
+  return value;
+}
+
+__device__ __forceinline__ float sum_of_warp(float value) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(0xffffffffu, value, step);
+  return value;
+}
+__device__ __forceinline__ float maximum_of_warp(float value) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
+  return value;
+}

@@ -1,0 +1,132 @@
+"""CUDA C++ compiled when it is needed, by the NVRTC that comes with torch, and launched on torch's current stream; users need no nvcc.
+
+Launches can be captured in a CUDA graph. Where the GPU can (compute capability 9.0), each kernel may start before the one before it in the
+stream has ended (programmatic dependent launch); the kernels wait for its end themselves, with `griddepcontrol.wait`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.errors import OptkitError
+
+SOURCES = Path(__file__).parent
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+MAX_DYNAMIC_SHARED_BYTES = 8
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h."""
+USUAL_SHARED_BYTES = 48 << 10
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class Kernel:
+    """A compiled function on the current device."""
+
+    def __init__(self, function: ctypes.c_void_p, where: str, overlaps: bool) -> None:
+        self._function, self._where, self._overlaps = function, where, overlaps
+        self._allowed = USUAL_SHARED_BYTES
+
+    def __call__(self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
+        """Launch on torch's current stream.
+
+        `arguments`: tensors (their first byte), None (a null pointer), int and float (32 bits). Raises OptkitError where CUDA refuses.
+        """
+        driver = _driver()
+        if shared_bytes > self._allowed:
+            self._check(driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
+            self._allowed = shared_bytes
+        values = [_as_c(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute.value[0] = 1
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch(*grid, threads, 1, 1, shared_bytes, stream, ctypes.pointer(attribute), int(self._overlaps))
+        self._check(driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+
+    def _check(self, status: int) -> None:
+        if status:
+            message = ctypes.c_char_p()
+            _driver().cuGetErrorString(status, ctypes.byref(message))
+            raise OptkitError(f"CUDA: {(message.value or b'error').decode()} ({status})", where=self._where)
+
+
+@cache
+def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Kernel:
+    """Return the function `name` of SOURCES/`source` (behind numbers.cuh) with these macros, for a device; compiled once in a process."""
+    capability = torch.cuda.get_device_capability(device)
+    code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
+    where = f"{source} ({', '.join(f'{key}={value}' for key, value in macros)})"
+    binary = compile_source(code, dict(macros), f"sm_{capability[0]}{capability[1]}", where)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context is torch's
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        kernel = Kernel(function, where, overlaps=capability >= (9, 0))
+        kernel._check(_driver().cuModuleLoadData(ctypes.byref(module), binary))
+        kernel._check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    return kernel
+
+
+def compile_source(code: str, macros: Mapping[str, str], architecture: str, where: str) -> bytes:
+    """Return the machine code for e.g. `sm_90`; needs no GPU. Raises OptkitError with the compiler's first lines."""
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"optkit.cu", 0, None, None)
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *[f"-D{key}={value}" for key, value in macros.items()]]
+    given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
+            raise OptkitError("NVRTC cannot compile it", where=where, why="; ".join(log.strip("\0\n").splitlines()[:3]))
+        return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    held = ctypes.create_string_buffer(size.value)
+    read(program, held)
+    return held.raw
+
+
+def _as_c(argument: Any) -> Any:
+    if argument is None:
+        return ctypes.c_void_p(None)
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = (torch.version.cuda or "13").partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libnvrtc.so.{major}")
+    except OSError as error:
+        raise OptkitError(
+            f"libnvrtc.so.{major} is not there", why="torch's CUDA packages bring it", remedy="Install torch for CUDA"
+        ) from error

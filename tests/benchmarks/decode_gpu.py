@@ -1,0 +1,87 @@
+"""Decode and prefill on one GPU, of a model in bfloat16 and in 4 bits, by each way of decoding: a Markdown table.
+
+    python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] [--batches 1,32] [--prompt 512] [--new-tokens 128]
+
+Without a model: random weights in the shape of Llama-3-8B, made in --work (16 GB; they say nothing of quality). INT4 is `rtn`, symmetric
+groups of 128. Greedy; the protocol of the eval `throughput`, which is what measures. `transformers` is its own eager decoding loop with a
+growing cache and SDPA; `compile` is torch.compile of its step with a static cache in CUDA graphs (`compile: reduce-overhead`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from optkit_evals.throughput import Throughput
+
+from optkit.environment import describe_environment
+from optkit.measure import EvalContext
+from optkit.session import open_session
+from optkit.stage import Context, Setting
+from optkit.stages.compile import Compile
+from optkit.stages.cuda_graphs import CudaGraphs
+from optkit.stages.rtn import Rtn
+
+LLAMA_3_8B = {
+    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
+WAYS: dict[str, list[Setting]] = {"transformers": [], "compile": [Compile(mode="reduce-overhead")], "cuda_graphs": [CudaGraphs()]}
+
+
+def random_model(directory: Path) -> Path:
+    """Write random bfloat16 weights in the shape of Llama-3-8B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not (directory / "config.json").exists():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B))
+        torch.set_default_dtype(torch.float32)
+        model.save_pretrained(directory)
+        del model
+        torch.cuda.empty_cache()
+    return directory
+
+
+def main() -> None:
+    """Make the models, measure each way, print a row for each batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/decode_gpu"))
+    parser.add_argument("--only", default="*", help="pattern of `WEIGHTS WAY`, e.g. 'int4*'")
+    parser.add_argument("--batches", default="1,32")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    given = parser.parse_args()
+    model = given.model or random_model(given.work / "model")
+    packed = given.work / "int4"
+    if not packed.exists():
+        packed.mkdir(parents=True)
+        Rtn(group_size=128).run(model, packed, Context(device="cuda"))
+    environment = describe_environment("cuda")
+    print(", ".join(f"{name} {environment[name]}" for name in ("device_name", "driver", "torch", "transformers")), flush=True)
+    print("\n| weights | way | batch | decode tokens/s | of 95% | prefill tokens/s | GB read/s in decode |\n|---|---|---|---|---|---|---|")
+    batches = tuple(int(batch) for batch in given.batches.split(","))
+    grid = Throughput(batch_sizes=batches, prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3)
+    for weights, directory in (("bfloat16", model), ("int4, groups of 128", packed)):
+        for way, settings in WAYS.items():
+            if not fnmatch(f"{weights} {way}", given.only):
+                continue
+            session, context = open_session(directory, settings, "cuda"), EvalContext()
+            metrics = grid.pool([grid.run(session, context)], context)  # type: ignore[arg-type]
+            for batch in batches:
+                rows = {metric.name: metric for metric in metrics if metric.labels.get("batch") == batch}
+                decode, prefill, bandwidth = (rows[name] for name in ("decode_tokens_per_s", "prefill_tokens_per_s", "decode_bytes_per_s"))
+                interval = "-" if decode.interval is None else f"{decode.interval[0]:,.1f} to {decode.interval[1]:,.1f}"
+                values = f"{decode.value:,.1f} | {interval} | {prefill.value:,.0f} | {bandwidth.value / 1e9:,.0f}"
+                print(f"| {weights} | {way} | {batch} | {values} |", flush=True)
+            print(*(f"<!-- {note} -->" for note in session.notes), sep="\n", flush=True)
+            session.close()
+
+
+if __name__ == "__main__":
+    main()
