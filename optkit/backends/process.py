@@ -36,26 +36,39 @@ def run_worker(
 ) -> dict[str, Any]:
     """Run the worker of a library on a request (the fields of `launch.Job`) and return the details of its result.
 
-    It ends with this process, however that ends. What the library prints goes to `log`, which stays where the worker fails, with the newest
-    of the others beside it.
+    It ends with this process, however that ends, and runs in a folder of its own, since libraries leave files where they run. What the
+    library prints goes to `log`, which stays where the worker fails, with the newest of the others beside it.
     Raises StageError with the library's exception, or with what `check_logits` finds in the file that it is given.
     """
     name = environment.name
     log.parent.mkdir(parents=True, exist_ok=True)
     reading, writing = os.pipe()
-    with open(reading, encoding="utf-8") as messages, log.open("wb") as output:  # noqa: PTH123
+    places = {key: str(Path(request[key]).absolute()) for key in ("source", "target") if key in request}
+    asked = {**request, **places, "device": _device(str(request["device"]))}
+    with (
+        open(reading, encoding="utf-8") as messages,  # noqa: PTH123
+        log.open("wb") as output,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
         fcntl.flock(output, fcntl.LOCK_SH)
         _delete_old_logs(log)
-        command = [str(environment.interpreter), "-P", str(launch), name, str(writing)]
+        command = [str(environment.interpreter.absolute()), "-P", str(launch.absolute()), name, str(writing)]
         variables = _variables(environment, str(request["device"]))
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(writing,), start_new_session=True, env=variables
+            command,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=(writing,),
+            start_new_session=True,
+            env=variables,
         )
         try:
             os.close(writing)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps({**request, "device": _device(str(request["device"]))}).encode() + b"\n")
+                process.stdin.write(json.dumps(asked).encode() + b"\n")
                 process.stdin.flush()
             details = _listen(messages, progress, check_logits, name, log)
             with contextlib.suppress(subprocess.TimeoutExpired):
