@@ -182,7 +182,7 @@ class Decoding:
         with self._runner.errors(f"at token {self.position + 1} of {self._batch} sequences", "Lower the batch or the new tokens"):
             self._run(tokens.reshape(self._batch, 1), self._step_logits, slice(0, self._batch), self.position)
         self.position += 1
-        self.logits = self._step_logits[:, -1].float().clone()
+        self.logits = _copied(self._step_logits[:, -1])
         return self.logits
 
     def read(self, tokens: Tensor, into: Tensor | None = None) -> None:
@@ -201,7 +201,7 @@ class Decoding:
             if target is not None and target is not found:
                 target.copy_(found)
         self.position = tokens.shape[1]
-        self.logits = last.float()
+        self.logits = _copied(last)
 
     def _parts(self, batch: int, sequence: int) -> list[tuple[slice, slice]]:
         """Return rows and columns of the tokens that are computed together, so that memory stays bounded where the sequences are long.
@@ -286,3 +286,10 @@ class Decoding:
 
     def _dtype(self, name: str) -> torch.dtype:
         return DTYPES[self._inputs[name].dtype] if name in self._inputs else torch.int64
+
+
+def _copied(logits: Tensor) -> Tensor:
+    """Return a copy in float32. On a CPU NumPy makes it: torch's threads would go on spinning where ONNX Runtime's have to compute."""
+    if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:
+        return logits.to(torch.float32, copy=True)
+    return torch.from_numpy(logits.numpy().astype("float32"))
