@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,9 @@ CPU = Circumstances(device="cpu", compiled=None, quantized=False, dtype="float32
         ("Torch-Compiled Region: 0/0", "compiled"),
         ("aten::as_strided", "other"),
         ("aten::transpose", "other"),
+        ("optkit_cpu::packed_linear", "matmul"),
+        ("linear", "matmul"),
+        ("attend", "attention"),
         ("something_else", "other"),
     ],
 )
@@ -141,6 +145,34 @@ def phase(known: Circumstances, name: str = "decode", idle: float = 0.0, **share
 )
 def test_advice_names_the_setting_to_try(found: Phase, said: str) -> None:
     assert said in found.advice
+
+
+def test_kernels_that_torch_does_not_see_are_not_taken_for_python() -> None:
+    lines = (Line(name="aten::clone", kind="copies", seconds=0.01, calls=30),)
+    hidden = phase_of("decode", 10, 1.0, Traced(1.0, 0.01, lines), CPU)
+    assert hidden.advice.startswith(
+        "A step is 3 operations that torch sees; the rest, 99%, is kernels that are called past it: the eval `roof"
+    )
+    report = ProfileReport(
+        model="m",
+        device="cpu",
+        device_name="c",
+        engine="torch",
+        batch=1,
+        prompt=1,
+        new_tokens=11,
+        phases=(hidden,),
+        settings=(),
+        notes=(),
+        files=(),
+    )
+    assert "copies 1%, not seen by torch 99%" in plain_text(*profile_view(report, Path("out")))
+
+
+def test_every_kernel_of_our_own_has_a_kind() -> None:
+    sources = (Path(__file__).parent.parent / "optkit" / "kernels" / "cuda").glob("*.cu")
+    names = {name for source in sources for name in re.findall(r"__global__ void[^;{]*?\b(\w+)\([^()]*\) \{", source.read_text())}
+    assert not [name for name in names if kind_of(name) == "other"]
 
 
 def test_nothing_is_said_of_nothing() -> None:

@@ -35,10 +35,19 @@ def _phase(phase: Phase, report: ProfileReport) -> Iterator[RenderableType]:
     each = f", {_time(phase.seconds / phase.steps)} a step" if phase.steps > 1 else ""
     yield heading(f"{phase.name}: {_time(phase.seconds)}{each}")
     shares = [(kind, phase.share(kind)) for kind in KINDS]
-    idle = "between nodes" if report.engine != "torch" else "Python" if report.device == "cpu" else "waiting"
+    idle = _idle(phase, report)
     yield Text(", ".join(f"{name} {share:.0%}" for name, share in [*shares, (idle, phase.idle)] if share >= 0.005))
     yield _lines(phase, "operation" if report.device == "cpu" else "kernel")
     yield Text(phase.advice, style="bold")
+
+
+def _idle(phase: Phase, report: ProfileReport) -> str:
+    """Return what the time in which no operation runs is called."""
+    if report.engine != "torch":
+        return "between nodes"
+    if report.device != "cpu":
+        return "waiting"
+    return "not seen by torch" if phase.hidden else "Python"
 
 
 def _lines(phase: Phase, what: str) -> Table:

@@ -49,6 +49,9 @@ def _waiting(phase: Phase, known: Circumstances) -> str:
     each = phase.calls / phase.steps
     if known.engine == "onnxruntime":
         return f"ONNX Runtime spends {phase.idle:.0%} between nodes ({each:,.0f} a step): try `onnx_optimize`, which fuses them."
+    if known.device == "cpu" and phase.hidden:
+        what = f"A step is {each:,.0f} operations that torch sees; the rest, {phase.idle:.0%}, is kernels that are called past it"
+        return f"{what}: the eval `roofline` says how near their limit they are."
     if known.device == "cpu":
         what = f"Python and torch's dispatcher take {phase.idle:.0%}, between {each:,.0f} operations a step"
         cure = "a larger batch" if known.compiled else "`- compile: {devices: [cpu]}`, which makes one call of them"

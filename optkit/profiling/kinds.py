@@ -7,6 +7,11 @@ import re
 from optkit.profiling.record import Kind
 
 ORDER: tuple[tuple[Kind, str], ...] = (
+    ("matmul", r"^linear$"),  # optkit's own kernels, in kernels/cuda/*.cu
+    ("attention", r"^attend$"),
+    ("norm", r"^arrange$"),
+    ("copies", r"^(dequantize|embed)$"),
+    ("elementwise", r"^(choose|keep)$"),
     (
         "other",  # views, and what allocates
         r"^aten::(view|slice|transpose|t|expand|unsqueeze|squeeze|narrow|as_strided|select|permute|detach|reshape|alias|unflatten|split\w*"

@@ -8,6 +8,8 @@ from optkit.frozen import Frozen
 
 Kind: TypeAlias = Literal["matmul", "attention", "norm", "elementwise", "copies", "compiled", "other"]
 KINDS: tuple[Kind, ...] = ("matmul", "attention", "norm", "elementwise", "copies", "compiled", "other")
+HIDDEN, FEWEST = 0.8, 20
+"""Idle share from which on, and operations a step up to which, a phase is `hidden`."""
 SHOWN = 15
 """Kernels or operations of a phase that are kept."""
 
@@ -52,6 +54,11 @@ class Phase(Frozen):
     def share(self, *kinds: Kind) -> float:
         """Return the share of the time that some kinds of operations take."""
         return sum(self.kinds.get(kind, 0.0) for kind in kinds) / self.whole_s if self.whole_s else 0.0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a step is so few operations that its work must be done by kernels that are called past torch."""
+        return self.idle >= HIDDEN and self.calls <= FEWEST * self.steps
 
     @property
     def idle(self) -> float:
