@@ -26,6 +26,7 @@ from optkit.profiling.run import circumstances, phase_of
 from optkit.profiling.torch_trace import Traced, covered
 from optkit.progress import SilentProgress
 from optkit.stages.compile import Compile
+from optkit.stages.cuda_graphs import CudaGraphs
 
 TinyModel = Callable[[str], Path]
 GPU = Circumstances(device="cuda", compiled=None, quantized=False, dtype="bfloat16", attention="sdpa")
@@ -109,7 +110,7 @@ def phase(known: Circumstances, name: str = "decode", idle: float = 0.0, **share
     [
         (
             phase(GPU, idle=0.6, matmul=0.4),
-            "The GPU waits for launches 60% of the time, between 10 kernels a step: try `- compile: {mode: reduce-",
+            "The GPU waits for launches 60% of the time, between 10 kernels a step: try `- cuda_graphs` (Llama's family) or `- ",
         ),
         (
             phase(GPU, "prefill", idle=0.6, matmul=0.4),
@@ -257,6 +258,7 @@ def test_what_is_known_of_a_session() -> None:
     known = circumstances(session, {"compile": Compile(mode="reduce-overhead")})
     assert known == Circumstances("cuda", "reduce-overhead", True, "float16", "eager", "torch")
     assert circumstances(SimpleNamespace(device="cpu", dtype="float32"), {"compile": Compile()}).compiled is None
+    assert circumstances(session, {"cudagraphs": CudaGraphs()}).compiled == "cuda_graphs"
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ class Circumstances:
 
     device: str
     compiled: str | None
-    """Mode of `compile`; None where it is not compiled."""
+    """Mode of `compile`, or `cuda_graphs`; None where torch runs the step operation by operation."""
     quantized: bool
     """Packed or rounded weights."""
     dtype: str
@@ -60,7 +60,7 @@ def _waiting(phase: Phase, known: Circumstances) -> str:
     if phase.name == "prefill":
         return f"{what}: try a larger batch or longer prompts; prompts are never compiled."
     if known.compiled in (None, "default"):
-        return f"{what}: try `- compile: {{mode: reduce-overhead}}`, which replays them as one CUDA graph."
+        return f"{what}: try `- cuda_graphs` (Llama's family) or `- compile: {{mode: reduce-overhead}}`, which make one CUDA graph of them."
     return f"{what}, although the step is compiled ({known.compiled}): try a larger batch."
 
 

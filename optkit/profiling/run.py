@@ -161,12 +161,13 @@ def phase_of(name: Literal["prefill", "decode"], steps: int, seconds: float, tra
 
 def circumstances(session: Any, settings: Mapping[str, Any]) -> Circumstances:
     """Return what the advice depends on."""
-    compiled = settings.get("compile")
+    compiled, graphs = settings.get("compile"), settings.get("cudagraphs")
+    mode = compiled.mode if compiled and compiled.applies(session.device) else None
     model = getattr(session, "model", None)
     config = getattr(model, "config", None)
     return Circumstances(
         device=session.device.partition(":")[0],
-        compiled=compiled.mode if compiled and compiled.applies(session.device) else None,
+        compiled="cuda_graphs" if graphs and graphs.applies(session.device) else mode,
         quantized=getattr(config, "quantization_config", None) is not None,
         dtype=session.dtype,
         attention=str(getattr(config, "_attn_implementation", "")),
