@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optkit.algorithms.packing import pack
 from optkit.kernels import choice
 from optkit.kernels.choice import Kernel, fastest, first_among_equals
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import huge_pages, native
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
 from optkit.kernels.cpu.native import dense_linear, why_not_native
@@ -227,3 +227,29 @@ def test_close_kernels_keep_their_order() -> None:
     assert first_among_equals([1.5, 1.0, 0.9]) == 1
     assert first_among_equals([1.0]) == 0
     assert choice.seconds(nn.Identity(), torch.ones(1, 4)) >= 0
+
+
+@compiled
+def test_weights_move_into_one_stretch_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, dense = example(33, 64, 32, 4, False)
+    embedding = nn.Embedding(40, 33).requires_grad_(False)
+    head = nn.Linear(33, 40, bias=False)
+    head.weight = embedding.weight  # tied
+    head.__class__ = FloatLinear
+    model = nn.ModuleDict({"embedding": embedding, "layer": CodedLinear(weight, None, torch.float32), "head": head})
+    before = embedding.weight.clone()
+    monkeypatch.setattr(huge_pages, "PAGE_BYTES", 1 << 20)
+    huge_pages.into_huge_pages_(model)
+    assert model["layer"].codes.untyped_storage().data_ptr() != model["head"].weight.untyped_storage().data_ptr()  # too small to be moved
+    monkeypatch.setattr(huge_pages, "PAGE_BYTES", 64)
+    huge_pages.into_huge_pages_(model)
+    layer = model["layer"]
+    held = [layer.codes, layer.scales, layer.shifts, model["head"].weight]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
+    assert not any(tensor.data_ptr() % 16 for tensor in held)
+    assert model["head"].weight is embedding.weight
+    assert torch.equal(embedding.weight, before)
+    rows = torch.randn(2, 64)
+    check(layer(rows), rows, dense)
+    monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE")
+    huge_pages.into_huge_pages_(model)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError
 from optkit.kernels.cpu.float_linear import use_float_kernels_
+from optkit.kernels.cpu.huge_pages import into_huge_pages_
 from optkit.kernels.stored import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
@@ -52,7 +53,10 @@ def load_packed(
             task.advance(note=name)
     _load_rest_(model, checkpoint, names, set(layers), device, dtype)
     notes = [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
-    return model, notes + (use_float_kernels_(model) if layers and device == "cpu" else [])
+    if layers and device == "cpu":
+        notes += use_float_kernels_(model)
+        into_huge_pages_(model)
+    return model, notes
 
 
 def _layers_by_module(model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]) -> dict[str, QuantizedLayer]:

@@ -1,0 +1,44 @@
+"""Weights in huge pages.
+
+A float32 matrix of 113 MB times one row, two cores of an EPYC under KVM: 24 GB/s through pages of 4 KiB, 35 GB/s through those of 2 MiB.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor, nn
+
+from optkit.kernels.cpu.coded_linear import CodedLinear
+from optkit.kernels.cpu.float_linear import FloatLinear
+
+PAGE_BYTES = 2 << 20
+ALIGNED_BYTES = 64
+
+
+def into_huge_pages_(model: nn.Module) -> None:
+    """Move what the kernels of this directory read into one stretch of memory for which Linux is asked for huge pages, in order of use.
+
+    Other systems and small models stay as they are.
+    """
+    held = {tensor.data_ptr(): tensor for module in model.modules() for tensor in _read_by_kernels(module)}
+    starts, end = {}, 0
+    for place, tensor in held.items():
+        starts[place] = end
+        end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    if not hasattr(mmap, "MADV_HUGEPAGE") or end < PAGE_BYTES:
+        return
+    memory = mmap.mmap(-1, end + PAGE_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    for place, tensor in held.items():
+        moved = whole[starts[place] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        moved.copy_(tensor)
+        tensor.data = moved
+
+
+def _read_by_kernels(module: nn.Module) -> list[Tensor]:
+    if isinstance(module, CodedLinear):
+        return [tensor for tensor in (module.codes, module.scales, module.shifts) if tensor is not None]
+    return [module.weight] if isinstance(module, FloatLinear) else []
