@@ -159,7 +159,7 @@ def test_float_layers_take_the_kernel_where_it_is_faster(monkeypatch: pytest.Mon
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """`why_not_native` as in a new process, with an empty cache and nothing loaded."""
-    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native.torch.ops, "load_library", lambda path: None)
     monkeypatch.setattr(native, "_register_shapes", lambda: None)
     monkeypatch.setattr(native, "_loaded", [])
@@ -207,7 +207,7 @@ def test_a_library_is_compiled_once(fresh: Any, monkeypatch: pytest.MonkeyPatch,
     assert fresh() is None
     assert fresh() is None
     assert len(calls) == 1
-    assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".so"]
+    assert [path.suffix for path in (tmp_path / "optkit" / "kernels").iterdir()] == [".so"]
 
 
 def test_the_fastest_kernel_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from optkit.environment import cpu_name
-from optkit.source.digests import default_cache
 
 DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp")
@@ -83,7 +82,7 @@ def _compiled(compiler: str) -> Path:
     sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     parts = (*sources, torch.__version__, compiler, *FLAGS, *instructions)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-    library = default_cache() / "kernels" / f"{digest[:32]}.so"
+    library = _directory() / f"{digest[:32]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as directory:
@@ -91,6 +90,11 @@ def _compiled(compiler: str) -> Path:
             subprocess.run(_command(compiler, made), check=True, capture_output=True, text=True, timeout=TIME_LIMIT_S)
             made.replace(library)
     return library
+
+
+def _directory() -> Path:
+    """Where libraries are kept; not in the store, for there may be many."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit" / "kernels"
 
 
 def _command(compiler: str, library: Path) -> list[str]:
