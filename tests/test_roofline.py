@@ -131,7 +131,7 @@ def test_the_command_prints_draws_and_needs_no_torch(tiny_model: TinyModel, tmp_
     words = ["roofline", str(tiny_model("llama")), "--device", "h200", "--batch", "8,1", "--prompt", "64"]
     assert main([*words, "--plot", str(tmp_path / "limits.svg")]) == 0
     printed = capsys.readouterr().out
-    assert "NVIDIA H200 SXM" in printed
+    assert "0.143 million weights on NVIDIA H200 SXM" in printed
     assert "below 1.1x bf16 from" in printed
     root = ElementTree.parse(tmp_path / "limits.svg").getroot()
     titles = [each.text for each in root.iter(f"{SVG}title")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import Command, all_of, json_option, quiet_option, store_option
+from optkit_cli.options import Command, all_of, json_option, quiet_option
 
 if TYPE_CHECKING:
     from optkit.roofline import Device
@@ -75,7 +75,7 @@ class Picture(click.Path):
 )
 @click.option("--plot", metavar="FILE", type=Picture(), help="Draw the limits over the batch, as .svg or .png.")
 @click.option("--remeasure", is_flag=True, help="Measure cpu or cuda again, whatever is kept of it.")
-@all_of(store_option, json_option, quiet_option)
+@all_of(json_option, quiet_option)
 def command(
     model: str,
     device: str | None,
@@ -85,7 +85,6 @@ def command(
     bandwidth: float | None,
     plot: Path | None,
     remeasure: bool,
-    store: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -106,7 +105,7 @@ def command(
     notes: tuple[str, ...] = ()
     if re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
         with only_the_result_on_stdout():
-            roof, notes = _measured(wanted, store, remeasure, quiet)
+            roof, notes = _measured(wanted, remeasure, quiet)
     else:
         roof = datasheet(wanted)
     if bandwidth is not None:
@@ -121,12 +120,12 @@ def command(
         show(*roofline_view(report, plot))
 
 
-def _measured(device: str, store: Path | None, again: bool, quiet: bool) -> tuple[Device, tuple[str, ...]]:
+def _measured(device: str, again: bool, quiet: bool) -> tuple[Device, tuple[str, ...]]:
     """Return the roof of a device that is here, and what to say of it."""
     from optkit.roofline import measured_device
     from optkit_cli.progress import open_progress
 
-    found, roof = measured_device(device, store, open_progress(quiet=quiet), again)
+    found, roof = measured_device(device, progress=open_progress(quiet=quiet), again=again)
     if not roof.unsteady:
         return found, ()
     return found, (f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure",)

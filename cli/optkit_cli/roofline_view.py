@@ -21,7 +21,7 @@ LEGEND = "w: reading weights binds, k: reading the KV cache, c: arithmetic; (): 
 def roofline_view(report: RooflineReport, picture: Path | None) -> list[RenderableType]:
     """Return what to print, top to bottom; `picture` is where a plot was written."""
     parts: list[RenderableType] = [
-        Text(f"{report.model}: {report.weights / 1e9:,.3g} billion weights on {report.device}"),
+        Text(f"{report.model}: {_weights(report.weights)} weights on {report.device}"),
         Text(f"memory {size_text(round(report.bandwidth))}/s; {rates_text(report.rates)}", style="dim"),
         Text(f"source: {report.source}", style="dim"),
         heading(f"Decoding, at most, tokens/s of all sequences, each with {report.prompt:,} tokens"),
@@ -36,6 +36,10 @@ def roofline_view(report: RooflineReport, picture: Path | None) -> list[Renderab
     if picture is not None:
         parts.append(Text(f"\n{picture}"))
     return parts
+
+
+def _weights(count: int) -> str:
+    return f"{count / 1e9:,.3g} billion" if count >= 1e9 else f"{count / 1e6:,.3g} million"
 
 
 def _limits(report: RooflineReport, cells: Callable[[FormLimits], tuple[Cell, ...]]) -> Table:
