@@ -57,3 +57,9 @@ def test_throughput_notes_it(tiny_model: Callable[[str], Path]) -> None:
 def test_on_a_gpu(tiny_model: Callable[[str], Path]) -> None:
     session = open_session(tiny_model("llama"), [Attention(implementation="sdpa")], device="cuda", dtype="bfloat16")
     assert session.attention_kernels(TOKENS).split()[0].strip(",") in {"flash", "efficient", "cuDNN", "math"}
+
+
+def test_a_decoder_of_its_own_is_said(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(tiny_model("llama"))
+    monkeypatch.setattr(session, "_decoder", object())
+    assert session.attention_kernels(TOKENS) == "flash in prompts, kernels of its own in steps"

@@ -156,6 +156,8 @@ def test_settings_that_the_engine_would_leave_out_are_refused(tiny_model: Callab
 def test_other_engines_are_refused() -> None:
     with pytest.raises(EvalError, match="this model is not opened by it"):
         Load(prompt=4, new_tokens=2, batching="continuous").run(BigramSession(), EvalContext())
+    with pytest.raises(EvalError, match="without the kernels that decode it here"):
+        serving.refuse_other_engines(SimpleNamespace(model=None, compiled=False, decodes_itself=True))
     compiled = SimpleNamespace(model=None, compiled=True)
     with pytest.raises(EvalError, match="without the compiled step"):
         serving.refuse_other_engines(compiled)

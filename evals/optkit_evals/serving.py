@@ -153,6 +153,8 @@ def refuse_other_engines(session: Any) -> None:
         why = "It is the engine of transformers, and this model is not opened by it"
     elif getattr(session, "compiled", False):
         why = "It would run the model as it is, without the compiled step"
+    elif session.decodes_itself:
+        why = "It would run the model as it is, without the kernels that decode it here"
     elif getattr(session, "speculation", None) is not None:
         why = "It would decode token by token"
     elif session.codes_cache:

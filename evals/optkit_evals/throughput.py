@@ -227,7 +227,7 @@ class Throughput(Eval):
         for warning in _warnings(peak, settling):
             context.warn(f"throughput, {cell}: {warning}")
         settled = "until the times stood still" if settling.settled else "and the times still moved"
-        attention = f"; attention by {session.attention_kernels(tokens)}" if isinstance(session, AttendingSession) else ""
+        attention = f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
         context.notes.append(
             f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(timings)} repeats{attention}"
         )

@@ -105,6 +105,11 @@ class TorchSession:
         return self._compiled
 
     @property
+    def decodes_itself(self) -> bool:
+        """Whether something else than the model computes the tokens behind a prompt."""
+        return self._decoder is not None
+
+    @property
     def codes_cache(self) -> bool:
         """Whether the KV cache holds codes instead of floats."""
         return self._new_cache is not None
@@ -227,6 +232,8 @@ class TorchSession:
                 with watched_attention() as kernels:
                     self.model.forward(input_ids=part, past_key_values=cache, use_cache=True, **self._last_only)
                 found.append(kernels_text(kernels))
+        if self._decoder:
+            found[1] = "kernels of its own"
         if not all(found):
             return str(getattr(self.model.config, "_attn_implementation", "its own"))
         return found[0] if found[0] == found[1] else f"{found[0]} in prompts, {found[1]} in steps"
