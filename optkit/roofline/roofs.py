@@ -15,7 +15,7 @@ from optkit.roofline.devices import Device
 from optkit.source.digests import default_cache
 from optkit.store import write_text_atomically
 
-VERSION = 2
+VERSION = 3
 """Raised when the same device begins to be measured differently."""
 WIDE_SPREAD = 0.1
 """Spread of the repeats from which on something else was using the device."""
