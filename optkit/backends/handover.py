@@ -22,6 +22,7 @@ PROBE_TOKENS = 128
 """Tokens whose logits are compared."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """Largest ||difference|| / ||logits|| of the same model in two versions of transformers, by the dtype that they compute in."""
+INSTEAD = "Take `backend: optkit` for this model"
 TOKENIZER_OF_5 = "TokenizersBackend"
 
 
@@ -83,7 +84,7 @@ def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_co
     return logits
 
 
-def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transformers: str) -> float:
+def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transformers: str, instead: str = INSTEAD) -> float:
     """Return ||difference|| / ||logits|| of two readings of a model. Raises StageError where they are two models."""
     where, ours = f"backend {name}", package_version("transformers")
     if here.shape != there.shape:
@@ -91,7 +92,7 @@ def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transfo
             f"transformers {transformers} gives logits {list(there.shape)} and {ours} gives {list(here.shape)}",
             where=where,
             why="They read the checkpoint as two models",
-            remedy="Take `backend: optkit` for this model",
+            remedy=instead,
         )
     apart = float((here - there).norm() / here.norm())
     limit = TOLERANCES.get(dtype, TOLERANCES["bfloat16"])
@@ -100,6 +101,6 @@ def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transfo
             f"the logits of transformers {transformers} and {ours} are {apart:.3g} apart, {limit:g} is the limit",
             where=where,
             why="They read the checkpoint as two models, so another one than yours would be quantized",
-            remedy="Take `backend: optkit` for this model",
+            remedy=instead,
         )
     return apart

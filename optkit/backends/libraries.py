@@ -62,6 +62,15 @@ LIBRARIES: Mapping[str, Library] = {
             (*TRANSFORMERS_5, "llmcompressor==0.14.0.1", "compressed-tensors==0.19.0", "datasets==5.2.0"),
         ),
         Library(
+            "optimum",
+            "optimum-onnx",
+            "the ONNX exporter of Hugging Face, and ORTModelForCausalLM, which opens what it and optkit write",
+            (
+                *("transformers==4.57.6", "optimum==2.1.0", "optimum-onnx==0.1.0", "onnx==1.20.1", "onnxruntime==1.31.0"),
+                *("accelerate==1.15.0", "safetensors==0.8.0", "numpy==2.2.6"),
+            ),
+        ),
+        Library(
             "torchao",
             "torchao",
             "rounding to nearest with torch's own tensor types",

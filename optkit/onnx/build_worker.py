@@ -78,6 +78,11 @@ def main(descriptor: int) -> int:
 
 
 def _export(order: dict[str, Any]) -> None:
+    if order["exporter"] == "torch":
+        from optkit.onnx.torch_decoder import export_decoder
+
+        export_decoder(Path(order["source"]), Path(order["target"]), order["opset"], order["kv_cache"], order["trust_remote_code"])
+        return
     from onnxruntime_genai.models import builder
 
     from optkit.onnx.adapted_builder import adapt_

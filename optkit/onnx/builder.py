@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI's model builder, run in a process of its own: what it is asked for, and every way in which it can end."""
+"""An exporter (ONNX Runtime GenAI's model builder, torch) in a process of its own: what it is asked for, and how it can end."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ WORKER = "optkit.onnx.build_worker"
 WHERE = "onnx"
 END_S = 60.0
 """How long a process that has said its last word may take to end."""
+NAMES = {"genai": "ONNX Runtime GenAI's model builder", "torch": "torch.onnx.export"}
+"""The exporters, as a sentence calls them."""
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Dtypes as the builder calls them."""
 ARCHITECTURES = (
@@ -48,7 +50,7 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Order:
-    """What the builder is asked for."""
+    """What an exporter is asked for."""
 
     source: Path
     """A checkpoint, float or quantized."""
@@ -67,6 +69,12 @@ class Order:
     trust_remote_code: bool = False
     device: str = "cpu"
     """Where the graph is compared with its source."""
+    exporter: str = "genai"
+    """genai, torch or optimum."""
+    opset: int | None = None
+    """Version of ONNX's operators; None is the exporter's own choice."""
+    kv_cache: bool = True
+    """Keys and values go in and come out."""
 
 
 def refuse_architecture(architecture: str) -> None:
@@ -76,14 +84,15 @@ def refuse_architecture(architecture: str) -> None:
             f"the exporter genai does not know {architecture or 'a model without `architectures`'}",
             where=WHERE,
             why=f"It knows {', '.join(ARCHITECTURES)}",
-            remedy="Take one of these models, or leave the stage out and deploy the checkpoint",
+            remedy="Take exporter: torch, or leave the exporter out",
         )
 
 
-def build(order: Order, task: Task) -> None:
-    """Fill the target. The process ends with this one, however that ends, and what it prints is shown only where it fails.
+def build(order: Order, task: Task) -> dict[str, Any]:
+    """Fill the target; return what a report says of it beside the graph: nothing.
 
-    Raises StageError with what the builder says, ResourceError where memory or disk run out.
+    The process ends with this one, however that ends, and what it prints is shown only where it fails.
+    Raises StageError with what the exporter says, ResourceError where memory or disk run out.
     """
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as made:
         work = Path(made)
@@ -94,11 +103,20 @@ def build(order: Order, task: Task) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
         if last.get("type") != "done":
-            raise _failure(last, process.returncode, log, order.target)
+            raise _failure(last, process.returncode, log, order)
+    return {}
 
 
 def _request(order: Order, work: Path) -> dict[str, Any]:
     """Return what the worker reads; `view` shows the builder a config without the quantization that it would look for."""
+    asked = {
+        "exporter": order.exporter,
+        "source": str(order.source.absolute()),
+        "target": str(order.target.absolute()),
+        "trust_remote_code": order.trust_remote_code,
+    }
+    if order.exporter == "torch":
+        return {**asked, "opset": order.opset, "kv_cache": order.kv_cache}
     view = work / "view"
     view.mkdir()
     config = Checkpoint(order.source).config
@@ -113,15 +131,13 @@ def _request(order: Order, work: Path) -> dict[str, Any]:
     if (provider, order.dtype) == ("webgpu", "float32"):
         options["use_webgpu_fp32"] = True
     return {
-        "source": str(order.source.absolute()),
+        **asked,
         "view": str(view.absolute()),
         "cache": str((work / "cache").absolute()),
-        "target": str(order.target.absolute()),
         "precision": PRECISIONS[order.dtype],
         "provider": provider,
         "head_bits": order.head_bits,
         "shared_embedding": order.shared_embedding,
-        "trust_remote_code": order.trust_remote_code,
         "options": options,
     }
 
@@ -173,22 +189,23 @@ def _listen(messages: IO[str], task: Task) -> dict[str, Any]:
     return {}
 
 
-def _failure(last: dict[str, Any], status: int, log: Path, target: Path) -> OptkitError:
+def _failure(last: dict[str, Any], status: int, log: Path, order: Order) -> OptkitError:
+    where = f"{WHERE}: exporter {order.exporter}"
     if last.get("type") == "refused":
         kind: type[OptkitError] = getattr(errors, last["kind"], StageError)
         return kind(last["what"], where=last["where"], why=last["why"], remedy=last["remedy"])
     if last.get("disk_full"):
-        return ResourceError("the disk is full", where=str(target), remedy="Free some space, or put the store on another disk")
+        return ResourceError("the disk is full", where=str(order.target), remedy="Free some space, or put the store on another disk")
     if last.get("no_memory") or status == -signal.SIGKILL:
         how = "" if last else "Its process was ended by SIGKILL, as the system does where memory runs out"
         return ResourceError("memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory")
     if last:
         return StageError(
             f"{last['exception']}: {last['message']}",
-            where=f"{WHERE}: exporter genai",
-            why="ONNX Runtime GenAI's model builder stopped there",
+            where=where,
+            why=f"{NAMES[order.exporter]} stopped there",
         )
-    return StageError(f"its process {_ending(status)} and without a result", where=f"{WHERE}: exporter genai", why=_last_lines(log))
+    return StageError(f"its process {_ending(status)} and without a result", where=where, why=_last_lines(log))
 
 
 def _ending(status: int) -> str:

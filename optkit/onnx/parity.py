@@ -121,7 +121,7 @@ def _computed(runner: OnnxRunner, cases: Sequence[Tensor], wanted: Sequence[Tens
     for case, theirs in zip(cases, wanted, strict=True):
         yield f"{len(case)} x {case.shape[1]}", case, _logits(runner, case), theirs
     long = cases[-1]
-    if long.shape[1] > STEPS:
+    if long.shape[1] > STEPS and runner.cache:
         yield f"{STEPS} steps", long, _step_by_step(runner, long), wanted[-1][:, -STEPS - 1 :]
 
 
@@ -179,7 +179,7 @@ def _place(order: Order, directory: Path, tokens: Tensor) -> str:
     wanted = reference.states(tokens)
     reference.close()
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as work:
-        found = states(directory, tokens, Path(work), order.device)
+        found = states(directory, tokens, Path(work), order.device, wanted[0].shape[-1])
     if len(found) != len(wanted):
         return "where it begins cannot be told"
     errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, wanted, strict=True)]

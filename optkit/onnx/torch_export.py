@@ -6,8 +6,6 @@ carry the names of the modules that they come from, so that patterns can mean th
 
 from __future__ import annotations
 
-import ast
-from collections import Counter
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,20 +19,20 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.encoder_heads import WHERE, Head, encoder_head
-from optkit.onnx.model_file import ModelFile, ModelWriter, all_graphs
+from optkit.onnx.exporters import OPSET
+from optkit.onnx.model_file import ModelFile, ModelWriter
 from optkit.onnx.opening import open_model, runtime_errors
 from optkit.onnx.prediction import exported_config
 from optkit.onnx.quiet import quiet_tools
+from optkit.onnx.tracing import name_by_modules_, trace
 from optkit.source.quiet import quiet_transformers
 
-OPSET = 21
 TRACED = (2, 9)
 """Batch and length of the tokens that the graph is traced with."""
 SHAPES = ((1, 1), (1, 7), (3, 33), (2, 128))
 """Those that the result is compared on."""
 LIMIT = 1e-4
 """How far an output may be from the source's, as a share of its largest value."""
-PREFIX = "model"
 
 
 class Named(nn.Module):
@@ -66,7 +64,7 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
     with TemporaryDirectory(prefix=".exported-", dir=target) as work:
         _trace(named, Path(work), opset, positions)
         graph = ModelFile(Path(work))
-        _name_by_modules_(graph)
+        name_by_modules_(graph)
         ModelWriter(graph, target).finish()
     copy_companions(source, target)
     write_config(target, exported_config(checkpoint.config, "float32"))
@@ -113,27 +111,8 @@ def _inputs(model: Any) -> tuple[str, ...]:
 
 def _trace(named: Named, target: Path, opset: int, positions: int | None) -> None:
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=positions)}
-    try:
-        with torch.no_grad(), quiet_tools():
-            program = torch.onnx.export(
-                named,
-                _feeds(named, *TRACED),
-                dynamo=True,
-                dynamic_shapes={"inputs": tuple(axes for _ in named.names)},
-                input_names=list(named.names),
-                output_names=list(named.outputs),
-                opset_version=opset,
-                verbose=False,
-            )
-            assert program is not None
-            program.save(str(target / MODEL), external_data=True)
-    except (torch.onnx.errors.OnnxExporterError, RuntimeError, ValueError, TypeError) as error:
-        raise StageError(
-            f"torch {torch.__version__} cannot trace {type(named.model).__name__}",
-            where=WHERE,
-            why=str(error.__cause__ or error).strip().split("\n")[0],
-            remedy="Its code has to be traceable by torch.export",
-        ) from error
+    shapes = {"inputs": tuple(axes for _ in named.names)}
+    trace(named, _feeds(named, *TRACED), shapes, (named.names, named.outputs), target, opset)
 
 
 def _feeds(named: Named, batch: int, length: int) -> tuple[Tensor, ...]:
@@ -174,45 +153,3 @@ def _compare(named: Named, target: Path, positions: int | None) -> dict[str, flo
             why="Its code takes a way that the traced one does not",
         )
     return {"cosine": cosine, "difference": difference}
-
-
-def _name_by_modules_(graph: ModelFile) -> None:
-    """Name nodes and weights after the modules that they come from, and drop what torch noted of its own files and lines."""
-    taken: Counter[str] = Counter()
-    renamed: dict[str, str] = {}
-    for node in graph.proto.graph.node:
-        module = _module_of(node)
-        path = f"/{module}/{node.op_type}".replace("//", "/")
-        taken[path] += 1
-        node.name = path if taken[path] == 1 else f"{path}_{taken[path] - 1}"
-        for name in node.input:
-            if node.op_type == "MatMul" and name in graph.initializers and module:
-                renamed.setdefault(name, f"{module.replace('/', '.')}.weight")
-    names = [renamed.get(name, name.removeprefix(f"{PREFIX}.")) for name in graph.initializers]
-    unique = Counter(names)
-    new = {name: each if unique[each] == 1 else name for name, each in zip(graph.initializers, names, strict=True)}
-    for inner in all_graphs(graph.proto.graph):
-        for node in inner.node:
-            del node.metadata_props[:]
-            node.ClearField("doc_string")
-            for index, name in enumerate(node.input):
-                node.input[index] = new.get(name, name)
-        for value in (*inner.initializer, *inner.value_info, *inner.input, *inner.output):
-            del value.metadata_props[:]
-            value.name = new.get(value.name, value.name)
-    del graph.proto.graph.metadata_props[:]
-    graph.replace_graph(graph.proto)
-
-
-def _module_of(node: Any) -> str:
-    """Return the path of the module that a node comes from: `encoder/layer.0/attention/self/query`; empty where torch does not say."""
-    noted = next((each.value for each in node.metadata_props if each.key == "pkg.torch.onnx.name_scopes"), "[]")
-    scopes = [scope for scope in ast.literal_eval(noted)[:-1] if scope]
-    parts = [part for part in (scopes[-1].split(".") if scopes else []) if part]
-    joined: list[str] = []
-    for part in parts[1:]:
-        if part.isdigit() and joined:
-            joined[-1] += f".{part}"
-        else:
-            joined.append(part)
-    return "/".join(joined)

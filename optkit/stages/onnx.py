@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from optkit.backends.libraries import LIBRARIES
 from optkit.environment import package_version
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builds import GENAI_BUILDS, installed
-from optkit.onnx.encoder_heads import architecture_of, encoder_head
-from optkit.onnx.exporters import exporter_for
+from optkit.onnx.encoder_heads import architecture_of, encoder_head, is_decoder
+from optkit.onnx.exporters import OPSET, OPSETS, exporter_for
 from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import exported_config, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -33,6 +35,7 @@ CHARACTERS = 8_000
 """Of the text that graph and source are compared on."""
 LIBRARY_BYTES = 700_000_000
 """What torch, transformers and ONNX Runtime take."""
+TORCH = "Take exporter: torch, or leave the exporter out"
 STALE = ("quantize_config.json",)
 """Files that say how the source's layers were quantized."""
 
@@ -53,10 +56,11 @@ class Onnx(Transform):
         "onnxscript>=0.5",
     )
 
-    exporter: Literal["genai", "torch"] | None = None
+    exporter: Literal["genai", "torch", "optimum"] | None = None
     """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention), norms and rotary embeddings; for the
-    decoders that it knows. `torch`: torch.onnx.export, for encoders (BERT and its kin). Left out: genai for decoders that it knows, else
-    torch."""
+    decoders that it knows. `torch`: torch.onnx.export, for encoders (BERT and its kin) and any decoder that can be traced, in float32 and
+    ONNX's own operators. `optimum`: optimum-onnx in an environment of its own (`optkit env build optimum`), for decoders. Left out: genai
+    for decoders that it knows, else torch."""
     target: Literal["cpu", "cuda", "dml", "webgpu"] = "cpu"
     """Execution provider that the graph is made for."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
@@ -72,26 +76,38 @@ class Onnx(Transform):
     """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at
     all. Left out: int8 for cpu, float for the others. For cpu float has a fast kernel at 4 bits, and none at 8."""
 
+    opset: int | None = None
+    """Version of ONNX's operators that torch (18 to 23) or optimum (14 to 20) writes. Left out: 21 by torch, optimum's choice."""
+    kv_cache: bool | None = None
+    """Of a decoder that torch or optimum exports: keys and values go in and come out, for decoding token by token; `false`: the graph
+    computes whole sequences. Left out: they do."""
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.exporter == "torch" and (idle := self._idle_with_torch):
+        if self.exporter and (idle := self._idle(self.exporter)):
             raise ValueError(f"{idle[0]}: {idle[1]}")
+        name = self.exporter or "torch"
+        if self.opset is not None and self.opset not in (known := OPSETS[name]):
+            remedy = f"put onnx_optimize with opset: {self.opset} behind it" if self.opset < known[0] else "take one of these"
+            raise ValueError(f"opset: the exporter {name} writes {known[0]} to {known[-1]}, not {self.opset}: {remedy}")
         if self.dtype and self.dtype not in DTYPES[self.target]:
             raise ValueError(f"{self.dtype}: a graph for {self.target} computes in {' or '.join(DTYPES[self.target])}")
         if self.embedding == "shared" and self._lm_head == "keep":
             raise ValueError("embedding: shared reads the codes of lm_head: set lm_head: 8 or 4")
         return self
 
-    @property
-    def _idle_with_torch(self) -> tuple[str, str] | None:
-        """The first field that means nothing to the exporter torch, and why; None where there is none."""
+    def _idle(self, exporter: str) -> tuple[str, str] | None:
+        """Return the first field that means nothing to an exporter, and why; None where there is none."""
+        if exporter == "genai":
+            name = next((name for name in ("opset", "kv_cache") if getattr(self, name) is not None), None)
+            return (name, "the exporter genai has no choice there. Leave it out, or take exporter: torch") if name else None
         if self.target != "cpu":
-            return "target", "a graph of the exporter torch is the same for every provider. Leave it out"
+            return "target", f"a graph of the exporter {exporter} is the same for every provider. Leave it out"
         if self.dtype not in (None, "float32"):
-            return "dtype", f"the exporter torch writes float32. Put onnx_optimize with {self.dtype}: true behind it"
+            return "dtype", f"the exporter {exporter} writes float32. Put onnx_optimize with {self.dtype}: true behind it"
         given = {"lm_head": self.lm_head, "embedding": self.embedding, "activations": self.activations}
         name = next((name for name, value in given.items() if value), None)
-        return (name, "the exporter torch rounds nothing. Leave it out, and put onnx_quantize behind it") if name else None
+        return (name, f"the exporter {exporter} rounds nothing. Leave it out, and put onnx_quantize behind it") if name else None
 
     @property
     def _float_activations(self) -> bool:
@@ -105,7 +121,8 @@ class Onnx(Transform):
         """Return the exporter's version: another one makes another graph. Where the model decides on the exporter, those of both."""
         genai = f"onnxruntime-genai=={next(iter(installed(GENAI_BUILDS).values()), 'none')}"
         torch = [f"{name}=={package_version(name)}" for name in ("torch", "transformers", "onnxscript")]
-        return {"packages": {"genai": [genai], "torch": torch, None: [genai, *torch]}[self.exporter]}
+        optimum = list(LIBRARIES["optimum"].requirements)
+        return {"packages": {"genai": [genai], "torch": torch, "optimum": optimum, None: [genai, *torch]}[self.exporter]}
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Export, then compare the graph with its source.
@@ -113,27 +130,30 @@ class Onnx(Transform):
         Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime has no operator for, and where the graph
         does not say what the source says; ResourceError where memory or disk run out.
         """
-        config = Checkpoint(source).config
-        chosen = self.exporter or exporter_for(config)
-        report = (self._by_torch if chosen == "torch" else self._by_genai)(source, target, context)
+        shape = Checkpoint(source).shape
+        config, chosen = shape.config, self._exporter(shape)
+        encoder = chosen == "torch" and not is_decoder(config)
+        report = (self._export_encoder if encoder else self._export_decoder)(source, target, context)
         because = () if self.exporter or chosen == "genai" else (f"exported by torch: the exporter genai has no {architecture_of(config)}",)
         return replace(report, details={"exporter": chosen, **report.details}, notes=(*because, *report.notes))
 
-    def _by_torch(self, source: Path, target: Path, context: Context) -> Report:
+    def _export_encoder(self, source: Path, target: Path, context: Context) -> Report:
         from optkit.onnx.model_file import ModelFile
         from optkit.onnx.torch_export import export_encoder
 
-        self._refuse_for_torch(Checkpoint(source).shape)
+        self._refuse_for("torch", Checkpoint(source).shape)
+        opset = self.opset or OPSET
         started = time.monotonic()
         with context.progress.task("onnx", 1, "model"):
-            details = export_encoder(source, target, trust_remote_code=context.trust_remote_code)
+            details = export_encoder(source, target, opset, context.trust_remote_code)
         seconds = round(time.monotonic() - started, 1)
         return Report(changed=len(ModelFile(target).initializers), details={"dtype": "float32", **details, "export_s": seconds})
 
-    def _by_genai(self, source: Path, target: Path, context: Context) -> Report:
+    def _export_decoder(self, source: Path, target: Path, context: Context) -> Report:
         """Export in a process of its own, then compare the graph with its source on a text."""
         import torch
 
+        from optkit.backends.optimum_export import export_with_optimum
         from optkit.onnx.builder import build
         from optkit.onnx.genai_tokenizer import agree_on_tokens
         from optkit.onnx.model_file import ModelFile
@@ -142,21 +162,17 @@ class Onnx(Transform):
         checkpoint = Checkpoint(source)
         order = self._order(checkpoint.shape, source, target, context)
         started = time.monotonic()
-        layers = int(checkpoint.config["num_hidden_layers"])
+        layers = int(checkpoint.config["num_hidden_layers"]) if order.exporter == "genai" else 0
         with context.progress.task("onnx", layers + PARTS, "parts") as task:
-            build(order, task)
+            made = export_with_optimum(order, context.progress) if order.exporter == "optimum" else build(order, task)
             exported = time.monotonic()
             _write_beside(order)
             text, ids = _text(order)
             apart = check_parity(order, torch.tensor(ids), task) if comparable(order) else {}
-        disagreement = agree_on_tokens(target, text, ids) if text else ""
+        disagreement = agree_on_tokens(target, text, ids) if text and (target / GENAI_CONFIG).exists() else ""
         graph = ModelFile(target)
         details = {
-            "target": order.provider,
-            "dtype": order.dtype,
-            "lm_head": f"{order.head_bits} bits" if order.head_bits else "as in the source",
-            "embedding": "the codes of lm_head" if order.shared_embedding else "as in the source",
-            "activations": "float" if order.float_activations else "int8",
+            **_choices(order),
             "opset": next(entry.version for entry in graph.proto.opset_import if entry.domain in ("", "ai.onnx")),
             "ir_version": graph.proto.ir_version,
             "nodes": graph.node_kinds(),
@@ -164,27 +180,33 @@ class Onnx(Transform):
             "export_s": round(exported - started, 1),
             "compare_s": round(time.monotonic() - exported, 1),
             **apart,
+            **made,
         }
         return Report(changed=len(graph.initializers), details=details, notes=(*_notes(order, details), *filter(None, [disagreement])))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size of the graph's weights, and the memory of the source in float32 or of the graph as ONNX Runtime holds it."""
-        if (self.exporter or exporter_for(shape.config)) == "torch":
-            self._refuse_for_torch(shape)
+        if (exporter := self._exporter(shape)) != "genai":
+            self._refuse_for(exporter, shape)
             left = float32_shape(shape)
             return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + 3 * left.size_bytes), left
         order = self._order(shape, Path(), Path(), Context(device=device))
         left = exported_shape(shape, order)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(float_bytes(shape), 2 * left.size_bytes)), left
 
-    def _refuse_for_torch(self, shape: ModelShape) -> None:
-        """Raise StageError for a model or a field that the exporter torch does not take."""
-        encoder_head(shape.config)
-        if idle := self._idle_with_torch:
+    def _refuse_for(self, exporter: str, shape: ModelShape) -> None:
+        """Raise StageError for a model or a field that the exporter torch or optimum does not take."""
+        if not is_decoder(shape.config):
+            if exporter == "optimum":
+                raise StageError(f"optimum exports decoders here, and {architecture_of(shape.config)} is none", where="onnx", remedy=TORCH)
+            encoder_head(shape.config)
+            if self.kv_cache is not None:
+                raise StageError("an encoder has no KV cache", where="onnx.kv_cache", remedy="Leave it out")
+        if idle := self._idle(exporter):
             raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
         if method := (shape.config.get("quantization_config") or {}).get("quant_method"):
             raise StageError(
-                f"the exporter torch writes float weights, and the model is quantized already ({method})",
+                f"the exporter {exporter} writes float weights, and the model is quantized already ({method})",
                 where="onnx",
                 remedy="Export the float checkpoint, and put onnx_quantize behind it",
             )
@@ -193,6 +215,20 @@ class Onnx(Transform):
         """Return what the exporter is asked for. Raises StageError for what it cannot do with this model."""
         from optkit.onnx.builder import Order, refuse_architecture
 
+        if (exporter := self._exporter(shape)) != "genai":
+            self._refuse_for(exporter, shape)
+            return Order(
+                source=source,
+                target=target,
+                provider="cpu",
+                dtype="float32",
+                trust_remote_code=context.trust_remote_code,
+                exporter=exporter,
+                opset=self.opset,
+                kv_cache=self.kv_cache is not False,
+            )
+        if idle := self._idle("genai"):
+            raise StageError(idle[1], where=f"onnx.{idle[0]}")
         refuse_architecture(next(iter(shape.config.get("architectures") or [""])))
         refuse_scheme(shape)
         quantized = bool(shape.config.get("quantization_config"))
@@ -210,6 +246,9 @@ class Onnx(Transform):
             trust_remote_code=context.trust_remote_code,
             device=context.device if self.target == "cuda" and context.device.startswith("cuda") else "cpu",
         )
+
+    def _exporter(self, shape: ModelShape) -> str:
+        return self.exporter or exporter_for(shape.config)
 
     def _head_bits(self, shape: ModelShape) -> int | None:
         """Return the bits that lm_head is rounded to; None where it stays or is quantized already. Raises StageError where it cannot be."""
@@ -252,7 +291,9 @@ def _write_beside(order: Order) -> None:
     for name in STALE:
         (order.target / name).unlink(missing_ok=True)
     write_config(order.target, exported_config(Checkpoint(order.source).config, order.dtype))
-    path = order.target / "genai_config.json"
+    path = order.target / GENAI_CONFIG
+    if not path.exists():
+        return
     genai = json.loads(path.read_text(encoding="utf-8"))
     if order.provider == "cpu":
         genai["model"]["decoder"]["session_options"]["provider_options"] = []
@@ -271,6 +312,19 @@ def _text(order: Order) -> tuple[str, list[int]]:
         return "", random.Random(0).choices(range(vocabulary), k=CHARACTERS // 4)
     text = TextSource(dataset="python-reference").joined(None)[:CHARACTERS]
     return text, [each for each in tokenizer(text, verbose=False).input_ids if each < vocabulary]
+
+
+def _choices(order: Order) -> dict[str, Any]:
+    """Return what was ordered, as the report says it."""
+    if order.exporter != "genai":
+        return {"dtype": order.dtype, "kv_cache": order.kv_cache}
+    return {
+        "target": order.provider,
+        "dtype": order.dtype,
+        "lm_head": f"{order.head_bits} bits" if order.head_bits else "as in the source",
+        "embedding": "the codes of lm_head" if order.shared_embedding else "as in the source",
+        "activations": "float" if order.float_activations else "int8",
+    }
 
 
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:

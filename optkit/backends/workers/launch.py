@@ -30,7 +30,7 @@ class Job:
 
     def __init__(self, request: dict[str, Any], descriptor: int) -> None:
         self.method: str = request["method"]
-        """`gptq`, `awq` or `rtn`."""
+        """`gptq`, `awq`, `rtn` or `export`."""
         self.source = Path(request["source"])
         """A float checkpoint that this environment's transformers reads."""
         self.target = Path(request["target"])
@@ -133,7 +133,7 @@ def main(name: str, descriptor: int) -> int:
             raise FileNotFoundError(f"there is no worker {name}")
         worker = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(worker)
-        details = worker.quantize(job)
+        details = worker.export(job) if job.method == "export" else worker.quantize(job)
     except BaseException as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
