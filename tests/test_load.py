@@ -85,14 +85,14 @@ def test_percentiles_and_goodput() -> None:
 
 
 def test_every_rate_has_its_rows(clock: SimpleNamespace) -> None:
-    eval = Load(rates=(0.1, 2), requests=4, prompt=4, new_tokens=3, batch=2)
+    eval = Load(rates=(0.001, 2), requests=4, prompt=4, new_tokens=3, batch=2)
     metrics = eval.run(clock.session, EvalContext())
     assert {metric.name for metric in metrics} == set(Load.metrics)
     rows = [tuple(metric.labels.values()) for metric in metrics if metric.name == "load_tokens_per_s"]
-    assert rows == [tuple(row.values()) for row in eval.row_labels()] == [("0.1", 4, 3, "static"), (2, 4, 3, "static")]
+    assert rows == [tuple(row.values()) for row in eval.row_labels()] == [("0.001", 4, 3, "static"), (2, 4, 3, "static")]
     slow, fast = (metric for metric in metrics if metric.name == "load_first_token_p95_s")
     assert slow.value == pytest.approx(1.0)
-    assert len(slow.samples) == 2
+    assert len(slow.samples) == 3
     assert fast.value > slow.value
 
 

@@ -97,6 +97,11 @@ def test_what_is_refused_before_anything_runs(
             setting.check(of, device)
 
 
+def test_an_artifact_is_not_opened_where_the_device_has_no_such_numbers(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(StageError, match=r"^precision: tf32 does not run on cpu"):
+        open_session(tiny_model("llama"), [Precision(mode="tf32")])
+
+
 def test_a_plan_refuses_it_for_the_model_that_the_stages_leave(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     def plan(*stages: object) -> None:
         recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages)})

@@ -83,8 +83,9 @@ def test_an_engine_that_dies_is_an_error_with_its_last_lines(python: Callable[[s
 
 def test_a_refusal_comes_with_what_was_printed_before_it(python: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "said").write_text(json.dumps({"versions": {}, "refused": "EngineDeadError: see above"}))
-    python(f"echo ValueError: no kernel for 3 bits; cp {tmp_path}/said $4")
-    with pytest.raises(EvalError, match=r"EngineDeadError: see above; it printed last: ValueError: no kernel for 3 bits\. "):
+    printed = "echo EngineCore ValueError: no kernel for 3 bits; echo EngineDeadError: dead; echo WARNING force killing"
+    python(f"{printed}; cp {tmp_path}/said $4")
+    with pytest.raises(EvalError, match=r"EngineDeadError: see above; it printed last: EngineCore ValueError: no kernel for 3 bits\. "):
         EVAL.run(BigramSession(), EvalContext())
 
 

@@ -56,7 +56,7 @@ class Load(Eval):
     """A request counts for goodput where its first token came within this time of its arrival."""
     inter_token_limit_s: float = Field(default=0.2, gt=0)
     """And where the mean time between its tokens was at most this."""
-    repeats: int = Field(default=2, ge=2)
+    repeats: int = Field(default=3, ge=2)
     """Times that the requests are served, each time with other moments of arrival."""
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ THERE = "from importlib.metadata import distributions as found; exit(not {'vllm'
 TIMEOUT_S = 3600.0
 LEFT_BYTES = 1 << 30
 """Memory of a GPU that vLLM is told to leave beside what is in use already."""
-LAST_LINES = 5
+LAST_LINES = 3
+ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def time_vllm(session: Session, asked: Asked) -> tuple[list[Answers], str]:
     with tempfile.TemporaryDirectory(prefix="optkit-vllm-") as folder:
         answer = ask(ENGINE, python, request, Path(folder), TIMEOUT_S)
         if answer.problem:
-            last = _last_lines(Path(folder) / "vllm.log") if "last:" not in answer.problem else ""
+            last = _causes(Path(folder) / "vllm.log") if "last:" not in answer.problem else ""
             raise EvalError(
                 "vLLM did not measure it",
                 where=f"throughput with vllm ({python})",
@@ -103,8 +105,11 @@ def _memory_fraction(device: str) -> float:
     return round(max(0.05, min(0.9, (free - LEFT_BYTES) / total)), 3)
 
 
-def _last_lines(log: Path) -> str:
+def _causes(log: Path) -> str:
+    """Return the last lines that name an error of the engine's processes, else the last lines."""
     if not log.is_file():
         return ""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f"; it printed last: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
+    errors = [line for line in lines if ERROR.search(line) and "EngineDeadError" not in line]
+    shown = dict.fromkeys(errors[-LAST_LINES:] or lines[-LAST_LINES:])
+    return f"; it printed last: {' / '.join(shown)}" if shown else ""

@@ -42,6 +42,16 @@ class Precision(Setting):
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError where the device has no such numbers, or autocast would have nothing to cast."""
+        self._check_device(device)
+        if self.mode == "autocast":
+            self._check_autocast(shape)
+
+    def on_load(self, model: Any, device: str) -> Any:
+        """Return the model as it is; raises StageError where the device, perhaps another one than it was made on, has no such numbers."""
+        self._check_device(device)
+        return model
+
+    def _check_device(self, device: str) -> None:
         if self.mode == "tf32" and device == "cpu":
             raise StageError(
                 "tf32 does not run on cpu",
@@ -58,8 +68,6 @@ class Precision(Setting):
                 why="GPUs do from 8.0 (Ampere) on",
                 remedy="Use fp16 or fp32",
             )
-        if self.mode == "autocast":
-            self._check_autocast(shape)
 
     def _check_autocast(self, shape: ModelShape) -> None:
         if shape.config.get("quantization_config"):

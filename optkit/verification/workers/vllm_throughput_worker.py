@@ -19,6 +19,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     Prefix caching is off: the prompts of all repeats are the same. On CPUs its compiler is off, which takes minutes for a small model.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if request["device"] == "cpu":
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
 
     cells = request["cells"]
