@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,11 @@ from optkit.model.writer import copy_companions
 from optkit.onnx import genai
 from optkit.session import open_session
 from optkit.session.onnx_session import OnnxSession
+from optkit.stage import Setting
 from optkit.stages.onnx_provider import OnnxProvider
 
 TinyOnnx = Callable[[str, str], Path]
-GENAI = [OnnxProvider(engine="onnxruntime-genai")]
+GENAI: list[Setting] = [OnnxProvider(engine="onnxruntime-genai")]
 
 
 @pytest.fixture
@@ -34,6 +35,12 @@ def exported(tiny_onnx: TinyOnnx, tiny_model: Callable[[str], Path], tmp_path: P
     return directory
 
 
+def opened(directory: Path, settings: Sequence[Setting] = ()) -> OnnxSession:
+    session = open_session(directory, settings)
+    assert isinstance(session, OnnxSession)
+    return session
+
+
 def tokens_of(rows: int, length: int) -> Tensor:
     return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(7))
 
@@ -41,8 +48,8 @@ def tokens_of(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_tokens_are_those_of_onnx_runtime(exported: Path, batch: int) -> None:
     tokens = tokens_of(batch, 12)
-    expected = open_session(exported).generate(tokens, 40)
-    session = open_session(exported, GENAI)
+    expected = opened(exported).generate(tokens, 40)
+    session = opened(exported, GENAI)
     assert session.generate(tokens, 40).equal(expected)
     assert torch.stack(list(session.stream(tokens, 40)), 1).equal(expected[:, 12:])
     assert session.generate(tokens, 0).equal(tokens)
@@ -50,31 +57,30 @@ def test_the_tokens_are_those_of_onnx_runtime(exported: Path, batch: int) -> Non
 
 def test_it_never_stops_early(exported: Path) -> None:
     tokens = tokens_of(1, 12)
-    answer = open_session(exported).generate(tokens, 20)
+    answer = opened(exported).generate(tokens, 20)
     config = json.loads((exported / "genai_config.json").read_text())
     config["model"]["eos_token_id"] = answer[0, 12:].tolist()
     (exported / "genai_config.json").write_text(json.dumps(config))
-    assert open_session(exported, GENAI).generate(tokens, 20).equal(answer)
+    assert opened(exported, GENAI).generate(tokens, 20).equal(answer)
 
 
 def test_a_whole_session(exported: Path) -> None:
-    session = open_session(exported, [OnnxProvider(engine="onnxruntime-genai", threads=2)])
-    assert isinstance(session, OnnxSession)
+    session = opened(exported, [OnnxProvider(engine="onnxruntime-genai", threads=2)])
     assert (session.vocabulary, session.positions, session.dtype) == (512, 512, "float32")
     (note,) = session.notes
     assert note.startswith("onnxruntime-genai 0.")
     assert note.endswith("generates on cpu; logits are computed by onnxruntime itself")
     assert "runner" not in vars(session), "the model is in memory once while it generates"
     tokens = tokens_of(2, 30)
-    assert session.logits(tokens).equal(open_session(exported).logits(tokens))
-    assert session.decode_bytes(1, 100) == open_session(exported).decode_bytes(1, 100)
+    assert session.logits(tokens).equal(opened(exported).logits(tokens))
+    assert session.decode_bytes(1, 100) == opened(exported).decode_bytes(1, 100)
     metrics = Throughput(prompts=(16,), new_tokens=4, repeats=2).run(session, EvalContext())
     assert {metric.name for metric in metrics} >= {"decode_tokens_per_s", "prefill_tokens_per_s"}
     session.close()
 
 
 def test_two_streams_at_once(exported: Path) -> None:
-    session = open_session(exported, GENAI)
+    session = opened(exported, GENAI)
     first, second = tokens_of(1, 9), tokens_of(2, 5)
     alone = [session.generate(first, 6)[:, 9:], session.generate(second, 6)[:, 5:]]
     pairs = list(zip(session.stream(first, 6), session.stream(second, 6), strict=True))
@@ -84,7 +90,7 @@ def test_two_streams_at_once(exported: Path) -> None:
 def test_no_genai_config(exported: Path) -> None:
     (exported / "genai_config.json").unlink()
     with pytest.raises(SourceError, match=r"there is no genai_config.json. ONNX Runtime GenAI reads there .* Export it with"):
-        open_session(exported, GENAI)
+        opened(exported, GENAI)
 
 
 def test_a_graph_that_is_none(exported: Path) -> None:
@@ -92,18 +98,18 @@ def test_a_graph_that_is_none(exported: Path) -> None:
     config["model"]["type"] = "unheard-of"
     (exported / "genai_config.json").write_text(json.dumps(config))
     with pytest.raises(SourceError, match="ONNX Runtime failed while it was opened. Unsupported model_type"):
-        open_session(exported, GENAI)
+        opened(exported, GENAI)
 
 
 def test_more_tokens_than_positions(exported: Path) -> None:
     with pytest.raises(EvalError, match="515 tokens are more than the model's 512 positions"):
-        open_session(exported, GENAI).stream(tokens_of(1, 512), 3)
+        opened(exported, GENAI).stream(tokens_of(1, 512), 3)
 
 
 def test_no_package(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
     with pytest.raises(MissingPackageError, match=r"`onnxruntime-genai` is not installed. Run: pip install 'optkit\[onnx\]'"):
-        open_session(exported, GENAI)
+        opened(exported, GENAI)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import SourceError, StageError
+from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import write_config
-from optkit.stage import Context, Format, Report, Transform
+from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.node_selection import refuse_unmatched
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ HERE = "The graph was optimized for this machine's CPU (level: all): on another 
 ONLY_RUNTIME = "The graph has fused operators of ONNX Runtime, which other engines do not know"
 LIMITS = {False: 1e-3, True: 5e-2}
 """Largest difference to the source's first output, as a share of its largest value: of float32 graphs, and of those that round."""
+FUSION_COPIES, FLOAT16_COPIES = 1.5, 4.5
+"""How often ONNX Runtime holds the model while it is fused, and its tool while that is converted."""
 ROUNDING = ("MatMulNBits", "MatMulInteger", "QuantizeLinear", "DynamicQuantizeLinear", "GatherBlockQuantized")
 
 
@@ -98,6 +101,15 @@ class OnnxOptimize(Transform):
         }
         changed = moved + converted + (opset_before != opset_after)
         return Report(changed=changed, details=details, notes=(*self._notes(written), *notes))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the size of what is left, written twice on the way, and the memory of the fusions and of the conversion to float16."""
+        from optkit.onnx.changed_shape import optimized_shape, whole_bytes
+
+        left = optimized_shape(shape, self.level != "none", self.float16)
+        wide = optimized_shape(shape, self.level != "none", float16=False)
+        ram = whole_bytes(shape, FLOAT16_COPIES if self.float16 else FUSION_COPIES)
+        return Cost(disk_bytes=left.size_bytes + wide.size_bytes, ram_bytes=ram), left
 
     def _change(self, model: ModelFile, work: Path) -> tuple[ModelFile, int]:
         """Return the changed model and how many tensors are float16 now."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
+from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Format, Report, Transform
+from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.node_selection import choose, listed, refuse_nothing
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ KINDS_OF: Mapping[str, tuple[Kind, ...]] = {
 Done = tuple[dict[str, str], dict[str, str], tuple[str, ...]]
 """Names of the quantized nodes with what they became, the others with the reason, and notes."""
 ASYMMETRIC = ("k_quant", "hqq")
+INT8_COPIES = 4.0
+"""How often ONNX Runtime's tool holds the model."""
 
 
 class OnnxQuantize(Transform):
@@ -140,6 +143,22 @@ class OnnxQuantize(Transform):
         }
         texts = (self.calibration.identity(),) if self.calibration else ()
         return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the size of the codes and of what stays, and the memory of rounding a matrix or, for int8, of ONNX Runtime's own tool.
+
+        Patterns on names of nodes are not known here: what they would choose counts as kept.
+        """
+        from optkit.onnx.changed_shape import Blocks, int8_shape, rounded_shape, rounding_bytes, whole_bytes
+
+        if self.method != "weights":
+            left = int8_shape(shape, self.per_channel, "Gather" in self.op_types, self.include, self.exclude)
+            return Cost(disk_bytes=left.size_bytes, ram_bytes=whole_bytes(shape, INT8_COPIES)), left
+        zeros = "none" if self.symmetric else "float" if self.algorithm == "hqq" else "packed"
+        head = None if self.lm_head == "keep" else Blocks(self.lm_head, self.block_size, "none" if self.symmetric else "packed")
+        form = Blocks(self.bits, self.block_size, zeros)
+        left = rounded_shape(shape, form, head, self.embedding == "shared", self.include, self.exclude)
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=rounding_bytes(shape, left, self.algorithm)), left
 
     def _quantize_weights(self, model: ModelFile, target: Path, context: Context) -> Done:
         from optkit.onnx.matrices import find_matrices, fold_transposes_, replace_matrices_, share_codes_
