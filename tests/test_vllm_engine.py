@@ -142,8 +142,8 @@ def test_a_token_of_a_batch_is_there_when_all_rows_have_it(monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.peers
-def test_vllm_itself(tiny_model: Callable[[str], Path]) -> None:
+def test_vllm_itself(smol: Path) -> None:
     if "OPTKIT_VLLM_PYTHON" not in os.environ:
         pytest.skip("needs vLLM: $OPTKIT_VLLM_PYTHON")
-    found = EVAL.run(open_session(tiny_model("llama")), EvalContext())
+    found = EVAL.run(open_session(smol), EvalContext())
     assert all(metric.value > 0 and len(metric.samples) == 2 for metric in found)

@@ -74,7 +74,7 @@ def time_vllm(session: Session, asked: Asked) -> tuple[list[Answers], str]:
     with tempfile.TemporaryDirectory(prefix="optkit-vllm-") as folder:
         answer = ask(ENGINE, python, request, Path(folder), TIMEOUT_S)
         if answer.problem:
-            last = _causes(Path(folder) / "vllm.log") if "last:" not in answer.problem else ""
+            last = _causes(Path(folder) / "vllm.log") if "EngineDeadError" in answer.problem else ""
             raise EvalError(
                 "vLLM did not measure it",
                 where=f"throughput with vllm ({python})",
