@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--store", type=Path)
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
+    if asked.store:
+        asked.store.mkdir(parents=True, exist_ok=True)
     names = [f"{what} {model.name}" for what in ("perplexity", "KL") for model in asked.models]
     print("| method | bits |", " | ".join(names), "| size | user CPU |")
     print("|---" * (len(names) + 4) + "|")

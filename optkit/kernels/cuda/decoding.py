@@ -72,7 +72,8 @@ class GraphDecoder:
         capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, int(self.model.config.max_position_embeddings))
         if lent is None or (lent.batch, lent.capacity) != (batch, capacity):
             lent = None
-            lent = Steps(self, batch, capacity)
+            with torch.cuda.device(self.embedding.device):
+                lent = Steps(self, batch, capacity)
         lent.length = length
         try:
             yield lent
@@ -134,13 +135,14 @@ class Steps:
         return self._when_done(self._running)
 
     def _when_done(self, tokens: Tensor) -> Tensor:
-        done = torch.cuda.Event()
-        done.record()
-        if self._at + 1 < self.length:
-            self.graph.replay()
-            self._at += 1
-            self._running = self.tokens[self._at].clone()
-        done.synchronize()
+        with torch.cuda.device(tokens.device):
+            done = torch.cuda.Event()
+            done.record()
+            if self._at + 1 < self.length:
+                self.graph.replay()
+                self._at += 1
+                self._running = self.tokens[self._at].clone()
+            done.synchronize()
         return tokens
 
     def launch(self) -> None:
@@ -218,7 +220,7 @@ def why_not(model: Any) -> str | None:
     if model.dtype not in CODE_BASES:
         return f"its kernels compute in bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')} (precision: bf16 opens it so)"
     for name, module in model.named_modules():
-        if name.rpartition(".")[2].endswith("_proj") and not isinstance(module, (nn.Linear, TiledLinear)):
+        if name.endswith(("_proj", "lm_head")) and not isinstance(module, (nn.Linear, TiledLinear)):
             return f"{name} is computed by {type(module).__name__}"
         if isinstance(module, TiledLinear) and module.order is not None:
             return f"{name} takes its inputs in another order (activation order)"

@@ -38,17 +38,20 @@ class _Launch(ctypes.Structure):
 
 
 class Kernel:
-    """A compiled function on the current device."""
+    """A compiled function on a device."""
 
-    def __init__(self, function: ctypes.c_void_p, where: str, overlaps: bool) -> None:
-        self._function, self._where, self._overlaps = function, where, overlaps
+    def __init__(self, function: ctypes.c_void_p, where: str, device: int, overlaps: bool) -> None:
+        self._function, self._where, self._device, self._overlaps = function, where, device, overlaps
         self._allowed = USUAL_SHARED_BYTES
 
     def __call__(self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
-        """Launch on torch's current stream.
+        """Launch on torch's current stream of the device.
 
         `arguments`: tensors (their first byte), None (a null pointer), int and float (32 bits). Raises OptkitError where CUDA refuses.
         """
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self(grid, threads, arguments, shared_bytes)
         driver = _driver()
         if shared_bytes > self._allowed:
             self._check(driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
@@ -60,6 +63,7 @@ class Kernel:
         stream = torch.cuda.current_stream().cuda_stream
         launch = _Launch(*grid, threads, 1, 1, shared_bytes, stream, ctypes.pointer(attribute), int(self._overlaps))
         self._check(driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+        return None
 
     def _check(self, status: int) -> None:
         if status:
@@ -78,7 +82,7 @@ def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context is torch's
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        kernel = Kernel(function, where, overlaps=capability >= (9, 0))
+        kernel = Kernel(function, where, device, overlaps=capability >= (9, 0))
         kernel._check(_driver().cuModuleLoadData(ctypes.byref(module), binary))
         kernel._check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     return kernel
