@@ -13,7 +13,17 @@ from optkit.errors import RecipeError
 from optkit.frozen import Frozen
 from optkit.measure import Eval
 from optkit.overrides import override
-from optkit.recipe_check import check_fields, check_formats, check_gates, check_order, check_repeats, check_root, check_texts, read_items
+from optkit.recipe_check import (
+    check_fields,
+    check_formats,
+    check_gates,
+    check_order,
+    check_repeats,
+    check_root,
+    check_tasks,
+    check_texts,
+    read_items,
+)
 from optkit.recipe_files import find_recipe, read_text
 from optkit.source.models import ModelSource, pin_model
 from optkit.stage import Setting, Stage, Transform
@@ -138,7 +148,7 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
         problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
     problems += [*stage_problems, *eval_problems, *gate_problems]
     problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
-    problems += check_formats(placed, stages, evals)
+    problems += [*check_formats(placed, stages, evals), *check_tasks(placed, stages, evals)]
     said = {(problem.line, problem.column) for problem in placed.problems}
     problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
     if problems or isinstance(heading, list):

@@ -13,8 +13,10 @@ from optkit.errors import OptkitError, Problem, did_you_mean
 from optkit.frozen import Frozen
 from optkit.gates import check_gate, parse_gate
 from optkit.measure import Eval
+from optkit.model.task import EVERY_TASK, PHRASES, phrase_of
 from optkit.registry import EVALS, PRESETS, eval_class
-from optkit.stage import Format, Setting, Transform
+from optkit.source.models import BUILT_IN
+from optkit.stage import Format, Setting, Stage, Transform
 from optkit.validation import shown, validate
 from optkit.yaml_places import PlacedData, Steps
 
@@ -150,6 +152,24 @@ def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> 
         if is_onnx and issubclass(item.model, Eval) and item.model.reads_weights:
             message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
             yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before the export.")
+
+
+def check_tasks(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the stages and evals for another kind of model than the recipe's, where that is a built-in one, or than those before them."""
+    written = recipe.data.get("model")
+    known = BUILT_IN.get(str(written.get("name") if isinstance(written, Mapping) else written))
+    left = frozenset({known.task}) if known else EVERY_TASK
+    why = f"the model is {PHRASES[known.task]}" if known else ""
+    for item in (*stages, *evals):
+        model = item.model
+        if not issubclass(model, Stage | Eval):
+            continue
+        if not left & model.tasks:
+            message = f"{item.kind} is for {phrase_of(model.tasks)}, and {why}. Take it out, or name another model."
+            yield recipe.key_place(item.steps).problem(message)
+        elif not left <= model.tasks:
+            left &= model.tasks
+            why = f"{item.kind} ({recipe.key_place(item.steps).short}) is for {phrase_of(left)}"
 
 
 def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:

@@ -113,18 +113,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
-def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> TinyEncoder:
-    """Return the checkpoint of a tiny random encoder and its ONNX directory; the same for every test, so copy them before changing them."""
-    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+def tiny_encoder_source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Return the checkpoint of a tiny random encoder; the same one for every test, so copy it before changing it."""
     root = tmp_path_factory.mktemp("tiny-encoders")
+
+    def make(architecture: str) -> Path:
+        from tests.encoders import save_encoder
+
+        directory = root / architecture
+        return directory if directory.exists() else save_encoder(architecture, directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_encoder(tiny_encoder_source: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> TinyEncoder:
+    """Return the checkpoint of a tiny encoder and its ONNX directory; the same ones for every test, so copy them before changing them."""
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    root = tmp_path_factory.mktemp("tiny-encoders-onnx")
 
     def make(architecture: str) -> tuple[Path, Path]:
         from optkit.onnx.torch_export import export_encoder
-        from tests.encoders import save_encoder
 
-        source, target = root / architecture, root / f"{architecture}-onnx"
+        source, target = tiny_encoder_source(architecture), root / architecture
         if not target.exists():
-            save_encoder(architecture, source)
             target.mkdir()
             export_encoder(source, target)
         return source, target

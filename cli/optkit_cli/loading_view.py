@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from optkit.scorecard import COLUMNS, Loading, loading_cells, loading_notes
+from optkit.scorecard import Loading, loading_cells, loading_columns, loading_notes
 from optkit_cli.tables import indented, plain_table
 
 STYLES = {"agrees": "green", "disagrees": "bold red", "refused": "bold red", "skipped": "dim"}
@@ -17,10 +17,11 @@ def loading_view(loading: Sequence[Loading]) -> list[RenderableType]:
     """Return the table and what to say below it; nothing where the artifact was not verified."""
     if not loading:
         return []
-    first, second, *numbers = COLUMNS
+    columns = loading_columns(loading)
+    first, second, *numbers = columns
     table = plain_table((first, "left"), (second, "left"), *((name, "right") for name in numbers))
     for each in loading:
-        engine, loads, *cells = loading_cells(each)
+        engine, loads, *cells = loading_cells(each, columns)
         table.add_row(engine, Text(loads, style=STYLES[each.verdict]), *cells)
     notes = indented([("loading", note) for note in loading_notes(loading)])
     return [table] if notes is None else [table, notes]

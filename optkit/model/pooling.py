@@ -18,7 +18,7 @@ CONFIG = "config.json"
 KNOWN = ("Transformer", "Pooling", "Normalize")
 """Modules that optkit computes as sentence-transformers does."""
 Mode = Literal["mean", "cls", "max"]
-MODES: dict[Mode, str] = {"mean": "mean of the tokens", "cls": "the first token", "max": "largest of the tokens"}
+MODES: dict[Mode, str] = {"mean": "mean of the tokens", "cls": "first token", "max": "largest of the tokens"}
 OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",

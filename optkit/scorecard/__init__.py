@@ -2,14 +2,13 @@
 
 from optkit.scorecard.attribution import Waterfall, waterfall
 from optkit.scorecard.build import build_scorecard, ratio_to_baseline
-from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_notes
+from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, read_json, to_json
 from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows, value_text
 
 __all__ = [
-    "COLUMNS",
     "Comparison",
     "ComparisonRow",
     "GateResult",
@@ -26,6 +25,7 @@ __all__ = [
     "format_ratio",
     "format_value",
     "loading_cells",
+    "loading_columns",
     "loading_notes",
     "protocols",
     "ratio_to_baseline",

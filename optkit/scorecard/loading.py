@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from optkit.frozen import Frozen
 
 EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime", "onnxruntime-genai"]
 NOTHING = "-"
-COLUMNS = ("engine", "loads", "logit difference", "mean KL", "same top-1", "same tokens")
+FIRST_COLUMNS = ("engine", "loads")
+COLUMNS = ("logit difference", "mean KL", "same top-1", "same tokens")
+OF_EMBEDDINGS = ("largest difference", "min cosine")
 
 
 class Loading(Frozen):
@@ -38,6 +40,10 @@ class Loading(Frozen):
     """How many generated tokens are those of optkit, from the first on."""
     text: str = ""
     """What it generated."""
+    max_difference: float | None = None
+    """Of an encoder's embeddings, the largest between two numbers at one place."""
+    min_cosine: float | None = None
+    """The least cosine similarity of an encoder's embedding of a text to optkit's."""
     seconds: float = 0.0
     """From the start of the program to its answer."""
 
@@ -52,18 +58,26 @@ class Loading(Frozen):
         return self.verdict in ("disagrees", "refused")
 
 
-def loading_cells(loading: Loading) -> tuple[str, ...]:
-    """Return the texts of a line of the loading table, in the order of `COLUMNS`."""
+def loading_columns(loadings: Iterable[Loading]) -> tuple[str, ...]:
+    """Return the heads of the loading table, those for embeddings where an engine gave some."""
+    return (*FIRST_COLUMNS, *(OF_EMBEDDINGS if any(each.min_cosine is not None for each in loadings) else COLUMNS))
+
+
+def loading_cells(loading: Loading, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts of a line of the loading table, in the order of its columns."""
     name = " ".join(part for part in (loading.engine, loading.version, loading.dtype) if part)
     loads = {"agrees": "yes", "disagrees": "DISAGREES", "refused": "NO", "skipped": "not tried"}[loading.verdict]
-    return (
-        name,
-        loads,
-        NOTHING if loading.max_logit_difference is None else f"{loading.max_logit_difference:.2g}",
-        NOTHING if loading.mean_kl is None else f"{loading.mean_kl:.2g}",
-        NOTHING if loading.top1_agreement is None else f"{loading.top1_agreement:.1%}",
-        NOTHING if loading.same_tokens is None else str(loading.same_tokens),
-    )
+    cells = {
+        "engine": name,
+        "loads": loads,
+        "logit difference": NOTHING if loading.max_logit_difference is None else f"{loading.max_logit_difference:.2g}",
+        "mean KL": NOTHING if loading.mean_kl is None else f"{loading.mean_kl:.2g}",
+        "same top-1": NOTHING if loading.top1_agreement is None else f"{loading.top1_agreement:.1%}",
+        "same tokens": NOTHING if loading.same_tokens is None else str(loading.same_tokens),
+        "largest difference": NOTHING if loading.max_difference is None else f"{loading.max_difference:.2g}",
+        "min cosine": NOTHING if loading.min_cosine is None else f"{loading.min_cosine:.6f}",
+    }
+    return tuple(cells[column] for column in columns)
 
 
 def loading_notes(loadings: Iterable[Loading]) -> list[str]:

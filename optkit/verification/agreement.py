@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optkit.errors import OptkitError
 
@@ -123,6 +123,16 @@ def tolerance(*dtypes: str, rounded_activations: bool) -> float:
     if rounded_activations:
         return ROUNDED_ACTIVATIONS
     return max(TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in dtypes)
+
+
+def verdict_of(near: Agreement, limit: float) -> dict[str, Any]:
+    """Return the fields of a loading line that say how near an engine came, and whether that is near enough."""
+    if not math.isfinite(near.mean_kl) or not math.isfinite(near.max_logit_difference):
+        return {"verdict": "disagrees", "reason": "its logits are not all finite numbers"}
+    numbers = {"max_logit_difference": near.max_logit_difference, "mean_kl": near.mean_kl, "top1_agreement": near.top1_agreement}
+    if near.mean_kl < limit:
+        return {**numbers, "verdict": "agrees"}
+    return {**numbers, "verdict": "disagrees", "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}"}
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from optkit.model.task import Task, task_of
 from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory, Port
+from optkit.onnx.encoder_heads import architecture_of
 
 CONFIG = "config.json"
 ATTENTION = "GroupQueryAttention"
@@ -23,13 +25,16 @@ def problems_of_config(found: OnnxDirectory) -> list[str]:
         return [f"there is no {CONFIG}, which tokenizers and other programs ask for"]
     config = _mapping(found.config, "text_config") or found.config
     cache = [layer.past for layer in found.cache]
+    labels = task_of(config) is Task.CLASSIFICATION and not architecture_of(config).endswith("ForMaskedLM")
     stated = {
         "num_hidden_layers": len(cache) // 2 or None,
         "num_key_value_heads": _size(cache, 1),
-        "vocab_size": _logits_width(found),
+        "vocab_size": None if labels else _logits_width(found),
     }
     wrong = {name: size for name, size in stated.items() if size and isinstance(config.get(name), int) and config[name] != size}
     problems = [f"{CONFIG} says {name} {config[name]}, and the graph has {size}" for name, size in wrong.items()]
+    if labels and (named := len(config.get("id2label") or ())) and named != _logits_width(found):
+        problems.append(f"{CONFIG} names {named} labels, and the graph gives {_logits_width(found)}")
     if "quantization_config" in found.config:
         problems.append(f"{CONFIG} has a quantization_config, and other programs would look for packed safetensors")
     return problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,17 @@ from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.frozen import Frozen
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.task import PHRASES, Task, task_of
 from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory
 from optkit.progress import Progress
 from optkit.scorecard import Loading
 from optkit.scorecard.loading import EngineName
 from optkit.verification import agreement
-from optkit.verification.agreement import Agreement, Reference
+from optkit.verification.agreement import Reference, verdict_of
 from optkit.verification.check import Check
 from optkit.verification.checks import check_artifact, holds_onnx
-from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, Answer, Engine, ask, interpreter
+from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded, measure_encoder
+from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, VLLM, Answer, Engine, ask, interpreter
 from optkit.verification.onnx_checks import rounds_inputs
 from optkit.verification.schemes import rounds_activations
 
@@ -37,6 +38,9 @@ class Weights:
     """What decides which engines are asked, with which packages, and how near they have to come."""
 
     onnx: bool
+    config: Mapping[str, Any]
+    """The parsed config.json."""
+    task: Task
     method: str
     """`quant_method` of config.json; empty for float weights and for ONNX."""
     rounds_activations: bool
@@ -89,7 +93,7 @@ def verify_artifact(
     with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
         task.advance(0, note="optkit")
         try:
-            reference, tokenizer, notes = _reference(artifact, device, tokens, trusted)
+            reference, tokenizer, notes = _reference(artifact, weights, device, tokens, trusted)
         except SourceError as error:
             return found.model_copy(update={"checks": (*checks, Check(name="opens", ok=False, detail=str(error)))})
         said = f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings"
@@ -108,36 +112,50 @@ def verify_artifact(
     return found.model_copy(update={"checks": (*checks, opened), "loading": tuple(loading)})
 
 
-def _reference(artifact: Artifact, device: str, tokens: int, trusted: bool) -> tuple[Reference, Any, tuple[str, ...]]:
+def _reference(
+    artifact: Artifact, weights: Weights, device: str, tokens: int, trusted: bool
+) -> tuple[Reference | EncoderReference, Any, tuple[str, ...]]:
     from optkit.session import open_session
 
     session: Any = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
-        return agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
+        if weights.task is Task.GENERATION:
+            return agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
+        return measure_encoder(session, session.dtype, weights.task), session.tokenizer, session.notes
     finally:
         session.close()
 
 
 def _weights_of(artifact: Artifact) -> Weights:
     if holds_onnx(artifact):
-        return Weights(onnx=True, method="", rounds_activations=rounds_inputs(OnnxDirectory(artifact.directory).graph))
-    quantization = Checkpoint(artifact.directory).quantization or {}
-    return Weights(onnx=False, method=str(quantization.get("quant_method", "")), rounds_activations=rounds_activations(quantization))
+        found = OnnxDirectory(artifact.directory)
+        return Weights(True, found.config, task_of(found.config) or Task.GENERATION, "", rounds_inputs(found.graph))
+    config = Checkpoint(artifact.directory).config
+    quantization = config.get("quantization_config") or {}
+    method = str(quantization.get("quant_method", ""))
+    return Weights(False, config, task_of(config) or Task.GENERATION, method, rounds_activations(quantization))
 
 
 def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
     """Return why an engine need not be asked; empty where it is."""
     if reason := engine.cannot_open(weights.onnx):
         return reason
+    if weights.task is not Task.GENERATION and engine is ONNXRUNTIME_GENAI:
+        return f"it generates text, and this artifact is {PHRASES[weights.task]}"
+    if weights.task is not Task.GENERATION and engine is VLLM:
+        return f"optkit asks it for the log-probabilities of tokens alone, and this artifact is {PHRASES[weights.task]}"
     if engine is ONNXRUNTIME_GENAI and not (artifact.directory / GENAI_CONFIG).is_file():
         return f"there is no {GENAI_CONFIG}, without which it opens nothing"
     return ""
 
 
-def _request(engine: Engine, directory: Path, reference: Reference, weights: Weights, trusted: bool, folder: Path) -> dict[str, Any]:
+def _request(
+    engine: Engine, directory: Path, reference: Reference | EncoderReference, weights: Weights, trusted: bool, folder: Path
+) -> dict[str, Any]:
+    asked = asked_of(reference, weights.config) if isinstance(reference, EncoderReference) else {"tokens": list(reference.tokens)}
     return {
         "directory": str(directory.resolve()),
-        "tokens": list(reference.tokens),
+        **asked,
         "new_tokens": NEW_TOKENS,
         "device": reference.device,
         "quantized": bool(weights.method),
@@ -148,7 +166,9 @@ def _request(engine: Engine, directory: Path, reference: Reference, weights: Wei
     }
 
 
-def _judge(engine: Engine, weights: Weights, answer: Answer, reference: Reference, tokenizer: Any, logits: Path) -> Loading:
+def _judge(
+    engine: Engine, weights: Weights, answer: Answer, reference: Reference | EncoderReference, tokenizer: Any, logits: Path
+) -> Loading:
     """Return the loading line of an engine."""
     others = {name for helpers in engine.helpers.values() for name in helpers} - set(engine.helpers.get(weights.method, ()))
     packages = {name: version for name, version in answer.said.get("versions", {}).items() if name not in others}
@@ -158,14 +178,14 @@ def _judge(engine: Engine, weights: Weights, answer: Answer, reference: Referenc
         return Loading.model_validate({**facts, "verdict": "skipped", "reason": answer.problem})
     if answer.problem:
         return Loading.model_validate({**facts, "verdict": "refused", "reason": answer.problem})
-    said, count = answer.said, len(reference.tokens)
+    said, count, rounded = answer.said, len(reference.tokens), weights.rounds_activations
+    facts |= {"device": said["device"], "dtype": said["dtype"]}
+    if isinstance(reference, EncoderReference):
+        return Loading.model_validate({**facts, **compare_encoded(reference, said, logits, rounded)})
     facts |= {
-        "device": said["device"],
-        "dtype": said["dtype"],
         "same_tokens": agreement.common_prefix(reference.generated, said["generated"]),
         "text": tokenizer.decode(said["generated"]),
     }
-    rounded = weights.rounds_activations
     limit = agreement.tolerance(reference.dtype, said["dtype"], rounded_activations=rounded)
     if "likeliest" in said:
         what = f"log-probabilities of the {LIKELIEST} likeliest tokens"
@@ -176,15 +196,6 @@ def _judge(engine: Engine, weights: Weights, answer: Answer, reference: Referenc
     else:
         reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
         return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
-    because = f"{reference.dtype} and {said['dtype']}" + (", rounded activations" if rounded else "")
-    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({because})"
-    return Loading.model_validate({**facts, **_verdict(near, limit)})
-
-
-def _verdict(near: Agreement, limit: float) -> dict[str, Any]:
-    if not math.isfinite(near.mean_kl) or not math.isfinite(near.max_logit_difference):
-        return {"verdict": "disagrees", "reason": "its logits are not all finite numbers"}
-    numbers = {"max_logit_difference": near.max_logit_difference, "mean_kl": near.mean_kl, "top1_agreement": near.top1_agreement}
-    if near.mean_kl < limit:
-        return {**numbers, "verdict": "agrees"}
-    return {**numbers, "verdict": "disagrees", "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}"}
+    why = because((reference.dtype, said["dtype"]), rounded)
+    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({why})"
+    return Loading.model_validate({**facts, **verdict_of(near, limit)})

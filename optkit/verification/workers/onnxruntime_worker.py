@@ -11,6 +11,8 @@ ELEMENTS = {"float": 1, "float16": 10, "double": 11, "bfloat16": 16}
 """Numbers of ONNX's float dtypes, by their names in `tensor(...)`."""
 NAMES = {"float": "float32", "double": "float64"}
 """Dtypes that have another name elsewhere."""
+INTEGERS = {"int64": "int64", "int32": "int32"}
+"""Dtypes of inputs that are no part of a KV cache."""
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -25,6 +27,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32."""
     import numpy as np
 
+    if "mask" in request:
+        return encode(request)
     model = Model(Path(request["directory"]), request["device"])
     logits = model.append(request["tokens"])
     np.ascontiguousarray(logits).tofile(request["logits"])
@@ -37,21 +41,50 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     return {"device": request["device"], "dtype": model.dtype, "logits_shape": list(logits.shape), "generated": generated}
 
 
+def encode(request: dict[str, Any]) -> dict[str, Any]:
+    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to the file that the request names."""
+    import numpy as np
+    from onnxruntime import OrtValue
+
+    session = open_session(Path(request["directory"]), request["device"])
+    outputs = {each.name: each for each in session.get_outputs()}
+    output = next((name for name in request["outputs"] if name in outputs), "")
+    if not output:
+        raise ValueError(f"it has no output `{request['outputs'][0]}`, but {', '.join(outputs)}")
+    tokens, mask = np.array(request["tokens"]), np.array(request["mask"])
+    known = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": np.zeros_like(tokens)}
+    feeds = {}
+    for each in session.get_inputs():
+        if each.name not in known:
+            raise ValueError(f"it asks for the input `{each.name}`, and this worker knows {', '.join(known)}")
+        feeds[each.name] = OrtValue.ortvalue_from_numpy(known[each.name].astype(INTEGERS[_kind(each.type)]))
+    found = _float32(session.run_with_ort_values([output], feeds)[0])
+    np.ascontiguousarray(found).tofile(request["logits"])
+    kind = _kind(outputs[output].type)
+    return {"device": request["device"], "dtype": NAMES.get(kind, kind), "logits_shape": list(found.shape), "generated": []}
+
+
+def open_session(directory: Path, device: str) -> Any:
+    """Return an open session of onnxruntime; raises RuntimeError where it falls back to another device."""
+    import onnxruntime
+
+    if device != "cpu":
+        onnxruntime.preload_dlls()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    asked = list(dict.fromkeys((PROVIDERS[device], PROVIDERS["cpu"])))
+    session = onnxruntime.InferenceSession(str(directory / "model.onnx"), options, providers=asked)
+    if (used := session.get_providers()[0]) != asked[0]:
+        raise RuntimeError(f"onnxruntime could not use {asked[0]} and fell back to {used}")
+    return session
+
+
 class Model:
     """An open session and what it has seen so far."""
 
     def __init__(self, directory: Path, device: str) -> None:
         """Raises RuntimeError where onnxruntime falls back to another device, ValueError for inputs that no text model has."""
-        import onnxruntime
-
-        if device != "cpu":
-            onnxruntime.preload_dlls()
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        asked = list(dict.fromkeys((PROVIDERS[device], PROVIDERS["cpu"])))
-        self._session = onnxruntime.InferenceSession(str(directory / "model.onnx"), options, providers=asked)
-        if (used := self._session.get_providers()[0]) != asked[0]:
-            raise RuntimeError(f"onnxruntime could not use {asked[0]} and fell back to {used}")
+        self._session = open_session(directory, device)
         self._inputs = {each.name: each for each in self._session.get_inputs()}
         outputs = {each.name: each for each in self._session.get_outputs()}
         if "logits" not in outputs:
@@ -89,8 +122,7 @@ class Model:
         }
         if name not in rows:
             raise ValueError(f"it asks for the input `{name}`, and this loop knows {', '.join(rows)} and the KV cache")
-        dtype = {"int64": np.int64, "int32": np.int32}[_kind(self._inputs[name].type)]
-        return np.array([rows[name]()], dtype=dtype)
+        return np.array([rows[name]()], dtype=INTEGERS[_kind(self._inputs[name].type)])
 
 
 def _presents(directory: Path, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, str]:

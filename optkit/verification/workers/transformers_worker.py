@@ -13,17 +13,19 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     placed = {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = getattr(transformers, request.get("loader", "AutoModelForCausalLM")).from_pretrained(
         request["directory"], dtype="auto", trust_remote_code=request["trust_remote_code"], output_loading_info=True, **placed
     )
+    unused = "pooler." if request.get("loader") == "AutoModel" else "nothing"
     for kind in ("missing_keys", "mismatched_keys"):
-        if report.get(kind):
-            names = sorted(map(str, report[kind]))
+        if names := sorted(name for name in map(str, report.get(kind) or ()) if not name.startswith(unused)):
             raise ValueError(f"{len(names)} {kind.replace('_', ' ')}: {', '.join(names[:3])}")
     model.eval()
+    if "mask" in request:
+        return encode(model, request)
     tokens = torch.tensor([request["tokens"]], device=request["device"])
     with torch.inference_mode():
         logits = model(input_ids=tokens, use_cache=False).logits[0].float().cpu().contiguous()
@@ -43,3 +45,15 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         "logits_shape": list(logits.shape),
         "generated": generated.tolist(),
     }
+
+
+def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to the file that the request names."""
+    import torch
+
+    tokens, mask = (torch.tensor(request[name], device=request["device"]) for name in ("tokens", "mask"))
+    with torch.inference_mode():
+        found = model(input_ids=tokens, attention_mask=mask)[0].float().cpu().contiguous()
+    found.numpy().tofile(request["logits"])
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"device": request["device"], "dtype": dtype, "logits_shape": list(found.shape), "generated": []}

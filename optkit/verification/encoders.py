@@ -1,0 +1,103 @@
+"""What optkit's own session makes of a few texts where the model is an encoder, and how near an engine comes to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.model.pooling import Pooling, read_pooling
+from optkit.model.task import Task, loader_of
+from optkit.verification import agreement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.measure import EncoderSession
+
+OUTPUTS = {Task.FEATURES: ("last_hidden_state", "token_embeddings"), Task.CLASSIFICATION: ("logits",)}
+"""What an ONNX model gives."""
+TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
+"""How far the cosine of two embeddings of one text may be from 1, by the least precise dtype that the engine or optkit computes in."""
+ROUNDED_ACTIVATIONS = 1e-2
+"""The same where the inputs of layers are rounded to 8 bits: there a difference in the last place grows from layer to layer."""
+
+
+@dataclass(frozen=True)
+class EncoderReference:
+    """What optkit's own session computes of the texts."""
+
+    task: Task
+    tokens: Tensor
+    mask: Tensor
+    """int64 [texts, tokens of the longest]."""
+    outputs: Tensor
+    """Features or logits, float32."""
+    pooling: Pooling | None
+    dtype: str
+    device: str
+
+
+def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderReference:
+    """Return what a session makes of the sentences of the fixed text, padded to the longest of them."""
+    texts = [sentence.strip() for sentence in re.split(r"(?<=[.;])\s", agreement.TEXT) if sentence.strip()]
+    tokens, mask = session.tokenize(texts)
+    pooling = read_pooling(session.directory) if task is Task.FEATURES else None
+    return EncoderReference(task, tokens, mask, session.outputs(tokens, mask), pooling, dtype, session.device)
+
+
+def asked_of(reference: EncoderReference, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a worker is told beside where the model is."""
+    return {
+        "tokens": reference.tokens.tolist(),
+        "mask": reference.mask.tolist(),
+        "outputs": list(OUTPUTS[reference.task]),
+        "loader": loader_of(config),
+    }
+
+
+def compare_encoded(reference: EncoderReference, said: Mapping[str, Any], place: Path, rounded: bool) -> dict[str, Any]:
+    """Return the fields of a loading line: verdict, numbers and what was compared."""
+    if list(said["logits_shape"]) != list(reference.outputs.shape):
+        return {"verdict": "disagrees", "reason": f"it gives {said['logits_shape']}, and optkit {list(reference.outputs.shape)}"}
+    found = agreement.read_logits(place, said["logits_shape"])
+    dtypes = (reference.dtype, str(said["dtype"]))
+    compare = _compare_embeddings if reference.pooling else _compare_labels
+    return compare(reference, found, dtypes, rounded)
+
+
+def _compare_embeddings(reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool) -> dict[str, Any]:
+    import torch
+
+    pool: Any = reference.pooling
+    ours, theirs = (pool(features, reference.mask.float()) for features in (reference.outputs, found))
+    cosine = float(torch.cosine_similarity(ours.double(), theirs.double(), dim=-1).min())
+    limit = ROUNDED_ACTIVATIONS if rounded else max(TOLERANCES.get(each, TOLERANCES["bfloat16"]) for each in dtypes)
+    fields: dict[str, Any] = {
+        "compared": f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens; agrees where each cosine is within"
+        f" {limit:g} of 1 ({because(dtypes, rounded)})"
+    }
+    if not found.isfinite().all():
+        return {**fields, "verdict": "disagrees", "reason": "its features are not all finite numbers"}
+    fields |= {"min_cosine": min(cosine, 1.0), "max_difference": float((ours - theirs).abs().max())}
+    if cosine >= 1 - limit:
+        return {**fields, "verdict": "agrees"}
+    return {**fields, "verdict": "disagrees", "reason": f"the least cosine is {cosine:.6f}, and rounding explains {1 - limit:g}"}
+
+
+def _compare_labels(reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool) -> dict[str, Any]:
+    ours = reference.outputs
+    if found.dim() == 3:
+        seen = reference.mask.bool()
+        ours, found = ours[seen], found[seen]
+    limit = agreement.tolerance(*dtypes, rounded_activations=rounded)
+    what = f"logits of {found.shape[1]:,} labels for {len(found)} {'tokens' if reference.outputs.dim() == 3 else 'padded texts'}"
+    fields = {"compared": f"{what}; agrees below a mean KL of {limit:g} ({because(dtypes, rounded)})"}
+    return {**fields, **agreement.verdict_of(agreement.compare_logits(ours, found), limit)}
+
+
+def because(dtypes: tuple[str, str], rounded: bool) -> str:
+    """Return why a limit is what it is: both dtypes, and whether activations are rounded."""
+    return f"{dtypes[0]} and {dtypes[1]}" + (", rounded activations" if rounded else "")
