@@ -1,14 +1,14 @@
 """Open a model directory with ONNX Runtime GenAI: its logits for the tokens of a request, and its own greedy continuation."""
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 BUILDS = {"": "onnxruntime-genai", "cuda": "onnxruntime-genai-cuda", "dml": "onnxruntime-genai-directml"}
 """Provider of genai_config.json -> the distribution that has it."""
 PACKAGES = (*BUILDS.values(), "onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "numpy")
-NO_TOKEN = 2**31 - 1
-"""Stands for the end of the text, so that the continuation never ends early."""
+CONFIG = "genai_config.json"
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
@@ -27,11 +27,11 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     import onnxruntime_genai as og
 
     tokens, count = request["tokens"], request["new_tokens"]
-    config = og.Config(request["directory"])
-    config.overlay(json.dumps({"model": {"eos_token_id": NO_TOKEN}}))
-    if request["device"] == "cpu":
-        config.clear_providers()
-    model = og.Model(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config = og.Config(str(_endless(Path(request["directory"]).absolute(), Path(folder))))
+        if request["device"] == "cpu":
+            config.clear_providers()
+        model = og.Model(config)
     wanted = og.GeneratorParams(model)
     wanted.set_search_options(do_sample=False, num_beams=1, batch_size=1, min_length=0, max_length=len(tokens) + count)
     generator = og.Generator(model, wanted)
@@ -51,8 +51,19 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _endless(directory: Path, folder: Path) -> Path:
+    """Show a directory in a folder, with a config that names no token that ends a text: the continuation never ends early."""
+    for path in directory.iterdir():
+        if path.name != CONFIG:
+            (folder / path.name).symlink_to(path)
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    config["model"]["eos_token_id"] = []
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def _providers(directory: Path) -> list[str]:
     """Return the providers that genai_config.json names, in its order."""
-    config = json.loads((directory / "genai_config.json").read_text(encoding="utf-8"))
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     options = config["model"].get("decoder", {}).get("session_options", {}).get("provider_options", [])
     return [name.lower() for each in options for name in each]
