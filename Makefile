@@ -16,13 +16,13 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 run: .venv/installed
 	$(BIN)/optkit run recipes/llama_int4.yaml
 
-# One thread: the models of the tests are tiny, and threads that wait for each other cost minutes on a busy machine.
+# Two processes of one thread each: the models of the tests are tiny, and threads that wait for each other cost minutes on a busy machine.
 test: .venv/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -90,7 +90,7 @@ def test_blocks_round_their_inputs_in_groups(square: Path, tmp_path: Path) -> No
     group = json.loads((tmp_path / "block" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert group["input_activations"]["group_size"] == 128
     session, plain = open_session(tmp_path / "block"), open_session(square)
-    assert session.notes == ("fp8: 14 of 14 layers are dequantized at each call, inputs are rounded in groups",)
+    assert "fp8: 14 of 14 layers are dequantized at each call, inputs are rounded in groups" in session.notes
     run(square, tmp_path / "weights", Fp8(scales="block", activations="none"))
     weights_alone = apart(open_session(tmp_path / "weights").logits(TOKENS), plain.logits(TOKENS))
     assert weights_alone < apart(session.logits(TOKENS), plain.logits(TOKENS)) < 0.2

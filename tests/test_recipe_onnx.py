@@ -102,7 +102,7 @@ def test_the_real_settings_and_evals() -> None:
         setting = stage_class(kind)
         assert issubclass(setting, Setting)
         assert Format.ONNX not in setting.accepts
-    assert [kind for kind in registry.EVALS if eval_class(kind).reads_weights] == ["sensitivity"]
+    assert {kind for kind in registry.EVALS if eval_class(kind).reads_weights} == {"roofline", "sensitivity"}
 
 
 def test_the_real_settings_in_front_of_and_behind_the_real_export() -> None:
