@@ -102,6 +102,24 @@ def test_weights_that_are_dequantized_count_once_and_scales_of_activations_for_n
     assert found["bits_per_weight"] == pytest.approx((64 * 64 * 8 + 64 * 32 + 32 + 8) / 4096)
 
 
+def test_an_embedding_in_8_bits_counts_with_its_scale(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Gather", ["words_quantized", "x"], ["rows"]),
+        helper.make_node("DequantizeLinear", ["rows", "words_scale", "words_zero_point"], ["y"]),
+        helper.make_node("Gather", ["positions", "x"], ["z"]),
+    ]
+    scale, zero = np.asarray(np.float32(1)), np.asarray(np.uint8(3))
+    held = {
+        "words_quantized": zeros(np.uint8, 128, 64),
+        "words_scale": scale,
+        "words_zero_point": zero,
+        "positions": zeros(np.float32, 8, 64),
+    }
+    found = measure(write(tmp_path / "m", nodes, held))
+    assert found["bits_per_quantized_weight"] == pytest.approx((128 * 64 * 8 + 32 + 8) / (128 * 64))
+    assert found["bits_per_weight"] == pytest.approx((128 * 64 * 8 + 40 + 8 * 64 * 32) / (128 * 64 + 8 * 64))
+
+
 def test_int4_tensors_and_embeddings_in_blocks(tmp_path: Path) -> None:
     codes = helper.make_tensor("w", TensorProto.INT4, [64, 64], np.zeros(2048, np.uint8).tobytes(), raw=True)
     nodes = [

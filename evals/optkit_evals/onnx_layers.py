@@ -56,6 +56,7 @@ READERS = {
     "QLinearConv": Reader((3,), (4, 5, 8)),
     "QGemm": Reader((3,), (4, 5, 6)),
     "QAttention": Reader((1,), (2, 4, 7)),
+    "Gather": Reader((0,), ()),
 }
 """https://onnx.ai/onnx/operators and https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md"""
 TABLES = {"GroupQueryAttention": (7, 8), "RotaryEmbedding": (2, 3), "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2)}
@@ -91,8 +92,13 @@ def _quantized(nodes: Sequence[Node], tensors: Mapping[str, Initializer]) -> Ite
     for node in nodes:
         reader = READERS.get(node.kind)
         for index in reader.packed if reader else ():
-            if reader and index < len(node.inputs) and node.inputs[index] in tensors:
+            if reader and index < len(node.inputs) and node.inputs[index] in tensors and not _is_plain(node, tensors[node.inputs[index]]):
                 yield node, node.inputs[index], reader
+
+
+def _is_plain(node: Node, tensor: Initializer) -> bool:
+    """Whether a table is read as it is: only narrow ones are quantized."""
+    return node.kind == "Gather" and BITS.get(tensor.dtype, 64) > 8
 
 
 def _scales_by_name(name: str) -> set[str]:
