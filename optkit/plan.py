@@ -211,7 +211,7 @@ def _other_kinds(entry: TransformEntry | SettingEntry | EvalEntry, task: Task) -
         return "Take it out of the recipe"
     else:
         kinds = [kind for kind in STAGES if task in stage_class(kind).tasks and issubclass(stage_class(kind), Transform)]
-    return f"Take it out; there {'are' if len(kinds) > 1 else 'is'} {', '.join(kinds)}"
+    return f"Take it out; there {'are' if len(kinds) > 1 else 'is'} {', '.join(sorted(kinds))}"
 
 
 def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:
