@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from optkit.algorithms.threads import one_thread
 from optkit.kernels.packed import PackedWeight
 
 TIMED_S = 0.004
@@ -57,7 +57,7 @@ def first_among_equals(times: Sequence[float]) -> int:
 
 def seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
     """Return the shortest time that the layer takes; on a CPU, of one thread: how long threads wait for each other says what else runs."""
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), one_thread():
         layer(rows)
         times: list[float] = []
         while len(times) < FEWEST or (sum(times) < TIMED_S and len(times) < MOST):
@@ -72,13 +72,3 @@ def _clock(tensor: Tensor) -> float:
         torch.cuda.synchronize(tensor.device)
         return time.perf_counter()
     return time.thread_time()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
