@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             context.progress.warn(f"{step.kind}: its files in the store were changed or lost; they are made again")
         with store.write(step.key) as draft:
             start = time.perf_counter()
-            report = run_step(plan, step, source, draft.model, context)
+            origin = materialize(plan, 0, store, context, made) if step.stage and step.stage.reads_origin else None
+            report = run_step(plan, step, source, draft.model, replace(context, origin=origin, workspace=store.workspace(step.key)))
             draft.record.update(
                 kind=step.kind,
                 fields=step.stage.model_dump(mode="json") if step.stage else plan.recipe.model.model_dump(mode="json"),
@@ -93,6 +94,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 earlier=[asdict(each) for each in _outcomes(plan.steps[1:index], store, set())],
             )
         made.add(step.key)
+        shutil.rmtree(store.workspace(step.key), ignore_errors=True)
     return store.get(step.key) or locate_model(plan.recipe.model) or _lost(step)
 
 

@@ -53,6 +53,11 @@ class Context:
     """Directory with local copies of data sets, if the user named one."""
     trust_remote_code: bool = False
     """Whether the recipe allows the code that comes with its model; never part of a key."""
+    origin: Path | None = None
+    """Directory of the model that the recipe starts from, for stages with `reads_origin`; every step's key stands on its key."""
+    workspace: Path | None = None
+    """Directory, perhaps not there yet, whose files outlive a run that fails or is killed: checkpoints of a training. It belongs to this
+    step alone and goes when the step is finished."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class Transform(Stage):
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT})
     produces: ClassVar[Format] = Format.CHECKPOINT
+    reads_origin: ClassVar[bool] = False
+    """Needs the model that the recipe starts from beside its input: `Context.origin`."""
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Read the model in `source`, leave the changed one in the empty directory `target`.

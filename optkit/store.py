@@ -4,6 +4,7 @@
     ROOT/steps/KEY/record.json    how: kind, fields, report, seconds, and size, time and SHA-256 of each file
     ROOT/metrics/KEY.json         what an eval measured, with its digest
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
+    ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints of a training
     ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
     ROOT/locks/KEY.use            shared by the processes whose runs need a step or a metric; `optkit store prune` leaves it
 
@@ -62,6 +63,10 @@ class Store:
             return None
         note_use(self._entry(key) / RECORD)
         return self._entry(key) / "model"
+
+    def workspace(self, key: str) -> Path:
+        """Return the directory of what a step keeps until it is finished; nothing is made."""
+        return self.root / "work" / key
 
     def is_damaged(self, key: str) -> bool:
         """Say whether there is an entry that `get` does not give out, because it was changed since it was finished."""

@@ -70,10 +70,25 @@ class Forgets(Halve):
         return Report(changed=1)
 
 
+class Learns(Halve):
+    """Go on where the last run was killed, with the model that the recipe starts from."""
+
+    reads_origin: ClassVar[bool] = True
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        assert context.origin is not None
+        assert context.workspace is not None
+        RUNS.append(float(weight(context.origin)[0] / weight(source)[0]))
+        if not context.workspace.exists():
+            context.workspace.mkdir(parents=True)
+            raise MemoryError
+        return super().run(source, target, context)
+
+
 @pytest.fixture(autouse=True)
 def stages(monkeypatch):
     RUNS.clear()
-    classes = {each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets)}
+    classes = {each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets, Learns)}
     monkeypatch.setattr("optkit.registry.STAGES", dict.fromkeys(classes, "here"))
     monkeypatch.setattr("optkit.entries.stage_class", classes.__getitem__)
 
@@ -116,6 +131,15 @@ def test_after_a_failure_the_next_run_goes_on_from_the_last_finished_step(planne
         execute(*planned({"halve": {}}, {"dies": {}}), Context())
     execute(*planned({"halve": {}}, {"halve": {"factor": 2}}), Context())
     assert RUNS == [0.5, 0.5, 2]
+
+
+def test_a_stage_finds_the_first_model_and_what_its_last_run_kept(planned):
+    stages = {"halve": {}}, {"halve": {"factor": 0.25}}, {"learns": {}}
+    with pytest.raises(ResourceError, match="learns: memory ran out"):
+        execute(*planned(*stages), Context())
+    execute(*planned(*stages), Context())
+    assert RUNS == [0.5, 0.25, 8, 8, 0.5]
+    assert not any((planned(*stages)[1].root / "work").iterdir())
 
 
 def test_damage_in_the_store_is_mended_and_said(planned):
