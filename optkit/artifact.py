@@ -13,10 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
 from optkit.frozen import Frozen
 from optkit.model.onnx_file import is_onnx
-from optkit.store import describe_file, explain_os_error, is_unchanged, list_files, write_text_atomically
+from optkit.store import describe_file, explain_os_error, is_unchanged, list_files
 
 RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optkit.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
 from optkit.frozen import digest
 
@@ -295,13 +296,3 @@ def is_unchanged(path: Path, known: dict[str, Any]) -> bool:
     if status.st_size != known["size_bytes"]:
         return False
     return bool(status.st_mtime_ns == known["mtime_ns"] or sha256_of(path) == known["sha256"])
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write a whole text file by a rename, so that no reader ever sees a part of it."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from optkit_evals import gpu_watch, throughput, timing
-from optkit_evals.gpu_watch import GpuWatch
-from optkit_evals.nvml import Gpu, described, slowdowns
+from optkit_evals import throughput, timing
 from optkit_evals.throughput import Throughput
 
+from optkit.devices import gpu_watch
+from optkit.devices.gpu_watch import GpuWatch
+from optkit.devices.nvml import Gpu, described, slowdowns
 from optkit.measure import EvalContext, QueueingSession
 from optkit.session import open_session
 from tests.bigram_session import BigramSession, Said

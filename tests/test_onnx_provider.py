@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from optkit_evals.peak_memory import watched_peak
 from pydantic import ValidationError
 
+from optkit.devices.peak_memory import watched_peak
 from optkit.errors import MissingPackageError, OptkitError, StageError
 from optkit.pipeline import plan
 from optkit.session import open_session

@@ -15,16 +15,16 @@ from xml.etree import ElementTree
 import pytest
 from optkit_cli.main import main
 
+from optkit.devices import measured as measured_module
+from optkit.devices.datasheets import ALIASES, Device
+from optkit.devices.roofs import Rate, Roof
 from optkit.errors import ResourceError, SourceError, UsageError
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.roofline import DEVICES, build_report, datasheet, measured_device, to_svg, work_of
-from optkit.roofline import measured as measured_module
 from optkit.roofline import models as models_module
-from optkit.roofline.devices import ALIASES, Device
 from optkit.roofline.forms import parse_form
 from optkit.roofline.limits import compute_binds_from, decode_limit, gain, most_sequences, pays_until, prefill_limit
 from optkit.roofline.models import work_of_model
-from optkit.roofline.roofs import Rate, Roof
 
 TinyModel = Callable[[str], Path]
 SVG = "{http://www.w3.org/2000/svg}"

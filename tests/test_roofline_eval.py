@@ -10,11 +10,11 @@ from optkit_evals import roofline
 from optkit_evals.roofline import LIMITS, Roofline
 from optkit_evals.throughput import Throughput
 
+from optkit.devices.roofs import Rate, Roof
 from optkit.measure import EvalContext, Metric
 from optkit.model.checkpoint import Checkpoint
 from optkit.roofline import Device, work_of
 from optkit.roofline.forms import parse_form
-from optkit.roofline.roofs import Rate, Roof
 from optkit.roofline.sessions import session_limits
 from optkit.session import open_session
 from optkit.stages.precision import Precision

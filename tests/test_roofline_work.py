@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from optkit.errors import SourceError, UsageError
+from optkit.model.attention import AttentionLayer, attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.roofline.attention import AttentionLayer, attention_of
+from optkit.model.weights import weights_of
 from optkit.roofline.forms import parse_form
-from optkit.roofline.weights import weights_of
 from optkit.roofline.work import Work, work_of
 from optkit.session import open_session
 from tests.packed_models import save_packed

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from optkit.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
-from optkit.store import Store, default_store, explain_os_error, is_unchanged, write_text_atomically
+from optkit.store import Store, default_store, explain_os_error, is_unchanged
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from optkit_evals import peak_memory, timing
+from optkit_evals import timing
 from optkit_evals.throughput import Throughput
 
+from optkit.devices import peak_memory
 from optkit.errors import EvalError, ResourceError
 from optkit.measure import EvalContext, Turn
 from optkit.progress import SilentProgress, SilentTask

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.schemes import rounds_activations
 from optkit.registry import stage_class
 from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
-from optkit.verification.schemes import rounds_activations
 
 TinyModel = Callable[[str], Path]
 TEXT = {"dataset": "python-reference", "split": "train", "samples": 2, "sequence_length": 64}

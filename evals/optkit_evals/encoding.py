@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
+from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import ENCODING, Task
 from optkit.statistics import Estimate, mean_estimate, quantile
-from optkit_evals.peak_memory import Peak, watched_peak
 
 if TYPE_CHECKING:
     from torch import Tensor

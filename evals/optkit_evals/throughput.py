@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from optkit.devices.gpu_watch import GpuWatch
+from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
 from optkit.measure import AttendingSession, Eval, EvalContext, Metric, Session
 from optkit.progress import Task
 from optkit.statistics import Estimate, mean, mean_estimate, standard_error
-from optkit_evals.gpu_watch import GpuWatch
-from optkit_evals.peak_memory import Peak, watched_peak
 from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
 
 Positive = Annotated[int, Field(ge=1)]

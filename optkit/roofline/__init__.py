@@ -1,11 +1,11 @@
 """What a device allows a model at most: bytes and operations counted from its tensors, against bandwidth and matrix rates."""
 
-from optkit.roofline.devices import DEVICES, Device, datasheet, rates_text
+from optkit.devices.datasheets import DEVICES, Device, datasheet, rates_text
+from optkit.devices.roofs import measured_device
 from optkit.roofline.limits import Limit, decode_limit, prefill_limit
 from optkit.roofline.models import work_of_model
 from optkit.roofline.plot import to_svg
 from optkit.roofline.report import DEFAULT_BATCHES, FormLimits, RooflineReport, build_report
-from optkit.roofline.roofs import measured_device
 from optkit.roofline.sessions import session_limits
 from optkit.roofline.work import Work, work_of
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from optkit.roofline.devices import Device
+from optkit.devices.datasheets import Device
 from optkit.roofline.forms import Form
 from optkit.roofline.work import Work
 

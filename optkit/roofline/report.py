@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from optkit.devices.datasheets import Device
 from optkit.frozen import Frozen
-from optkit.roofline.devices import Device
 from optkit.roofline.forms import DEFAULT_FORMS, STORED, Form, parse_form
 from optkit.roofline.limits import Limit, Side, compute_binds_from, decode_limit, most_sequences, pays_until, prefill_limit
 from optkit.roofline.work import Work

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from optkit.devices.datasheets import Device
 from optkit.measure import Session
-from optkit.roofline.devices import Device
 from optkit.roofline.forms import STORED, parse_form
 from optkit.roofline.limits import Limit, phase_limit
 from optkit.roofline.work import Work

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from optkit.model.attention import AttentionLayer, attention_of
 from optkit.model.shape import ModelShape
-from optkit.roofline.attention import AttentionLayer, attention_of
+from optkit.model.weights import Weights, expert_counts, weights_of
 from optkit.roofline.forms import Form
-from optkit.roofline.weights import Weights, expert_counts, weights_of
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.frozen import Frozen
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.schemes import rounds_activations
 from optkit.model.task import PHRASES, Task, task_of
 from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory
 from optkit.progress import Progress
@@ -26,7 +27,6 @@ from optkit.verification.checks import check_artifact, holds_onnx
 from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded, measure_encoder
 from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, VLLM, Answer, Engine, ask, interpreter
 from optkit.verification.onnx_checks import rounds_inputs
-from optkit.verification.schemes import rounds_activations
 
 NEW_TOKENS = 16
 LIKELIEST = 64

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from optkit.verification import layouts
-from optkit.verification.layouts import Layout
+from optkit.model import layouts
+from optkit.model.layouts import Layout
 
 Scheme: TypeAlias = tuple[str, Layout, Mapping[str, Any]]
 """Name of the layout, the layout, and the words of config.json that it reads."""

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from optkit.errors import SourceError
 from optkit.model.routers import is_router
+from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
-from optkit.verification.schemes import PLAIN, Scheme, scheme_of_layers
 
 Role: TypeAlias = Literal["blocks", "experts", "plain", "head", "rows"]
 HEADS = frozenset({"lm_head", "embed_out", "output"})

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from optkit.atomic import write_text_atomically
+from optkit.devices.datasheets import Device
 from optkit.environment import device_name, driver_version, memory, package_version
 from optkit.errors import ResourceError, UsageError
 from optkit.frozen import Frozen, digest
 from optkit.progress import Progress, SilentProgress
-from optkit.roofline.devices import Device
 from optkit.source.digests import default_cache
-from optkit.store import write_text_atomically
 
 VERSION = 3
 """Raised when the same device begins to be measured differently."""
@@ -80,7 +80,7 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
     place = (cache or default_cache()) / "roofs" / f"{digest(circumstances)}.json"
     kept = None if again else _read(place)
     if kept is None:
-        from optkit.roofline.measured import measure_roof
+        from optkit.devices.measured import measure_roof
 
         try:
             roof = measure_roof(device, progress or SilentProgress())

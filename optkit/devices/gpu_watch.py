@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from optkit_evals.nvml import Gpu, Reading, described, find_gpu, slowdowns
+from optkit.devices.nvml import Gpu, Reading, described, find_gpu, slowdowns
 
 OWN_BYTES = 2 << 30
 """Memory of a GPU beyond what torch reserved that one process may take: CUDA's context, libraries' workspaces, kernels."""

@@ -1,0 +1,16 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a whole text file by a rename, so that no reader ever sees a part of it."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
