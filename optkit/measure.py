@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 from optkit.frozen import Frozen
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
-from optkit.statistics import mean_estimate
+from optkit.statistics import Estimate, mean_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,6 +210,12 @@ class Eval(Frozen):
         return [_pooled(metrics) for metrics in alike.values()]
 
 
+def mean_of_timed(samples: Sequence[float], unit: str) -> Estimate:
+    """Return the mean of what a timed eval repeats, with an interval where there are two: at least 0, and a fraction at most 1."""
+    most = 1.0 if unit == "fraction" else math.inf
+    return mean_estimate(samples, 0.0, most) if len(samples) > 1 else Estimate(samples[0])
+
+
 def _pooled(metrics: Sequence[Metric]) -> Metric:
     failed = next((metric for metric in metrics if metric.failure), None)
     if failed or len(metrics) == 1:
@@ -217,5 +224,5 @@ def _pooled(metrics: Sequence[Metric]) -> Metric:
         worst = min if metrics[0].higher_is_better else max
         return worst(metrics, key=lambda metric: metric.value)
     samples = tuple(sample for metric in metrics for sample in metric.samples)
-    pooled = mean_estimate(samples)
+    pooled = mean_of_timed(samples, metrics[0].unit)
     return metrics[0].model_copy(update={"value": pooled.value, "interval": pooled.interval, "samples": samples})

@@ -35,7 +35,7 @@ from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
 from optkit.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.source.models import locate_model, model_key, model_shape
-from optkit.stage import Cost, Format, Transform
+from optkit.stage import Cost, Format, Transform, check_together
 from optkit.store import Store
 
 _REASONS = {
@@ -137,6 +137,7 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     _check_lengths(recipe, shape)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape)
     _check_onnx(recipe, steps)
+    check_together([setting.value for setting in recipe.settings], device)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
     for measured in recipe.evals:

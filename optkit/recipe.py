@@ -20,6 +20,7 @@ from optkit.recipe_check import (
     check_order,
     check_repeats,
     check_root,
+    check_settings,
     check_tasks,
     check_texts,
     read_items,
@@ -148,7 +149,7 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
         problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
     problems += [*stage_problems, *eval_problems, *gate_problems]
     problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
-    problems += [*check_formats(placed, stages, evals), *check_tasks(placed, stages, evals)]
+    problems += [*check_formats(placed, stages, evals), *check_tasks(placed, stages, evals), *check_settings(placed, stages)]
     said = {(problem.line, problem.column) for problem in placed.problems}
     problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
     if problems or isinstance(heading, list):

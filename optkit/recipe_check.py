@@ -16,7 +16,7 @@ from optkit.measure import Eval
 from optkit.model.task import EVERY_TASK, PHRASES, phrase_of
 from optkit.registry import EVALS, PRESETS, eval_class
 from optkit.source.models import BUILT_IN
-from optkit.stage import Format, Setting, Stage, Transform
+from optkit.stage import Format, Setting, Stage, Transform, exclusion
 from optkit.validation import shown, validate
 from optkit.yaml_places import PlacedData, Steps
 
@@ -183,6 +183,17 @@ def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> 
     for index, item in enumerate(evals):
         if isinstance(item.value, Eval) and any(item.value == other.value for other in evals[:index]):
             yield recipe.key_place(item.steps).problem(f"the eval {item.kind} is here twice with the same fields. Remove one of them.")
+
+
+def check_settings(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
+    """Yield the settings that exclude each other on every device; a plan refuses those that do on its own."""
+    items = [item for item in stages if isinstance(item.value, Setting)]
+    settings = [item.value for item in items]
+    found = [exclusion(settings, device) for device in ("cpu", "cuda")]
+    if found[0] and found[1]:
+        first, second, why = found[0]
+        message = f"{items[second].kind} and {items[first].kind} ({recipe.key_place(items[first].steps).short}) exclude each other. {why}."
+        yield recipe.key_place(items[second].steps).problem(f"{message} Take one of the two out.")
 
 
 def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:

@@ -6,13 +6,16 @@ opened. Nothing live passes from one stage to the next. This module, like every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from optkit.errors import StageError
 from optkit.frozen import Frozen
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
@@ -130,6 +133,10 @@ class Setting(Stage):
         Raises StageError, MissingPackageError.
         """
 
+    def excludes(self, other: Setting, device: str) -> str:
+        """Return why it cannot be honoured beside another setting, as a sentence without its full stop; empty where it can."""
+        return ""
+
     def opened_dtype(self) -> str | None:
         """Return the torch name of the float dtype that the model is opened in; None where the setting does not say."""
         return None
@@ -137,6 +144,10 @@ class Setting(Stage):
     def computing(self, device: str) -> AbstractContextManager[Any]:
         """Return a context in which every call of the model runs."""
         return nullcontext()
+
+    def changes_products(self) -> bool:
+        """Say whether `computing` changes what comes out of a call, so that only torch's own operators will do."""
+        return type(self).computing is not Setting.computing
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
         """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`.
@@ -159,3 +170,25 @@ class Setting(Stage):
     def describe(self, device: str) -> str:
         """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on cpu (devices: cuda)`."""
         return f"{type(self).__name__.lower()}: {self.model_dump(mode='json')}"
+
+
+def exclusion(settings: Sequence[Setting], device: str) -> tuple[int, int, str] | None:
+    """Return the first two settings, by their places, that exclude each other on a device, whatever their order, and why."""
+    for (first, one), (second, other) in combinations(enumerate(settings), 2):
+        if why := one.excludes(other, device) or other.excludes(one, device):
+            return first, second, why
+    return None
+
+
+def check_together(settings: Sequence[Setting], device: str) -> None:
+    """Raise StageError where two settings exclude each other on a device."""
+    if found := exclusion(settings, device):
+        first, second, why = found
+        one, other = (_kind(settings[place]) for place in (first, second))
+        remedy = "Take one of the two out of the recipe"
+        raise StageError(f"{one} and {other} exclude each other", where=other, why=why, remedy=remedy)
+
+
+def _kind(setting: Setting) -> str:
+    """Return how recipes call a setting, e.g. `kv_cache`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(setting).__name__).lower()

@@ -60,11 +60,14 @@ def t_quantile(degrees: float) -> float:
     return z + sum(term / degrees ** (power + 1) for power, term in enumerate(terms))
 
 
-def mean_estimate(samples: Sequence[float]) -> Estimate:
-    """Return the mean of independent samples with its t interval; raises ValueError for fewer than two."""
+def mean_estimate(samples: Sequence[float], least: float = -math.inf, most: float = math.inf) -> Estimate:
+    """Return the mean of independent samples with its t interval; raises ValueError for fewer than two.
+
+    The interval is cut off at `least` and `most`, the limits of what is possible: the mean cannot lie beyond them, so no coverage is lost.
+    """
     error = standard_error(samples)
     centre, half = mean(samples), error * t_quantile(len(samples) - 1)
-    return Estimate(centre, (centre - half, centre + half))
+    return Estimate(centre, (max(least, centre - half), min(most, centre + half)))
 
 
 def pooled_quantile(groups: Sequence[Sequence[float]], fraction: float, seed: int, resamples: int = 1000) -> Estimate:

@@ -12,22 +12,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
 
 from optkit.algorithms.packing import pack
-from optkit.errors import OptkitError, StageError
+from optkit.errors import OptkitError, RecipeError, StageError
 from optkit.kernels.cuda import matrix as cuda_matrix
+from optkit.kernels.cuda.decoding import GraphDecoder, ModelSteps
 from optkit.kernels.cuda.families import why_not_family
 from optkit.kernels.cuda.matrix import Matrix, can_stack, default_schedule, dequantized, multiply, stacked, tiled, why_not_tiled
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.packed import PackedWeight
 from optkit.model.shape import ModelShape
+from optkit.plan import make_plan
+from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.session.opening import _graph_decoder
-from optkit.stage import Context
+from optkit.stage import Context, Setting, exclusion
+from optkit.stages.compile import Compile
 from optkit.stages.cuda_graphs import CudaGraphs
+from optkit.stages.kv_cache import KvCache
 from optkit.stages.precision import Precision
 from optkit.stages.rtn import Rtn
+from optkit.stages.speculative import Speculative
+from optkit.store import Store
 from tests.conftest import CONFIGS, SIZES, save_tiny_model
 from tests.packed_models import random_grid
 
@@ -143,14 +151,59 @@ def test_models_of_the_family_are_taken() -> None:
     CudaGraphs().check(ModelShape({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, {}), "cuda")
 
 
-@pytest.mark.parametrize(
-    ("compiled", "speculation", "codes", "name"),
-    [(True, None, False, "compile"), (False, object(), False, "speculative"), (False, None, True, "a KV cache of codes")],
-)
-def test_one_thing_decides_how_a_token_is_decoded(compiled: bool, speculation: object, codes: bool, name: str) -> None:
-    session: Any = SimpleNamespace(compiled=compiled, speculation=speculation, codes_cache=codes)
-    with pytest.raises(StageError, match=f"{name} and cuda_graphs exclude each other"):
+OTHERS: list[Setting] = [
+    Compile(),
+    Speculative(prompt_lookup=3),
+    KvCache(dtype="int8"),
+    Precision(mode="autocast"),
+    Precision(mode="tf32"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_one_thing_decides_how_a_token_is_decoded_whatever_the_order(other: Setting, tiny_model: Callable[[str], Path]) -> None:
+    for order in ([CudaGraphs(), other], [other, CudaGraphs()]):
+        with pytest.raises(StageError, match="exclude each other") as error:
+            open_session(tiny_model("llama"), order)
+        assert "cuda_graphs" in str(error.value)
+        assert str(error.value).endswith("Take one of the two out of the recipe.")
+
+
+def test_settings_that_exclude_each_other_are_refused_at_their_line(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    stages: list[Any] = [{"speculative": {"prompt_lookup": 3}}, "cuda_graphs"]
+    for order in (stages, stages[::-1]):
+        with pytest.raises(
+            RecipeError, match=r"and (speculative|cuda_graphs) \(.*\) exclude each other\. Each of them decides how"
+        ) as error:
+            load_recipe({"model": str(tiny_model("llama")), "stages": order})
+        assert "Take one of the two out." in str(error.value)
+    recipe = load_recipe({"model": str(tiny_model("llama")), "stages": [{"compile": {"mode": "default"}}, stages[0]]}).pinned(None)
+    make_plan(recipe, Store(tmp_path), "cpu")
+    with pytest.raises(StageError, match="^speculative: compile and speculative exclude each other"):
+        make_plan(recipe, Store(tmp_path), "cuda")
+
+
+def test_a_cache_of_codes_in_the_checkpoint_is_refused() -> None:
+    session: Any = SimpleNamespace(codes_cache=True)
+    with pytest.raises(StageError, match="the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats"):
         _graph_decoder(session)
+
+
+def test_the_graph_stays_with_what_is_only_another_dtype() -> None:
+    for other in (Precision(mode="bf16"), Compile(devices=("cpu",))):
+        assert exclusion([CudaGraphs(), other], "cuda") is None
+
+
+def test_batches_that_the_graph_does_not_take_are_noted() -> None:
+    decoder = GraphDecoder.__new__(GraphDecoder)
+    decoder.model, decoder._by_model = SimpleNamespace(config=LlamaConfig()), set()
+    assert decoder.notes == ()
+    for batch in (64, 33, 64):
+        with decoder.steps(batch, 10) as steps:
+            assert isinstance(steps, ModelSteps)
+    assert decoder.notes == (
+        "cuda_graphs: off for batches of 33, 64, which the model decodes by its own step: the graph takes up to 32 sequences",
+    )
 
 
 def test_it_is_off_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:

@@ -96,6 +96,12 @@ def test_every_rate_has_its_rows(clock: SimpleNamespace) -> None:
     assert fast.value > slow.value
 
 
+def test_no_interval_reaches_below_0_or_beyond_all_requests() -> None:
+    eval = Load()
+    assert eval._metric("load_first_token_p99_s", 1.0, [0.1, 0.9, 0.2], "").interval[0] == 0.0
+    assert eval._metric("goodput_fraction", 1.0, [0.9, 0.2, 0.6], "").interval == (0.0, 1.0)
+
+
 def test_turns_share_the_repeats(clock: SimpleNamespace) -> None:
     eval = Load(requests=3, prompt=4, new_tokens=2, repeats=3)
     turns = [eval.run(clock.session, EvalContext(turn=Turn(index, 2))) for index in range(2)]

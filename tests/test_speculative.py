@@ -143,8 +143,15 @@ def test_windows_and_linear_attention_are_refused(tiny_model: TinyModel, tmp_pat
 
 
 def test_a_compiled_step_is_refused(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [Compile(devices=("cpu",)), Speculative(prompt_lookup=3)]
+    for order in (settings, settings[::-1]):
+        with pytest.raises(
+            StageError, match=r"(compile|speculative) exclude each other\. The compiled step takes one token at a time, .*Take one"
+        ):
+            open_session(tiny_model("llama"), order)
+    session = open_session(tiny_model("llama"), settings[:1])
     with pytest.raises(StageError, match=r"^speculative: a compiled step cannot check several tokens\. .*Take compile or speculative out"):
-        open_session(tiny_model("llama"), [Compile(devices=("cpu",)), Speculative(prompt_lookup=3)])
+        session.speculate_with(PromptLookup(3), 4)
 
 
 def refused(model: Path, draft: Path, store: Path) -> str:

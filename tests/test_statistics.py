@@ -39,6 +39,18 @@ def test_mean_estimate_covers_the_truth_95_times_in_100():
     assert numpy.mean([low <= 3.0 <= high for low, high in intervals]) == pytest.approx(0.95, abs=0.01)
 
 
+def test_an_interval_ends_where_nothing_is_possible():
+    samples = [0.1, 0.9, 0.2]
+    assert mean_estimate(samples).interval[0] < 0.0
+    assert mean_estimate(samples, least=0.0).interval == (0.0, mean_estimate(samples).interval[1])
+    assert mean_estimate(samples, 0.0, 1.0).interval == (0.0, 1.0)
+    draws = numpy.random.default_rng(0).exponential(1.0, size=(500, 3))
+    covered = [
+        [low <= 1.0 <= high for row in draws for low, high in [mean_estimate(row.tolist(), least).interval]] for least in (-9.0, 0.0)
+    ]
+    assert covered[0] == covered[1]
+
+
 def test_standard_error_is_numpys_and_needs_two_samples():
     samples = [1.0, 2.5, 4.0, 8.0]
     assert standard_error(samples) == pytest.approx(numpy.std(samples, ddof=1) / 2)

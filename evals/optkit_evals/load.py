@@ -9,9 +9,9 @@ from pydantic import Field
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.measure import Eval, EvalContext, Metric, Session, mean_of_timed
 from optkit.progress import Task
-from optkit.statistics import Estimate, mean_estimate, quantile
+from optkit.statistics import quantile
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
 from optkit_evals.timing import uninterrupted
 
@@ -139,7 +139,7 @@ class Load(Eval):
         return {"rate": shown, "prompt": self.prompt, "new_tokens": self.new_tokens, "batching": self.batching}
 
     def _metric(self, name: str, rate: float, samples: Sequence[float], protocol: str) -> Metric:
-        estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+        estimate = mean_of_timed(samples, UNITS[name])
         return Metric(
             name=name,
             labels=self._labels(rate),

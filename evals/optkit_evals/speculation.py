@@ -9,8 +9,7 @@ from pydantic import Field
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Metric, Session
-from optkit.statistics import Estimate, mean_estimate
+from optkit.measure import Eval, EvalContext, Metric, Session, mean_of_timed
 from optkit_evals.timing import answer, uninterrupted
 from optkit_evals.windows import WindowedText
 
@@ -97,7 +96,7 @@ class Speculation(WindowedText, Eval):
 
 
 def _metric(name: str, samples: Sequence[float], protocol: str) -> Metric:
-    estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+    estimate = mean_of_timed(samples, UNITS[name])
     return Metric(
         name=name,
         value=estimate.value,

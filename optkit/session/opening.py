@@ -31,7 +31,7 @@ from optkit.session.speculation import DraftModel, PromptLookup, Proposer
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
-from optkit.stage import Format, Setting
+from optkit.stage import Format, Setting, check_together
 from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.speculative import Speculative, check_tokens
 
@@ -66,6 +66,7 @@ def open_session(
     graph_only = [setting for setting in settings if setting.accepts == {Format.ONNX}]
     if graph_only:
         raise StageError(f"{type(graph_only[0]).__name__} is for ONNX models", where=str(directory), remedy="Take it out of the recipe")
+    check_together(settings, device)
     checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
     dtype = dtype or next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
@@ -145,7 +146,7 @@ def _proposer(setting: Speculative, session: TorchSession, device: str) -> Propo
 def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device: str, new_cache: CacheFactory | None) -> bool:
     """Whether nothing is asked of the decode steps on a CPU but that they are the model's."""
     compiled = getattr(model, "_compiled_call_impl", None) is not None
-    changed = any(type(setting).computing is not Setting.computing for setting in settings)
+    changed = any(setting.changes_products() for setting in settings)
     return device == "cpu" and new_cache is None and not compiled and not changed
 
 
@@ -153,13 +154,12 @@ def _graph_decoder(session: TorchSession) -> GraphDecoder:
     """Return the decoder; raises StageError where the model has another step, or something else decides how it decodes."""
     from optkit.kernels.cuda.decoding import GraphDecoder
 
-    others = {"compile": session.compiled, "speculative": session.speculation is not None, "a KV cache of codes": session.codes_cache}
-    if other := next((name for name, there in others.items() if there), None):
+    if session.codes_cache:
         raise StageError(
-            f"{other} and cuda_graphs exclude each other",
+            "the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats",
             where="cuda_graphs",
             why="Each of them decides how a token is decoded",
-            remedy="Take one of the two out of the recipe",
+            remedy="Take cuda_graphs or kv_scales out of the recipe",
         )
     return GraphDecoder(session.model)
 

@@ -48,6 +48,11 @@ class Steps(Protocol):
 class Decoder(Protocol):
     """Something that computes the greedy decode steps of an opened model, faster than the model itself."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What it left to the model so far."""
+        ...
+
     def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
         """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers together."""
         ...
@@ -90,7 +95,8 @@ class TorchSession:
         """What is in force and what fell back so far, one sentence each."""
         gave_up = self._compiles and times_given_up() > self._given_up_before
         compiled = self._compiling.notes() if self._compiling else ()
-        return (*self._notes, *compiled, *((UNCOMPILED,) if gave_up else ()))
+        decoded = self._decoder.notes if self._decoder else ()
+        return (*self._notes, *compiled, *decoded, *((UNCOMPILED,) if gave_up else ()))
 
     @property
     def model(self) -> PreTrainedModel:

@@ -16,6 +16,8 @@ from pydantic import Field
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.shape import ModelShape
 from optkit.stage import Setting
+from optkit.stages.kv_cache import KvCache
+from optkit.stages.speculative import Speculative
 
 RECOMPILE_LIMIT = 64
 """Shapes of requests (batch, length of the cache) that are compiled before torch stops compiling."""
@@ -45,6 +47,16 @@ class Compile(Setting):
         """Raise StageError or MissingPackageError where there is no compiler."""
         if self.applies(device):
             _require_tools(_kind(device))
+
+    def excludes(self, other: Setting, device: str) -> str:
+        """Return why the compiled step cannot be used beside another setting."""
+        if not self.applies(device):
+            return ""
+        if isinstance(other, Speculative):
+            return "The compiled step takes one token at a time, and speculative decoding checks several"
+        if isinstance(other, KvCache):
+            return "A KV cache of codes grows with every token, and the compiled step needs one as long as the request from the start"
+        return ""
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model, its calls compiled.

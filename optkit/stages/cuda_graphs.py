@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from optkit.errors import StageError
-from optkit.kernels.cuda.families import why_not_family
+from optkit.kernels.cuda.families import REMEDY, why_not_family
 from optkit.model.shape import ModelShape
 from optkit.stage import Setting
-
-REMEDY = "Take cuda_graphs out of the recipe, or use compile"
+from optkit.stages.compile import Compile
+from optkit.stages.kv_cache import KvCache
+from optkit.stages.speculative import Speculative
 
 
 class CudaGraphs(Setting):
@@ -22,6 +23,14 @@ class CudaGraphs(Setting):
         """Raise StageError for a model whose step the graph does not know."""
         if self.applies(device) and (reason := why_not_family(shape.config)):
             raise StageError("the decode step of this model cannot be one graph", where="cuda_graphs", why=reason, remedy=REMEDY)
+
+    def excludes(self, other: Setting, device: str) -> str:
+        """Return why the graph cannot be used beside another setting; on the CPU, where it is off, such a recipe is refused too."""
+        if isinstance(other, Speculative | KvCache) or (isinstance(other, Compile) and other.applies("cuda")):
+            return "Each of them decides how a token is decoded"
+        if other.changes_products():
+            return "The graph's kernels compute in the model's own bfloat16 or float16, and what the other asks for would be left out"
+        return ""
 
     def applies(self, device: str) -> bool:
         """Say whether decoding changes on a device."""

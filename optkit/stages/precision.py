@@ -104,6 +104,10 @@ class Precision(Setting):
             return torch.autocast(device.partition(":")[0], dtype=getattr(torch, str(self._cast_to)))
         return nullcontext()
 
+    def changes_products(self) -> bool:
+        """Say whether products are rounded or cast where they are computed; the other modes are the dtype that the model is opened in."""
+        return self.mode in ("tf32", "autocast")
+
     def describe(self, device: str) -> str:
         """Return e.g. `precision: autocast to bfloat16`."""
         return f"precision: autocast to {self._cast_to}" if self.mode == "autocast" else f"precision: {self.mode}"

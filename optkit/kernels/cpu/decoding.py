@@ -98,6 +98,8 @@ def step_decoder(model: Any) -> tuple[StepDecoder | None, list[str]]:
 class StepDecoder:
     """Greedy decoding of an opened model; `why_not_step` says of which."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, model: Any) -> None:
         self.model = model
         self._idle: Steps | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.errors import StageError
-from optkit.kernels.cuda.families import why_not_family
+from optkit.kernels.cuda.families import REMEDY, why_not_family
 from optkit.kernels.cuda.matrix import CODE_BASES, MOST_TOKENS, ROWS, Matrix, can_stack, multiply, scratch_bytes, stacked
 from optkit.kernels.cuda.nvrtc import compiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
@@ -25,7 +25,6 @@ KEYS_OF_SHARE = 32
 """The fewest that are worth a block."""
 CAPACITY_STEP = 128
 CHOOSING_BLOCKS = 32
-REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,22 @@ class GraphDecoder:
         self.layers = [_layer(block) for block in base.layers]
         self.norm, self.head = base.norm.weight, _matrix(model.lm_head)
         self._idle: Steps | None = None
+        self._by_model: set[int] = set()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the graph did not decode so far."""
+        if not self._by_model:
+            return ()
+        batches = ", ".join(map(str, sorted(self._by_model)))
+        why = f"which the model decodes by its own step: the graph takes up to {MOST_TOKENS} sequences"
+        return (f"cuda_graphs: off for batches of {batches}, {why}",)
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps | ModelSteps]:
         """Lend what `batch` sequences of `length` tokens need, prompts and answers together; the model itself where there are too many."""
         if batch > MOST_TOKENS:
+            self._by_model.add(batch)
             yield ModelSteps(self.model)
             return
         lent, self._idle = self._idle, None

@@ -14,6 +14,9 @@ MOST_GROUPED = 8
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not change with the length of the text."""
 
+REMEDY = "Take cuda_graphs out of the recipe, or use compile"
+"""For a model that the graph cannot decode."""
+
 
 def why_not_family(config: Mapping[str, Any]) -> str | None:
     """Return why the decode step of a model with this config.json cannot be one graph, None where nothing there speaks against it."""

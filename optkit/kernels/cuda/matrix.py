@@ -93,11 +93,6 @@ class Matrix:
         bits = 16 if self.scales is None else 4
         return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, self.offsets is not None)
 
-    @property
-    def bytes(self) -> int:
-        """That a product reads."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.weight, self.scales, self.offsets) if tensor is not None)
-
     def parts(self, sizes: list[int]) -> list[Matrix]:
         """Return the matrices of consecutive outputs, as views. `sizes` but the last are multiples of 16."""
         found, start = [], 0
