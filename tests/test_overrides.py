@@ -118,7 +118,7 @@ def test_gptq_format_lists_what_is_different(tiny_model: TinyModel, tmp_path: Pa
     [
         ("llama", {"overrides": {"*.up_porj": "keep"}}, r"rtn.overrides: `\*.up_porj` matches none of 21 layers. Did you mean"),
         ("llama", {"overrides": {"lm_head": "keep"}}, "rtn.overrides: `lm_head` is outside the decoder blocks"),
-        ("llama", {"overrides": {"*": "keep"}}, "rtn: no layer is left to quantize of 21"),
+        ("llama", {"overrides": {"*": "keep"}}, "rtn: no layer is left of 21"),
         ("llama", {"overrides": {"*.down_proj": {"group_size": 96}}}, "128 columns are not a multiple of group_size 96, .* 2 other"),
         (
             "mixtral",

@@ -178,7 +178,7 @@ def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path)
             {"include": ("lm_head",)},
             "rtn.include: `lm_head` is outside the decoder blocks. lm_head and embeddings stay",
         ),
-        ("llama", {"exclude": ("*_proj",)}, "rtn: no layer is left to quantize of 21 in the decoder blocks. Widen `include` or narrow"),
+        ("llama", {"exclude": ("*_proj",)}, "rtn: no layer is left of 21 in the decoder blocks. Widen `include` or narrow"),
         (
             "llama",
             {"group_size": 96},
@@ -194,7 +194,7 @@ def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path)
             {"format": "gptq", "exclude": ("*.experts.2.*",)},
             r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other",
         ),
-        ("mixtral", {"include": ("*.gate",)}, "no layer is left to quantize"),
+        ("mixtral", {"include": ("*.gate",)}, "no layer is left"),
     ],
 )
 def test_refusals_say_what_to_do(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any], message: str) -> None:

@@ -130,7 +130,7 @@ class LayerQuantizer(Transform):
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
-        selection = self._select(*_linears(skeleton))
+        selection = self._select(*linears_of(skeleton))
         formats = self._formats(selection)
         with context.progress.task(self._kind, len(skeleton.blocks), "blocks") as task:
             job = Job(skeleton, Path(source), selection, formats, context, task)
@@ -275,7 +275,7 @@ def with_own_head(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **nested, "tie_word_embeddings": False}
 
 
-def _linears(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
+def linears_of(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
     """Return the linear layers of the decoder blocks, and those outside."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D

@@ -1,4 +1,4 @@
-"""Which layers a quantizer takes: all of the decoder blocks but routers, narrowed by patterns."""
+"""Which layers a quantizer, or pruning, takes: all of the decoder blocks but routers, narrowed by patterns."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def refuse_unmatched(where: str, patterns: Iterable[str], layers: Mapping[str, L
 def _refuse_nothing(chosen: Mapping[str, Layer], count: int, stage: str) -> None:
     if not chosen:
         raise StageError(
-            f"no layer is left to quantize of {count:,} in the decoder blocks",
+            f"no layer is left of {count:,} in the decoder blocks",
             where=stage,
             remedy="Widen `include` or narrow `exclude`",
         )
