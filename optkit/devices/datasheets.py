@@ -5,6 +5,7 @@ Rates are those with float32 sums where a datasheet tells two. Datasheets that g
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -93,3 +94,29 @@ def datasheet(name: str) -> Device:
             remedy=hint.strip(),
         )
     return found
+
+
+DRIVER_NAMES = {
+    r"B200\b": "b200",
+    r"H200 NVL\b": "h200-nvl",
+    r"H200\b": "h200",
+    r"H100 PCIe\b": "h100-pcie",
+    r"H100 80GB HBM3\b": "h100",
+    r"A100-SXM4-80GB\b": "a100-80gb",
+    r"A100 80GB PCIe\b": "a100-80gb-pcie",
+    r"A100-(SXM4|PCIE)-40GB\b": "a100-40gb",
+    r"L40S\b": "l40s",
+    r"L4\b": "l4",
+    r"A10\b": "a10",
+    r"T4\b": "t4",
+    r"RTX 4090$": "rtx4090",
+    r"RTX 3090$": "rtx3090",
+    r"MI300X\b": "mi300x",
+}
+"""Pattern of what the driver calls a device -> its name in `DEVICES`."""
+
+
+def datasheet_of(driver_name: str) -> Device | None:
+    """Return the device of the table that the driver calls e.g. `NVIDIA H200`; None where none is."""
+    found = next((name for pattern, name in DRIVER_NAMES.items() if re.search(rf"(?:^|\s){pattern}", driver_name)), None)
+    return DEVICES[found] if found else None

@@ -77,7 +77,7 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
         remedy = "Use cpu, or the name of a device that is not here, e.g. h200"
         raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", remedy=remedy)
     circumstances = _circumstances(device, torch.get_num_threads())
-    place = (cache or default_cache()) / "roofs" / f"{digest(circumstances)}.json"
+    place = _place(cache, circumstances)
     kept = None if again else _read(place)
     if kept is None:
         from optkit.devices.measured import measure_roof
@@ -93,6 +93,19 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(place, kept.model_dump_json(indent=1))
     return _device(device, kept), kept.roof
+
+
+def kept_device(device: str, cache: Path | None = None) -> Device | None:
+    """Return the roof of a device that is here as it was measured before; None where it was not, in these circumstances."""
+    import torch
+
+    circumstances = _circumstances(device, torch.get_num_threads())
+    kept = _read(_place(cache, circumstances))
+    return _device(device, kept) if kept else None
+
+
+def _place(cache: Path | None, circumstances: dict[str, str | int | None]) -> Path:
+    return (cache or default_cache()) / "roofs" / f"{digest(circumstances)}.json"
 
 
 def _circumstances(device: str, threads: int) -> dict[str, str | int | None]:
