@@ -45,8 +45,9 @@ def verified(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for engine in ("VLLM", "TRANSFORMERS", "ONNXRUNTIME", "ONNXRUNTIME_GENAI"):
+    for engine in ("VLLM", "TRANSFORMERS", "ONNXRUNTIME", "ONNXRUNTIME_GENAI", "OPTIMUM"):
         monkeypatch.delenv(f"OPTKIT_{engine}_PYTHON", raising=False)
+    monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
     return tmp_path
 
 

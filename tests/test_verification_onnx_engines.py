@@ -168,5 +168,5 @@ def test_what_is_not_installed_comes_with_a_warning(tmp_path: Path) -> None:
 def test_which_engine_opens_what() -> None:
     assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=True)] == ["transformers", "vllm"]
     assert TRANSFORMERS.cannot_open(onnx=True) == VLLM.cannot_open(onnx=True) == "it reads safetensors, and this artifact is ONNX"
-    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=False)] == ["onnxruntime", "onnxruntime-genai"]
+    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=False)] == ["onnxruntime", "onnxruntime-genai", "optimum"]
     assert ONNXRUNTIME.cannot_open(onnx=False) == "there is no ONNX in this artifact"

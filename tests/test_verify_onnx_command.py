@@ -32,8 +32,9 @@ numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
 def our_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine but our own Python's, and the artifact in the working directory."""
     monkeypatch.chdir(tmp_path)
-    for engine in ("VLLM", "TRANSFORMERS", "ONNXRUNTIME", "ONNXRUNTIME_GENAI"):
+    for engine in ("VLLM", "TRANSFORMERS", "ONNXRUNTIME", "ONNXRUNTIME_GENAI", "OPTIMUM"):
         monkeypatch.delenv(f"OPTKIT_{engine}_PYTHON", raising=False)
+    monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
 
 
 def verified(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
@@ -57,7 +58,7 @@ def test_both_engines_agree_and_the_others_are_not_asked(
     assert "loading vllm: it reads safetensors, and this artifact is ONNX" in out
     assert out.endswith("PASS 2 of 2 engines agree out")
     kept = {each.engine: each for each in read_loading(artifact)}
-    assert list(kept) == ["transformers", "vllm", "onnxruntime", "onnxruntime-genai"]
+    assert list(kept) == ["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum"]
     for engine in ("onnxruntime", "onnxruntime-genai"):
         assert (kept[engine].verdict, kept[engine].same_tokens, kept[engine].device, kept[engine].dtype) == ("agrees", 16, "cpu", "float32")
         assert kept[engine].compared == f"logits after each of 40 tokens; agrees below a mean KL of {limit}"

@@ -8,7 +8,7 @@ import click
 
 from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option
 
-ENGINE_NAMES = ("transformers", "vllm", "onnxruntime", "onnxruntime-genai")
+ENGINE_NAMES = ("transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum")
 
 
 class EnginePython(click.ParamType[tuple[str, str]]):

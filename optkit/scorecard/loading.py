@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from optkit.frozen import Frozen
 
-EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime", "onnxruntime-genai"]
+EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum"]
 NOTHING = "-"
 FIRST_COLUMNS = ("engine", "loads")
 COLUMNS = ("logit difference", "mean KL", "same top-1", "same tokens")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from optkit.backends.environments import Environments
 from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
@@ -44,6 +45,8 @@ class Engine:
     """What to know before installing it."""
     reads_onnx: bool = False
     """It opens ONNX directories and nothing else; the others open safetensors and nothing else."""
+    library: str = ""
+    """What `optkit env build` calls it, where it stands on packages that ours do not go with: its environment is asked."""
 
     def cannot_open(self, onnx: bool) -> str:
         """Return why an artifact, ONNX or not, is none of those that the engine opens; empty where it is one."""
@@ -86,7 +89,8 @@ ONNXRUNTIME_GENAI = Engine(
     "; its builds overwrite each other's files, so keep one of them",
     reads_onnx=True,
 )
-ENGINES: dict[EngineName, Engine] = {each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI)}
+OPTIMUM = Engine("optimum", "optimum_worker", ("optimum-onnx",), {}, reads_onnx=True, library="optimum")
+ENGINES: dict[EngineName, Engine] = {each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI, OPTIMUM)}
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class Answer:
     """Why there is no answer, or no logits in it."""
     missing: tuple[str, ...] = ()
     """Distributions that are not installed there."""
+    not_applicable: str = ""
+    """Why the engine is not made for such an artifact."""
 
 
 def python_variable(engine: EngineName) -> str:
@@ -108,17 +114,24 @@ def python_variable(engine: EngineName) -> str:
 
 
 def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
-    """Return the whole path of the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else our own.
+    """Return the whole path of the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else that of its
+    environment where one is built, else our own.
 
     A link is not followed: it would lead out of its environment. Raises UsageError where there is no such program.
     """
     variable = python_variable(engine)
     where = f"--engine-python {engine}" if engine in named else f"${variable}"
-    python = named.get(engine) or os.environ.get(variable) or sys.executable
+    python = named.get(engine) or os.environ.get(variable) or _built(ENGINES[engine]) or sys.executable
     found = shutil.which(python)
     if found is None:
         raise UsageError(f"there is no program {python}", where=where, remedy=f"Name the Python of an environment with {engine}")
     return str(Path(found).absolute())
+
+
+def _built(engine: Engine) -> str:
+    """Return the Python of the environment that `optkit env build` made for an engine; empty where there is none."""
+    found = Environments().find(engine.library) if engine.library else None
+    return str(found.interpreter) if found else ""
 
 
 def install_command(python: str, missing: Sequence[str]) -> str:
@@ -160,11 +173,13 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
     said = json.loads(answer.read_text(encoding="utf-8"))
     if missing := tuple(said.get("missing", ())):
         return Answer(seconds, said, _not_installed(engine, python, missing), missing)
-    return Answer(seconds, said, _reason(said.get("refused", "")))
+    return Answer(seconds, said, _reason(said.get("refused", "")), not_applicable=_reason(said.get("not_applicable", "")))
 
 
 def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
-    return f"not installed: {', '.join(missing)}. Run: {install_command(python, missing)}{engine.advice}"
+    own = engine.library and python == sys.executable
+    command = f"optkit env build {engine.library}" if own else f"{install_command(python, missing)}{engine.advice}"
+    return f"not installed: {', '.join(missing)}. Run: {command}"
 
 
 def _environment(python: str, device: str) -> dict[str, str]:

@@ -174,6 +174,8 @@ def _judge(
     packages = {name: version for name, version in answer.said.get("versions", {}).items() if name not in others}
     version = next((packages[name] for name in engine.distributions if name in packages), "")
     facts = {"engine": engine.name, "version": version, "packages": packages, "seconds": round(answer.seconds, 2)}
+    if answer.not_applicable:
+        return Loading.model_validate({**facts, "verdict": "skipped", "reason": f"not applicable: {answer.not_applicable}"})
     if answer.missing:
         return Loading.model_validate({**facts, "verdict": "skipped", "reason": answer.problem})
     if answer.problem:
