@@ -26,6 +26,7 @@ from optkit.environment import cpu_cores, device_name, package_version
 from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
+from optkit.model.adapter import has_adapter
 from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import ModelShape
 from optkit.model.task import PHRASES, Task, phrase_of
@@ -41,6 +42,7 @@ from optkit.store import Store
 _REASONS = {
     Format.CHECKPOINT: "is a checkpoint",
     Format.QUANTIZED: "has no float weights any more",
+    Format.ADAPTED: "has an adapter beside its packed weights",
     Format.ONNX: "is a graph that ONNX Runtime runs",
 }
 SCHEMA = 1
@@ -232,8 +234,11 @@ def _check_onnx(recipe: Recipe, steps: Sequence[Step]) -> None:
     left = steps[-1].format
     for setting in recipe.settings:
         if left not in setting.value.accepts:
+            remedy = "Take it out of the recipe"
+            if left is Format.ADAPTED and Format.QUANTIZED in setting.value.accepts:
+                raise StageError("knows no adapter beside packed weights, and this model has one", where=setting.kind, remedy=remedy)
             wanted = "an ONNX model" if setting.value.accepts == {Format.ONNX} else "a torch model"
-            raise StageError(f"is applied to {wanted}, and this is {FORMATS[left]}", where=setting.kind, remedy="Take it out of the recipe")
+            raise StageError(f"is applied to {wanted}, and this is {FORMATS[left]}", where=setting.kind, remedy=remedy)
     for entry in recipe.evals:
         if left is Format.ONNX and entry.value.reads_weights:
             why = "Its weights lie in a graph"
@@ -257,7 +262,7 @@ def _plan_steps(
             )
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict(shape, device)
-        steps.append(_step(entry.kind, entry.value, key, before.key, store.get(key), entry.value.produces, cost, shape))
+        steps.append(_step(entry.kind, entry.value, key, before.key, store.get(key), entry.value.leaves(before.format), cost, shape))
     return tuple(steps), shape
 
 
@@ -293,7 +298,9 @@ def _remedy(stage: Transform, found: Format) -> str:
 def _format_of(shape: ModelShape, directory: Path | None) -> Format:
     if directory and is_onnx(directory):
         return Format.ONNX
-    return Format.QUANTIZED if shape.config.get("quantization_config") else Format.CHECKPOINT
+    if not shape.config.get("quantization_config"):
+        return Format.CHECKPOINT
+    return Format.ADAPTED if directory and has_adapter(directory) else Format.QUANTIZED
 
 
 def _plan_eval(

@@ -23,6 +23,7 @@ from optkit.yaml_places import PlacedData, Steps
 FORMATS = {
     Format.CHECKPOINT: "a checkpoint with float weights",
     Format.QUANTIZED: "one with packed weights",
+    Format.ADAPTED: "one with packed weights and an adapter",
     Format.ONNX: "an ONNX model",
 }
 
@@ -117,34 +118,63 @@ def _unknown(role: str, kind: str) -> str:
 
 def check_order(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
     """Yield the transforms that cannot read what the one before leaves."""
-    before: tuple[str, type[Transform]] | None = None
+    given: tuple[str, Format | None] = ("", None)
+    for item, left in formats_left(stages):
+        before, found = given
+        if found and found not in item.model.accepts:
+            reads = " or ".join(FORMATS[each] for each in sorted(item.model.accepts))
+            message = f"{item.kind} reads {reads} and {before} leaves {FORMATS[found]}."
+            yield recipe.key_place(item.steps).problem(f"{message} {_remedy_of_order(item, left, before, found)}")
+        given = item.kind, left
+
+
+@dataclass(frozen=True)
+class TransformItem(Item):
+    """One transform of a recipe."""
+
+    @property
+    def model(self) -> type[Transform]:
+        """The class of the transform."""
+        model = super().model
+        assert issubclass(model, Transform)
+        return model
+
+
+def formats_left(stages: Iterable[Item]) -> Iterator[tuple[TransformItem, Format | None]]:
+    """Yield the transforms, each with the format that it leaves; None where that hangs on the model that the recipe starts from."""
+    given: Format | None = None
     for item in stages:
         model = item.model
         if not issubclass(model, Transform):
             continue
-        if before and before[1].produces not in model.accepts:
-            reads = " or ".join(FORMATS[each] for each in sorted(model.accepts))
-            message = f"{item.kind} reads {reads} and {before[0]} leaves {FORMATS[before[1].produces]}."
-            yield recipe.key_place(item.steps).problem(f"{message} {_remedy_of_order(item.kind, model, *before)}")
-        before = item.kind, model
+        left = {model.leaves(each) for each in ({given} if given in model.accepts else model.accepts)}
+        given = left.pop() if len(left) == 1 else None
+        yield TransformItem(item.steps, item.kind, item.value), given
 
 
-def _remedy_of_order(kind: str, model: type[Transform], before: str, earlier: type[Transform]) -> str:
-    if model.accepts == {Format.ONNX}:
+def _remedy_of_order(item: TransformItem, left: Format | None, before: str, found: Format) -> str:
+    if item.model.accepts == {Format.ONNX}:
         return f"Put onnx between them: it exports what {before} leaves."
-    return "Keep one of them." if earlier.produces is model.produces else f"Put {kind} before {before}."
+    if found is Format.ADAPTED and item.kind != before:
+        return f"Take one of them out, or put {before} before the stage that packs the weights: there its adapter is merged."
+    return "Keep one of them." if left is found else f"Put {item.kind} before {before}."
 
 
 def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
     """Yield the settings and evals that what the stages leave, torch or ONNX, has no place for; without a transform nobody knows yet."""
-    made = [(item, item.model.produces) for item in stages if issubclass(item.model, Transform)]
-    if not made:
+    made = list(formats_left(stages))
+    if not made or made[-1][1] is None:
         return
     last, left = made[-1]
     is_onnx = left is Format.ONNX
     leaves = f"and {last.kind} ({recipe.key_place(last.steps).short}) leaves {'an ONNX model' if is_onnx else 'a torch model'}"
     for item in stages:
-        if issubclass(item.model, Setting) and left not in item.model.accepts:
+        if not issubclass(item.model, Setting) or left in item.model.accepts:
+            continue
+        if left is Format.ADAPTED and Format.QUANTIZED in item.model.accepts:
+            message = f"the setting {item.kind} knows no adapter beside packed weights, and {last.kind} leaves one. Take one of them out."
+            yield recipe.key_place(item.steps).problem(message)
+        else:
             message = f"the setting {item.kind} is applied to {'a torch' if is_onnx else 'an ONNX'} model when it is opened, {leaves}."
             remedy = "Take it out." if is_onnx else f"Put onnx after {last.kind}, or take it out."
             yield recipe.key_place(item.steps).problem(f"{message} {remedy}")

@@ -29,6 +29,8 @@ class Format(StrEnum):
     """config.json, safetensors with float weights, tokenizer and every other non-weight file of the source."""
     QUANTIZED = "quantized"
     """The same, with packed weights and a `quantization_config`: no further stage can change its weights."""
+    ADAPTED = "adapted"
+    """A quantized checkpoint with a LoRA adapter of peft in `adapter/`."""
     ONNX = "onnx"
     """model.onnx and what belongs to it."""
 
@@ -100,8 +102,14 @@ class Transform(Stage):
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT})
     produces: ClassVar[Format] = Format.CHECKPOINT
+    """What it leaves; where that hangs on what it reads, of a checkpoint with float weights (see `leaves`)."""
     reads_origin: ClassVar[bool] = False
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
+
+    @classmethod
+    def leaves(cls, given: Format) -> Format:
+        """Return the format that it leaves of one that it accepts."""
+        return cls.produces
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Read the model in `source`, leave the changed one in the empty directory `target`.
@@ -121,7 +129,7 @@ class Transform(Stage):
 class Setting(Stage):
     """A stage that changes no weights: recorded in the artifact and applied when it is opened."""
 
-    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED, Format.ADAPTED})
     """What it can be applied to when it is opened; the built-in ones know torch models alone."""
     exact: ClassVar[bool] = True
     """Leaves what the model computes as it is, but for the order of rounding."""

@@ -16,6 +16,8 @@ from optkit.kernels.cpu.decoding import step_decoder
 from optkit.kernels.formats import quantized_layers
 from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.load import load_packed
+from optkit.kernels.low_rank import apply_adapter_
+from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import is_out_of_memory, return_freed_memory
@@ -80,6 +82,8 @@ def open_session(
             model, notes = load_packed(checkpoint, quantized or {}, device, chosen, quiet, trust_remote_code, **options)
         else:
             model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
+        if checkpoint.quantization and (adapter := read_adapter(checkpoint.directory)):
+            notes = [*notes, apply_adapter_(model, adapter, device, chosen)]
         for setting in settings:
             model = setting.on_load(model, device)
         new_cache, note = _cache(model, settings, scales) if task is Task.GENERATION else (None, [])

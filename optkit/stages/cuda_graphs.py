@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from optkit.errors import StageError
 from optkit.kernels.cuda.families import REMEDY, why_not_family
 from optkit.model.shape import ModelShape
-from optkit.stage import Setting
+from optkit.stage import Format, Setting
 from optkit.stages.compile import Compile
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.speculative import Speculative
@@ -18,6 +19,8 @@ class CudaGraphs(Setting):
 
     Up to 32 sequences at once; prompts, and larger batches, run through the model itself. On the CPU nothing changes.
     """
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError for a model whose step the graph does not know."""
