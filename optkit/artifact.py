@@ -22,8 +22,9 @@ from optkit.store import describe_file, explain_os_error, is_unchanged, list_fil
 RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
 SCORECARD_MARKDOWN = "scorecard.md"
+LOSS_CURVE_SVG = "loss_curve.svg"
 VERIFICATION_JSON = "verification.json"
-OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, VERIFICATION_JSON})
+OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SVG, VERIFICATION_JSON})
 SCHEMA = 1
 
 

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
-from optkit.artifact import SCORECARD_JSON, SCORECARD_MARKDOWN, Artifact, is_artifact, publish, read_artifact, reserve, settle, standing
+from optkit.artifact import (
+    LOSS_CURVE_SVG,
+    SCORECARD_JSON,
+    SCORECARD_MARKDOWN,
+    Artifact,
+    is_artifact,
+    publish,
+    read_artifact,
+    reserve,
+    settle,
+    standing,
+)
 from optkit.attribution import attribute, between
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
@@ -20,7 +31,7 @@ from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe import Recipe, load_recipe
 from optkit.registry import stage_class
-from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, read_json, to_json, to_markdown
+from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, loss_curves, read_json, to_json, to_markdown, trainings
 from optkit.stage import Context, Setting
 from optkit.store import Store, default_store
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
@@ -221,6 +232,8 @@ def settings_of(artifact: Artifact) -> list[Setting]:
 def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
     artifact.attach(SCORECARD_JSON, to_json(scorecard))
     artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
+    if trained := trainings(scorecard.steps):
+        artifact.attach(LOSS_CURVE_SVG, loss_curves(trained))
 
 
 def _refuse_damaged(done: Verified) -> None:

@@ -120,7 +120,7 @@ class TestDirectory:
         assert model_key(pin_model(ModelSource(name=str(model)))) == model_key(pin_model(ModelSource(name=str(copy))))
 
     @pytest.mark.parametrize(
-        "name", ["scorecard.json", "scorecard.md", "optkit.json", ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"]
+        "name", ["scorecard.json", "scorecard.md", "loss_curve.svg", "optkit.json", ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"]
     )
     def test_what_is_no_part_of_the_model(self, model, name):
         before = pin_model(ModelSource(name=str(model)))

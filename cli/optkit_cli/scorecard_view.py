@@ -9,7 +9,20 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from optkit.scorecard import Measured, Row, Scorecard, StepLine, footnotes, format_ratio, format_value, protocols, table_rows, value_text
+from optkit.scorecard import (
+    Measured,
+    Row,
+    Scorecard,
+    StepLine,
+    footnotes,
+    format_ratio,
+    format_value,
+    protocols,
+    table_rows,
+    training_line,
+    trainings,
+    value_text,
+)
 from optkit_cli.attribution_view import attribution_view
 from optkit_cli.loading_view import loading_view
 from optkit_cli.progress import clock_text
@@ -31,6 +44,7 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
     sections = [
         _title(scorecard),
         indented(made),
+        indented([("training", training_line(each)) for each in trainings(scorecard.steps)]),
         Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
         attribution_view(scorecard),
         indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),

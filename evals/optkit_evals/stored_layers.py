@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optkit.model.weight_files import holds_weights
 
-NOT_DEPLOYED = frozenset({"scorecard.json", "scorecard.md"})
+NOT_DEPLOYED = frozenset({"scorecard.json", "scorecard.md", "loss_curve.svg"})
 
 
 @dataclass(frozen=True)

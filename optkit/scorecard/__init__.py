@@ -7,6 +7,7 @@ from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, read_json, to_json
 from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows, value_text
+from optkit.scorecard.training import Training, loss_curves, training_line, trainings
 
 __all__ = [
     "Comparison",
@@ -18,6 +19,7 @@ __all__ = [
     "Rung",
     "Scorecard",
     "StepLine",
+    "Training",
     "Waterfall",
     "build_scorecard",
     "compare_table",
@@ -27,12 +29,15 @@ __all__ = [
     "loading_cells",
     "loading_columns",
     "loading_notes",
+    "loss_curves",
     "protocols",
     "ratio_to_baseline",
     "read_json",
     "table_rows",
     "to_json",
     "to_markdown",
+    "training_line",
+    "trainings",
     "value_text",
     "waterfall",
 ]

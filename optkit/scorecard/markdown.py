@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from io import StringIO
 
+from optkit.artifact import LOSS_CURVE_SVG
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.record import Scorecard, StepLine
 from optkit.scorecard.table import NOTHING, footnotes, markdown_table, numbered, protocols, table_rows
+from optkit.scorecard.training import training_line, trainings
 
 
 def to_markdown(scorecard: Scorecard) -> str:
@@ -23,6 +25,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## Protocols": numbered(footnotes(protocols(scorecard))),
         "## Loading": _loading(scorecard.loading),
         "## Steps": _steps(scorecard.steps),
+        "## Training": _trainings(scorecard.steps),
         "## What each stage added": steps.to_markdown() if (steps := waterfall(scorecard.attribution)) else "",
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
@@ -37,6 +40,11 @@ def _steps(steps: tuple[StepLine, ...]) -> str:
         return ""
     body = [(step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", _report(step), f"`{step.key[:12]}`") for step in steps]
     return markdown_table(("step", "seconds", "from the store", "what it did", "key"), body)
+
+
+def _trainings(steps: tuple[StepLine, ...]) -> str:
+    found = trainings(steps)
+    return f"{_bullets([training_line(each) for each in found])}\n\n![loss over tokens]({LOSS_CURVE_SVG})" if found else ""
 
 
 def _loading(loading: tuple[Loading, ...]) -> str:

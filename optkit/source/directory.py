@@ -16,7 +16,7 @@ from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
 from optkit.source.digests import PREFIX, FileDigests
 
-OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md"})
+OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md", "loss_curve.svg"})
 """What optkit leaves beside the weights of an artifact; it says how they were made and is no part of the model."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head")
