@@ -128,8 +128,9 @@ def test_what_a_matrix_of_4_bits_is_not_made_of(monkeypatch: pytest.MonkeyPatch)
     ("changed", "reason"),
     [
         ({"model_type": "gpt2"}, "gpt2 is not of the families that it is known for (llama, mistral, qwen2, qwen3)"),
-        ({"head_dim": 96}, "heads of 96 channels are none of 16, 32, 64, 128, 256"),
-        ({"num_key_value_heads": 2}, "more than 8 queries share a head of keys"),
+        ({"head_dim": 72}, "72 channels a head are no multiple of 16 up to 256"),
+        ({"num_key_value_heads": 1}, "32 queries of 128 channels share a head of keys (at most 16, and 2,048 channels)"),
+        ({"num_key_value_heads": 2, "head_dim": 256}, "16 queries of 256 channels share a head of keys (at most 16, and 2,048 channels)"),
         ({"hidden_act": "gelu"}, "the MLP's activation is gelu, not silu"),
         ({"sliding_window": 4096}, "its attention has a sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "its attention has a sliding window"),

@@ -2,180 +2,208 @@
 //
 // qkv [batch, (HEADS + 2 KV_HEADS) SIZE]; keys, values [batch, KV_HEADS, capacity, SIZE]; cosines, sines float [positions, SIZE / 2], for
 // halves that are turned against each other (as Llama's); output [batch, HEADS * SIZE]. A block for each head of keys, share of the past,
-// and sequence: LANES threads hold a key, 8 channels each, and go over every AT_ONCE-th one with a softmax of their own; then all of them
-// are joined. Macros: BF16, HEADS, KV_HEADS, SIZE (a power of two from 16 to 256), SHARES, QK_NORM.
+// and sequence. Its 4 warps take 16 keys in turn, with a softmax of their own: scores [queries, keys] and sums [queries, channels] are
+// products of 16 rows in tensor cores, the rows being the queries that share the head (FlashAttention-2, arXiv:2307.08691). Then all of
+// them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), SHARES, QK_NORM.
+//
+// Fragments of mma.m16n8k16: lane l = 4 r + c has, of queries, row r (and r + 8); of scores, rows r, r + 8 and columns 2 c, 2 c + 1.
+// Channels may be summed in any order, so a lane reads neighbouring ones of key r (lanes c take turns) and calls them what the fragment
+// wants; likewise it reads neighbouring channels of the values of keys 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 and pairs them.
 #define GROUP (HEADS / KV_HEADS)
-#define LANES (SIZE / 8)
-#define AT_ONCE (128 / LANES)
-#define BATCH 4  // keys of a thread that are on their way
+#define WARPS 4
+#define KEYS 16  // of a warp at once
+#define KEY_WORDS (SIZE % 32 ? 2 : 4)
+#define KEY_READS (SIZE / 8 / KEY_WORDS)
+#define VALUE_WORDS (SIZE % 64 == 0 ? 4 : SIZE % 32 == 0 ? 2 : 1)
+#define VALUE_READS (SIZE / 16 / VALUE_WORDS)
+#define ROWS (GROUP > 8 ? 2 : 1)  // of a lane
 #define NOTHING -1e30f
 
-__device__ __forceinline__ void eight(const uint4& vector, float (&values)[8]) {
-  values[0] = low(vector.x), values[1] = high(vector.x), values[2] = low(vector.y), values[3] = high(vector.y);
-  values[4] = low(vector.z), values[5] = high(vector.z), values[6] = low(vector.w), values[7] = high(vector.w);
-}
+template <int WORDS>
+struct alignas(4 * WORDS) Vector {
+  u32 word[WORDS];
+};
 
-#ifdef QK_NORM
-// x [SIZE] times the reciprocal of its root mean square, rounded and times the norm's weight, by the warp
-__device__ __forceinline__ float scale_of(const u16* x, float epsilon) {
-  float squares = 0;
-  for (int i = threadIdx.x % 32; i < SIZE; i += 32) squares += widen(x[i]) * widen(x[i]);
-  return rsqrtf(sum_of_warp(squares) / SIZE + epsilon);
-}
+// sums [queries, 8] += rows [queries, 16] * a matrix [16, 8]; where no lane has a second row, what comes of it is left.
+__device__ __forceinline__ void product(float (&sums)[4], const u32 (&rows)[4], u32 first, u32 second) {
+#if GROUP > 8
+  asm volatile(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(first), "r"(second));
+#else
+  float none, nothing;
+  asm volatile(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"
+               : "+f"(sums[0]), "+f"(sums[1]), "=f"(none), "=f"(nothing)
+               : "r"(rows[0]), "r"(0), "r"(rows[2]), "r"(first), "r"(second), "f"(0.f));
 #endif
+}
 
-extern "C" __global__ void __launch_bounds__(128)
+// A head of a query or key [SIZE] turned by its position, by a warp; with QK_NORM divided by its root mean square and times `norm` before.
+__device__ __forceinline__ void turn(const u16* x, const u16* norm, float epsilon, const float* cosine, const float* sine, u16* turned) {
+  const int lane = threadIdx.x % 32;
+  float factor = 1;
+#ifdef QK_NORM
+  float squares = 0;
+  for (int i = lane; i < SIZE; i += 32) squares += widen(x[i]) * widen(x[i]);
+  factor = rsqrtf(sum_of_warp(squares) / SIZE + epsilon);
+#endif
+  for (int i = lane; i < SIZE / 2; i += 32) {
+    float a = widen(x[i]) * factor, b = widen(x[i + SIZE / 2]) * factor;
+#ifdef QK_NORM
+    a *= widen(norm[i]), b *= widen(norm[i + SIZE / 2]);
+#endif
+    turned[i] = (u16)narrow(a * cosine[i] - b * sine[i], 0);
+    turned[i + SIZE / 2] = (u16)narrow(b * cosine[i] + a * sine[i], 0);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
     attend(const u16* qkv, u16* keys, u16* values, const float* cosines, const float* sines, const int* position_of, int capacity,
            float scaling, const u16* query_norm, const u16* key_norm, float epsilon, float* shared, unsigned int* arrived, u16* output) {
-  __shared__ float query[GROUP][SIZE];
-  __shared__ float sums[4][GROUP][SIZE];
-  __shared__ float largests[4][GROUP], totals[4][GROUP];
+  __shared__ __align__(16) u16 query[ROWS * 8][SIZE];
+  __shared__ float sums[WARPS][GROUP][SIZE];
+  __shared__ float largests[WARPS][GROUP], totals[WARPS][GROUP];
   const int head = blockIdx.x, share = blockIdx.y, sequence = blockIdx.z, thread = threadIdx.x;
-  const int lane = thread % LANES, slot = thread / LANES;
+  const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
   const int position = *position_of, length = position + 1;  // written by the step before, which has ended
   const int each = (length + SHARES - 1) / SHARES, first = min(share * each, length), behind = min(first + each, length);
   const size_t kept = ((size_t)sequence * KV_HEADS + head) * capacity * SIZE;
-  const uint4* past_keys = (const uint4*)(keys + kept) + lane;
-  const uint4* past_values = (const uint4*)(values + kept) + lane;
+  const Vector<KEY_WORDS>* past_keys = (const Vector<KEY_WORDS>*)(keys + kept) + column;
+  const Vector<VALUE_WORDS>* past_values = (const Vector<VALUE_WORDS>*)(values + kept) + row;
 
-  uint4 now_keys[BATCH], now_values[BATCH];
+  Vector<KEY_WORDS> now_keys[2][KEY_READS];
+  Vector<VALUE_WORDS> now_values[4][VALUE_READS] = {};  // what is not there counts as 0
+  const auto read_keys = [&](int start, int limit) {
 #pragma unroll
-  for (int i = 0; i < BATCH; i++) {
-    const int key = first + slot + i * AT_ONCE;
-    if (key < behind && key < position) now_keys[i] = past_keys[(size_t)key * LANES], now_values[i] = past_values[(size_t)key * LANES];
-  }
+    for (int half = 0; half < 2; half++) {
+      const int key = start + half * 8 + row;
+#pragma unroll
+      for (int i = 0; i < KEY_READS; i++)
+        if (key < limit) now_keys[half][i] = past_keys[(size_t)key * (4 * KEY_READS) + i * 4];
+    }
+  };
+  const auto read_values = [&](int start, int limit) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int key = start + column * 2 + k % 2 + k / 2 * 8;
+#pragma unroll
+      for (int i = 0; i < VALUE_READS; i++)
+        now_values[k][i] = key < limit ? past_values[(size_t)key * (8 * VALUE_READS) + i * 8] : Vector<VALUE_WORDS>{};
+    }
+  };
+  const int begin = first + warp * KEYS;
+  read_keys(begin, min(behind, position));
+  read_values(begin, min(behind, position));
   let_next_start();
   wait_for_previous();
 
-  const u16* row = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * SIZE;
+  const u16* now = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * SIZE;
   const float* cosine = cosines + (size_t)position * (SIZE / 2);
   const float* sine = sines + (size_t)position * (SIZE / 2);
-  for (int g = thread / 32; g < GROUP; g += 4) {  // a warp for each query
-    const u16* q = row + (head * GROUP + g) * SIZE;
-    float factor = 1;
-#ifdef QK_NORM
-    factor = scale_of(q, epsilon);
-#endif
-    for (int i = thread % 32; i < SIZE / 2; i += 32) {
-      float a = widen(q[i]) * factor, b = widen(q[i + SIZE / 2]) * factor;
-#ifdef QK_NORM
-      a *= widen(query_norm[i]), b *= widen(query_norm[i + SIZE / 2]);
-#endif
-      query[g][i] = (a * cosine[i] - b * sine[i]) * scaling;
-      query[g][i + SIZE / 2] = (b * cosine[i] + a * sine[i]) * scaling;
-    }
+  for (int g = warp; g < ROWS * 8; g += WARPS) {
+    if (g < GROUP)
+      turn(now + (head * GROUP + g) * SIZE, query_norm, epsilon, cosine, sine, query[g]);
+    else
+      for (int i = thread % 32; i < SIZE; i += 32) query[g][i] = 0;
   }
-  if (first <= position && position < behind && thread >= 96) {  // the share with the new token keeps it
-    const u16* k = row + (HEADS + head) * SIZE;
-    const u16* v = row + (HEADS + KV_HEADS + head) * SIZE;
-    u16* new_key = keys + kept + (size_t)position * SIZE;
-    u16* new_value = values + kept + (size_t)position * SIZE;
-    float factor = 1;
-#ifdef QK_NORM
-    factor = scale_of(k, epsilon);
-#endif
-    for (int i = thread % 32; i < SIZE / 2; i += 32) {
-      float a = widen(k[i]) * factor, b = widen(k[i + SIZE / 2]) * factor;
-#ifdef QK_NORM
-      a *= widen(key_norm[i]), b *= widen(key_norm[i + SIZE / 2]);
-#endif
-      new_key[i] = (u16)narrow(a * cosine[i] - b * sine[i], 0);
-      new_key[i + SIZE / 2] = (u16)narrow(b * cosine[i] + a * sine[i], 0);
-      new_value[i] = v[i];
-      new_value[i + SIZE / 2] = v[i + SIZE / 2];
-    }
+  if (first <= position && position < behind && warp == WARPS - 1) {  // the share with the new token keeps it
+    turn(now + (HEADS + head) * SIZE, key_norm, epsilon, cosine, sine, keys + kept + (size_t)position * SIZE);
+    const u16* v = now + (HEADS + KV_HEADS + head) * SIZE;
+    for (int i = thread % 32; i < SIZE; i += 32) values[kept + (size_t)position * SIZE + i] = v[i];
   }
   __syncthreads();
+  if (begin <= position && position < min(begin + KEYS, behind)) read_keys(begin, behind), read_values(begin, behind);
 
-  float part[GROUP][8], sum[GROUP][8] = {}, largest[GROUP], total[GROUP];
+  Vector<KEY_WORDS> queries[ROWS][KEY_READS];
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) {
-    largest[g] = NOTHING, total[g] = 0;
+  for (int r = 0; r < ROWS; r++)
 #pragma unroll
-    for (int i = 0; i < 8; i++) part[g][i] = query[g][lane * 8 + i];
-  }
-  for (int start = first; start < behind; start += AT_ONCE * BATCH) {
-    float scores[BATCH][GROUP], channels[8];
+    for (int i = 0; i < KEY_READS; i++) queries[r][i] = ((const Vector<KEY_WORDS>*)query[r * 8 + row])[i * 4 + column];
+  const float to_powers_of_two = scaling * 1.4426950408889634f;
+  float sum[VALUE_READS][2 * VALUE_WORDS][4] = {}, largest[ROWS], total[ROWS];
 #pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int key = start + slot + i * AT_ONCE;
-      if (key == position) now_keys[i] = past_keys[(size_t)key * LANES], now_values[i] = past_values[(size_t)key * LANES];
-      eight(now_keys[i], channels);
+  for (int r = 0; r < ROWS; r++) largest[r] = NOTHING, total[r] = 0;
+
+  for (int start = begin; start < behind; start += WARPS * KEYS) {
+    float scores[2][4] = {};
 #pragma unroll
-      for (int g = 0; g < GROUP; g++) {
-        float product = 0;
+    for (int i = 0; i < KEY_READS; i++)
 #pragma unroll
-        for (int c = 0; c < 8; c++) product += part[g][c] * channels[c];
+      for (int w = 0; w < KEY_WORDS; w += 2) {
+        const u32 rows[4] = {queries[0][i].word[w], ROWS > 1 ? queries[ROWS - 1][i].word[w] : 0, queries[0][i].word[w + 1],
+                             ROWS > 1 ? queries[ROWS - 1][i].word[w + 1] : 0};
 #pragma unroll
-        for (int step = LANES / 2; step; step >>= 1) product += __shfl_xor_sync(0xffffffffu, product, step);
-        scores[i][g] = key < behind ? product : NOTHING;
+        for (int half = 0; half < 2; half++) product(scores[half], rows, now_keys[half][i].word[w], now_keys[half][i].word[w + 1]);
       }
-      const int next = key + AT_ONCE * BATCH;
-      if (next < behind && next < position) now_keys[i] = past_keys[(size_t)next * LANES];
+    read_keys(start + WARPS * KEYS, behind);
+
+    u32 chances[4] = {};
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      float highest = largest[r];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float& score = scores[i / 2][2 * r + i % 2];
+        score = start + i / 2 * 8 + column * 2 + i % 2 < behind ? score * to_powers_of_two : NOTHING;
+        highest = fmaxf(highest, score);
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      const float factor = exp2f(largest[r] - highest);
+      largest[r] = highest, total[r] *= factor;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float one = exp2f(scores[half][2 * r] - highest), other = exp2f(scores[half][2 * r + 1] - highest);
+        total[r] += one + other;
+        chances[2 * half + r] = narrow(one, other);
+      }
+#pragma unroll
+      for (int i = 0; i < VALUE_READS; i++)
+#pragma unroll
+        for (int j = 0; j < 2 * VALUE_WORDS; j++) sum[i][j][2 * r] *= factor, sum[i][j][2 * r + 1] *= factor;
     }
 #pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-      float highest = largest[g];
+    for (int i = 0; i < VALUE_READS; i++)
 #pragma unroll
-      for (int i = 0; i < BATCH; i++) highest = fmaxf(highest, scores[i][g]);
-      const float factor = __expf(largest[g] - highest);
-      largest[g] = highest, total[g] *= factor;
-#pragma unroll
-      for (int c = 0; c < 8; c++) sum[g][c] *= factor;
-#pragma unroll
-      for (int i = 0; i < BATCH; i++) {
-        scores[i][g] = start + slot + i * AT_ONCE < behind ? __expf(scores[i][g] - highest) : 0;
-        total[g] += scores[i][g];
+      for (int j = 0; j < 2 * VALUE_WORDS; j++) {
+        const u32 which = j % 2 ? 0x7632 : 0x5410;  // the high or the low halves of two words
+        product(sum[i][j], chances, __byte_perm(now_values[0][i].word[j / 2], now_values[1][i].word[j / 2], which),
+                __byte_perm(now_values[2][i].word[j / 2], now_values[3][i].word[j / 2], which));
       }
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const int key = start + slot + i * AT_ONCE, next = key + AT_ONCE * BATCH;
-      if (key < behind) {
-        eight(now_values[i], channels);
-#pragma unroll
-        for (int g = 0; g < GROUP; g++)
-#pragma unroll
-          for (int c = 0; c < 8; c++) sum[g][c] += scores[i][g] * channels[c];
-      }
-      if (next < behind && next < position) now_values[i] = past_values[(size_t)next * LANES];
-    }
+    read_values(start + WARPS * KEYS, behind);
   }
 
 #pragma unroll
-  for (int g = 0; g < GROUP; g++) {  // the slots of a warp, then the warps
-    float highest = largest[g];
+  for (int r = 0; r < ROWS; r++) {
+    total[r] += __shfl_xor_sync(0xffffffffu, total[r], 1);
+    total[r] += __shfl_xor_sync(0xffffffffu, total[r], 2);
+    const int g = r * 8 + row;
+    if (g < GROUP) {
 #pragma unroll
-    for (int step = 16; step >= LANES; step >>= 1) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-    const float factor = __expf(largest[g] - highest);
-    total[g] *= factor;
+      for (int i = 0; i < VALUE_READS; i++)
 #pragma unroll
-    for (int step = 16; step >= LANES; step >>= 1) total[g] += __shfl_xor_sync(0xffffffffu, total[g], step);
+        for (int j = 0; j < 2 * VALUE_WORDS; j++)
 #pragma unroll
-    for (int c = 0; c < 8; c++) {
-      sum[g][c] *= factor;
-#pragma unroll
-      for (int step = 16; step >= LANES; step >>= 1) sum[g][c] += __shfl_xor_sync(0xffffffffu, sum[g][c], step);
-      if (thread % 32 < LANES) sums[thread / 32][g][lane * 8 + c] = sum[g][c];
+          for (int side = 0; side < 2; side++) sums[warp][g][(i * 8 + column * 2 + side) * (2 * VALUE_WORDS) + j] = sum[i][j][2 * r + side];
+      if (column == 0) largests[warp][g] = largest[r], totals[warp][g] = total[r];
     }
-    if (thread % 32 == 0) largests[thread / 32][g] = highest, totals[thread / 32][g] = total[g];
   }
   __syncthreads();
 
   const int place = sequence * KV_HEADS + head;
   u16* outputs = output + ((size_t)sequence * HEADS + head * GROUP) * SIZE;
 #if SHARES > 1
-  float* theirs = shared + (size_t)place * SHARES * GROUP * (SIZE + 2);  // [SHARES, GROUP, SIZE] sums, [SHARES, GROUP, 2] largest and total
-  float2* ends = (float2*)(theirs + SHARES * GROUP * SIZE);
+  float* theirs = shared + (size_t)place * SHARES * GROUP * SIZE;  // sums [places, SHARES, GROUP, SIZE], behind them largests and totals
+  float2* ends = (float2*)(shared + (size_t)gridDim.z * KV_HEADS * SHARES * GROUP * SIZE) + (size_t)place * SHARES * GROUP;
 #endif
 #pragma unroll
-  for (int i = thread; i < GROUP * SIZE; i += 128) {
+  for (int i = thread; i < GROUP * SIZE; i += 32 * WARPS) {
     const int g = i / SIZE, c = i % SIZE;
     const float highest = fmaxf(fmaxf(largests[0][g], largests[1][g]), fmaxf(largests[2][g], largests[3][g]));
     float all = 0, value = 0;
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const float factor = __expf(largests[w][g] - highest);
+    for (int w = 0; w < WARPS; w++) {
+      const float factor = exp2f(largests[w][g] - highest);
       all += totals[w][g] * factor, value += sums[w][g][c] * factor;
     }
 #if SHARES == 1
@@ -197,15 +225,15 @@ extern "C" __global__ void __launch_bounds__(128)
   if (!last) return;
   __threadfence();
   __shared__ float factors[SHARES][GROUP];
-  for (int g = thread / 32; g < GROUP; g += 4) {
+  for (int g = warp; g < GROUP; g += WARPS) {
     const int s = thread % 32;
     const float2 end = s < SHARES ? __ldcg(ends + s * GROUP + g) : make_float2(NOTHING, 0);
-    const float factor = __expf(end.x - maximum_of_warp(end.x)), all = sum_of_warp(end.y * factor);
+    const float factor = exp2f(end.x - maximum_of_warp(end.x)), all = sum_of_warp(end.y * factor);
     if (s < SHARES) factors[s][g] = factor / all;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = thread; i < GROUP * SIZE / 4; i += 128) {
+  for (int i = thread; i < GROUP * SIZE / 4; i += 32 * WARPS) {
     float4 value = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int s = 0; s < SHARES; s++) {

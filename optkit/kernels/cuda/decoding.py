@@ -21,8 +21,10 @@ from optkit.kernels.cuda.nvrtc import compiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 
 MOST_SHARES = 32
-KEYS_OF_SHARE = 32
+KEYS_OF_SHARE = 64
 """The fewest that are worth a block."""
+BLOCKS_AT_ONCE = 2
+"""Blocks of the attention kernel that a multiprocessor holds."""
 CAPACITY_STEP = 128
 CHOOSING_BLOCKS = 32
 
@@ -286,6 +288,6 @@ def _stack_(layers: list[nn.Module]) -> Matrix:
 
 
 def _shares(pairs: int, capacity: int, device: torch.device) -> int:
-    """Return into how many shares the past is cut, so that all multiprocessors have work and none too little."""
-    wanted = -(-4 * torch.cuda.get_device_properties(device).multi_processor_count // pairs)
-    return max(1, min(wanted, MOST_SHARES, capacity // KEYS_OF_SHARE))
+    """Return into how many shares the past is cut: as many as all run at once, none of them too small."""
+    room = BLOCKS_AT_ONCE * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(room // pairs, MOST_SHARES, capacity // KEYS_OF_SHARE))

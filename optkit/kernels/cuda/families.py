@@ -7,10 +7,12 @@ from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose step is: embed; norm, attend, add; norm, gated MLP, add; norm, head."""
-HEAD_SIZES = (16, 32, 64, 128, 256)
-"""Channels of a head that the attention kernel knows."""
-MOST_GROUPED = 8
+HEAD_STEP, LARGEST_HEAD = 16, 256
+"""Channels of a head that the attention kernel knows: multiples of the one up to the other."""
+MOST_GROUPED = 16
 """Queries that share a head of keys."""
+MOST_CHANNELS = 2048
+"""Of those queries together: their sums lie in the shared memory of a block."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not change with the length of the text."""
 
@@ -24,10 +26,11 @@ def why_not_family(config: Mapping[str, Any]) -> str | None:
         return f"{config.get('model_type')} is not of the families that it is known for ({', '.join(FAMILIES)})"
     heads = int(config["num_attention_heads"])
     size = config.get("head_dim") or config["hidden_size"] // heads
-    if size not in HEAD_SIZES:
-        return f"heads of {size} channels are none of {', '.join(map(str, HEAD_SIZES))}"
-    if heads // int(config.get("num_key_value_heads") or heads) > MOST_GROUPED:
-        return f"more than {MOST_GROUPED} queries share a head of keys"
+    if size % HEAD_STEP or size > LARGEST_HEAD:
+        return f"{size} channels a head are no multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
+    grouped = heads // int(config.get("num_key_value_heads") or heads)
+    if grouped > MOST_GROUPED or grouped * size > MOST_CHANNELS:
+        return f"{grouped} queries of {size} channels share a head of keys (at most {MOST_GROUPED}, and {MOST_CHANNELS:,} channels)"
     if config.get("hidden_act", "silu") != "silu":
         return f"the MLP's activation is {config['hidden_act']}, not silu"
     if "sliding_attention" in (config.get("layer_types") or ()) or (

@@ -1,0 +1,91 @@
+"""The attention kernel of the decode step against float64, in every shape class: heads, groups, shares of the past, lengths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit.kernels.cuda.nvrtc import compiled
+
+pytestmark = pytest.mark.gpu
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    past: int
+    heads: int
+    kv_heads: int
+    size: int
+    norms: bool = False
+
+
+CASES = [
+    *(
+        Case(1, 0, 32, 8, 128),
+        Case(2, 1, 32, 8, 128),
+        Case(5, 1023, 32, 8, 128, norms=True),
+        Case(1, 777, 16, 1, 128),
+        Case(33, 70, 8, 8, 128),
+    ),
+    *(
+        Case(16, 640, 9, 3, 64),
+        Case(3, 17, 9, 3, 64),
+        Case(1, 777, 12, 1, 64, norms=True),
+        Case(1, 300, 4, 4, 256),
+        Case(2, 130, 4, 4, 96, norms=True),
+    ),
+    *(Case(2, 130, 4, 2, 80), Case(1, 63, 4, 2, 32), Case(2, 500, 2, 1, 16, norms=True), Case(1, 64, 7, 1, 48)),
+]
+
+
+def turned(heads: Tensor, norm: Tensor | None, cosines: Tensor, sines: Tensor) -> Tensor:
+    """float64 [batch, heads, size]."""
+    if norm is not None:
+        heads = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + EPSILON) * norm.double()
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
+@pytest.mark.parametrize(("case", "shares"), [*product(CASES, (1, 3, 10))])
+def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtype, limit: float) -> None:
+    batch, past, heads, kv_heads, size = case.batch, case.past, case.heads, case.kv_heads, case.size
+    torch.manual_seed(past)
+    with torch.device("cuda"):
+        capacity = past + 5
+        qkv = torch.randn(batch, (heads + 2 * kv_heads) * size).to(dtype)
+        cache = torch.randn(2, batch, kv_heads, capacity, size).to(dtype)
+        cache[:, :, :, past:] = math.nan  # nothing there is read
+        angles = torch.arange(capacity)[:, None] / 10000 ** (torch.arange(0, size, 2) / size)
+        cosines, sines = angles.cos(), angles.sin()
+        norms = [torch.rand(size).to(dtype) + 0.5 if case.norms else None for _ in range(2)]
+        partial = torch.zeros(batch * heads * shares * (size + 2))
+        arrived = torch.zeros(batch * kv_heads, dtype=torch.int32)
+        output = torch.full((batch, heads * size), math.nan, dtype=dtype)
+        position = torch.tensor([past], dtype=torch.int32)
+    known = cache[:, :, :, :past].clone()
+    macros = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "SHARES": shares}
+    macros |= {"QK_NORM": 1} if case.norms else {}
+    macros |= {"BF16": 1} if dtype == torch.bfloat16 else {}
+    kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(value)) for key, value in macros.items())), 0)
+    arguments = (qkv, cache[0], cache[1], cosines, sines, position, capacity, size**-0.5, *norms, EPSILON, partial, arrived, output)
+    for _ in range(2):  # the counters are as they were
+        kernel((kv_heads, shares, batch), 128, arguments)
+    query, key, value = qkv.double().view(batch, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    query, key = (turned(x, norm, cosines[past].double(), sines[past].double()) for x, norm in zip((query, key), norms, strict=True))
+    keys, values = (torch.cat([old.double(), new[:, :, None]], dim=2) for old, new in zip(known, (key, value), strict=True))
+    group = heads // kv_heads
+    scores = torch.einsum("bhgc,bhkc->bhgk", query.view(batch, kv_heads, group, size), keys) * size**-0.5
+    expected = torch.einsum("bhgk,bhkc->bhgc", scores.softmax(-1), values).reshape(batch, heads * size)
+    assert (output.double() - expected).norm() < limit * expected.norm()
+    assert (cache[0, :, :, past].double() - key).norm() < limit * key.norm()
+    assert cache[1, :, :, past].equal(value.to(dtype))
+    assert cache[:, :, :, past + 1 :].isnan().all()
+    assert not arrived.any()
