@@ -98,6 +98,21 @@ def compute_capability(device: str) -> tuple[int, int] | None:
     return major.value, minor.value
 
 
+def gpu_memory_bytes(device: str) -> int | None:
+    """Return the memory of a GPU, from NVIDIA's driver and without torch; None for a CPU or without a driver."""
+    if device == "cpu":
+        return None
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    number, size = ctypes.c_int(), ctypes.c_size_t()
+    index = int(device.partition(":")[2] or 0)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(number), index) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), number):
+        return None
+    return size.value
+
+
 def only_visible(device: str) -> dict[str, str]:
     """Return the variable with which another process sees this device alone: no GPU for `cpu`, for `cuda:1` the second that we see."""
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]

@@ -98,6 +98,8 @@ class Plan(Frozen):
     baseline_key: str
     """The unmodified model without settings; equal to `artifact_key` where the recipe changes nothing."""
     evals: tuple[PlannedEval, ...]
+    forecasts: tuple[str, ...] = ()
+    """What opening the artifact will need where a setting says where its weights lie, one line each."""
 
     @property
     def weights_key(self) -> str:
@@ -152,6 +154,7 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
         artifact_key=make_artifact_key(steps[-1].key, settings),
         baseline_key=make_artifact_key(steps[0].key, []),
         evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, settings) for entry in recipe.evals),
+        forecasts=tuple(line for entry in recipe.settings if (line := entry.value.forecast(left, device))),
     )
 
 

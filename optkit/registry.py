@@ -38,6 +38,7 @@ STAGES = {
     "mx": "optkit.stages.mx:Mx",
     "nf4": "optkit.stages.nf4:Nf4",
     "precision": "optkit.stages.precision:Precision",
+    "offload": "optkit.stages.offload:Offload",
     "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
     "smoothquant": "optkit.stages.smoothquant:Smoothquant",

@@ -175,6 +175,10 @@ class Setting(Stage):
         """
         return None
 
+    def forecast(self, shape: ModelShape, device: str) -> str:
+        """Return one line for the plan: what opening a model will need, e.g. of each GPU; empty where that is nothing new."""
+        return ""
+
     def describe(self, device: str) -> str:
         """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on cpu (devices: cuda)`."""
         return f"{type(self).__name__.lower()}: {self.model_dump(mode='json')}"

@@ -18,6 +18,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         _steps(plan),
         _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
         _closing(plan),
+        *(Text(line, style="dim") for line in plan.forecasts),
     ]
     return [part for section in sections for part in (Text(""), section)]
 

@@ -34,15 +34,27 @@ def weight_bytes(model: Any, batch: int) -> int:
     as a token is sent to.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    read: dict[int, float] = {}
+    offloaded = _offloaded(model)
+    read: dict[int | str, float] = {}
+
+    def place(tensor: Tensor) -> int | str:
+        return offloaded.get(id(tensor)) or tensor.data_ptr()
+
     for module, share in _shares(model):
         if isinstance(module, nn.Embedding):
             continue
         for tensor in _held(module):
             if tensor.numel():
-                read[tensor.data_ptr()] = max(read.get(tensor.data_ptr(), 0), _size(tensor) * share)
-    rows = sum(min(batch, len(each.weight)) * _size(each.weight[0]) for each in embeddings if each.weight.data_ptr() not in read)
+                read[place(tensor)] = max(read.get(place(tensor), 0), _size(tensor) * share)
+    rows = sum(min(batch, len(each.weight)) * _size(each.weight[0]) for each in embeddings if place(each.weight) not in read)
     return round(sum(read.values())) + rows
+
+
+def _offloaded(model: Any) -> dict[int, str]:
+    """Return the id of each parameter that waits elsewhere -> a name for where it lies; tied ones share theirs."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    everything = model.named_parameters(remove_duplicate=False)
+    return {id(parameter): tied.get(name, name) for name, parameter in everything if parameter.is_meta}
 
 
 def _held(module: nn.Module) -> Iterator[Tensor]:

@@ -30,12 +30,14 @@ from optkit.onnx.directory import OnnxDirectory
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
 from optkit.session.speculation import DraftModel, PromptLookup, Proposer
+from optkit.session.offloading import Offloading
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
-from optkit.source.quiet import quiet_bitsandbytes, quiet_transformers
+from optkit.source.quiet import quiet_accelerate, quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Format, Setting, check_together
 from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.speculative import Speculative, check_tokens
+from optkit.stages.offload import Offload, packed_weights_error
 
 if TYPE_CHECKING:
     from optkit.kernels.cuda.decoding import GraphDecoder
@@ -79,9 +81,11 @@ def open_session(
         quantized = quantized_layers(checkpoint)
         if quantized or (scales and not checkpoint.quantization):
             quiet = progress or SilentProgress()
+            if any(isinstance(setting, Offload) for setting in settings):
+                raise packed_weights_error()
             model, notes = load_packed(checkpoint, quantized or {}, device, chosen, quiet, trust_remote_code, **options)
         else:
-            model, notes = _load_whole(checkpoint, device, chosen, trust_remote_code, options)
+            model, notes = _load_spread(checkpoint, device, chosen, trust_remote_code, options, settings)
         if checkpoint.quantization and (adapter := read_adapter(checkpoint.directory)):
             notes = [*notes, apply_adapter_(model, adapter, device, chosen)]
         for setting in settings:
@@ -198,9 +202,29 @@ def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales
 
 
 def _load_whole(
-    checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any]
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    options: dict[str, Any],
+    placed: dict[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Open a directory with transformers, its weights straight onto the device."""
+def _load_spread(
+    checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any], settings: Sequence[Setting]
+) -> tuple[PreTrainedModel, list[str]]:
+    """Open a directory with transformers: on the device, or where `offload` says."""
+    offload = next((setting for setting in settings if isinstance(setting, Offload)), None)
+    if offload is None:
+        return _load_whole(checkpoint, device, dtype, trust_remote_code, options)
+    if checkpoint.quantization:
+        raise packed_weights_error()
+    quiet_accelerate()
+    offloading = Offloading(offload, checkpoint, device, dtype, trust_remote_code, **options)
+    model, notes = _load_whole(checkpoint, device, dtype, trust_remote_code, options, offloading.load_kwargs())
+    return model, [*notes, *offloading.finish_(model)]
+
+
+    """Open a directory with transformers, its weights straight onto the device, or where `placed` says."""
     where = str(checkpoint.directory)
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
     if method == "bitsandbytes":
@@ -210,6 +234,7 @@ def _load_whole(
     try:
         model, report = getattr(transformers, loader_of(checkpoint.config)).from_pretrained(
             where,
+    options = {**options, **(placed or {})}
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,

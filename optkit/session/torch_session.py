@@ -17,6 +17,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from optkit.errors import EvalError, OptkitError, StageError
 from optkit.model.memory import return_freed_memory
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
+from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_cache, speculate
 from optkit.session.tokenizer import encode, open_tokenizer
 from optkit.stages.compile import RECOMPILE_LIMIT, times_given_up
@@ -255,6 +256,7 @@ class TorchSession:
         if self.device != "cpu":
             torch.cuda.empty_cache()
         return_freed_memory()
+        delete_offloaded(self._opened)
 
     def _stream(self, tokens: Tensor, new_tokens: int, *, waiting: bool) -> Iterator[Tensor]:
         if self._proposer and self.speculation is not None:
@@ -386,11 +388,15 @@ def _returning(module: Any, output: Any) -> Iterator[list[Any]]:
     try:
         yield calls
     finally:
-        del module.forward
+        if replaced is None:
+            del module.forward
+        else:
+            module.forward = replaced
 
 
 def _static_cache(config: Any, length: int) -> StaticCache:
     """Return a static cache whose sliding layers are of full length too.
+    replaced = vars(module).get("forward")  # hooks put one there
 
     Those of transformers count tokens in a Python integer, so the step would be compiled anew for every token. The mask keeps the window.
     """

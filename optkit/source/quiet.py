@@ -1,4 +1,4 @@
-"""Keep transformers and bitsandbytes from writing on the terminal while optkit calls them."""
+"""Keep transformers, accelerate and bitsandbytes from writing on the terminal while optkit calls them."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def quiet_bitsandbytes() -> None:
     import logging
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def quiet_accelerate() -> None:
+    """Keep accelerate from warning that weights are elsewhere, which is what it was asked for."""
+    import logging
+
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
