@@ -29,15 +29,15 @@ from optkit.model.task import Task, loader_of, task_of
 from optkit.onnx.directory import OnnxDirectory
 from optkit.progress import Progress, SilentProgress
 from optkit.session.memory import memory_errors
-from optkit.session.speculation import DraftModel, PromptLookup, Proposer
 from optkit.session.offloading import Offloading
+from optkit.session.speculation import DraftModel, PromptLookup, Proposer
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_accelerate, quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Format, Setting, check_together
 from optkit.stages.cuda_graphs import CudaGraphs
-from optkit.stages.speculative import Speculative, check_tokens
 from optkit.stages.offload import Offload, packed_weights_error
+from optkit.stages.speculative import Speculative, check_tokens
 
 if TYPE_CHECKING:
     from optkit.kernels.cuda.decoding import GraphDecoder
@@ -80,9 +80,9 @@ def open_session(
         task = task_of(checkpoint.config) or Task.GENERATION
         quantized = quantized_layers(checkpoint)
         if quantized or (scales and not checkpoint.quantization):
-            quiet = progress or SilentProgress()
             if any(isinstance(setting, Offload) for setting in settings):
                 raise packed_weights_error()
+            quiet = progress or SilentProgress()
             model, notes = load_packed(checkpoint, quantized or {}, device, chosen, quiet, trust_remote_code, **options)
         else:
             model, notes = _load_spread(checkpoint, device, chosen, trust_remote_code, options, settings)
@@ -201,14 +201,6 @@ def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales
     return new_cache, ["kv cache: float8, with the scales of the checkpoint"] if scales and not asked else []
 
 
-def _load_whole(
-    checkpoint: Checkpoint,
-    device: str,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    options: dict[str, Any],
-    placed: dict[str, Any] | None = None,
-) -> tuple[PreTrainedModel, list[str]]:
 def _load_spread(
     checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any], settings: Sequence[Setting]
 ) -> tuple[PreTrainedModel, list[str]]:
@@ -224,6 +216,14 @@ def _load_spread(
     return model, [*notes, *offloading.finish_(model)]
 
 
+def _load_whole(
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    options: dict[str, Any],
+    placed: dict[str, Any] | None = None,
+) -> tuple[PreTrainedModel, list[str]]:
     """Open a directory with transformers, its weights straight onto the device, or where `placed` says."""
     where = str(checkpoint.directory)
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
@@ -231,10 +231,10 @@ def _load_spread(
         quiet_bitsandbytes()
     if method or device != "cpu":
         options = {**options, "device_map": {"": device}}
+    options = {**options, **(placed or {})}
     try:
         model, report = getattr(transformers, loader_of(checkpoint.config)).from_pretrained(
             where,
-    options = {**options, **(placed or {})}
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,

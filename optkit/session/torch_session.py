@@ -247,6 +247,7 @@ class TorchSession:
 
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
+        delete_offloaded(self._opened)
         self._opened = self._idle = self._proposer = self._decoder = None
         self.__dict__.pop("_one_token_cache", None)
         if self._compiling:
@@ -256,7 +257,6 @@ class TorchSession:
         if self.device != "cpu":
             torch.cuda.empty_cache()
         return_freed_memory()
-        delete_offloaded(self._opened)
 
     def _stream(self, tokens: Tensor, new_tokens: int, *, waiting: bool) -> Iterator[Tensor]:
         if self._proposer and self.speculation is not None:
@@ -384,6 +384,7 @@ def _returning(module: Any, output: Any) -> Iterator[list[Any]]:
         calls.append(output)
         return output
 
+    replaced = vars(module).get("forward")  # hooks put one there
     module.forward = forward
     try:
         yield calls
@@ -396,7 +397,6 @@ def _returning(module: Any, output: Any) -> Iterator[list[Any]]:
 
 def _static_cache(config: Any, length: int) -> StaticCache:
     """Return a static cache whose sliding layers are of full length too.
-    replaced = vars(module).get("forward")  # hooks put one there
 
     Those of transformers count tokens in a Python integer, so the step would be compiled anew for every token. The mask keeps the window.
     """
