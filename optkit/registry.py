@@ -39,6 +39,7 @@ STAGES = {
     "nf4": "optkit.stages.nf4:Nf4",
     "offload": "optkit.stages.offload:Offload",
     "precision": "optkit.stages.precision:Precision",
+    "prune": "optkit.stages.prune:Prune",
     "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
     "smoothquant": "optkit.stages.smoothquant:Smoothquant",

@@ -116,14 +116,19 @@ def watch_inputs(run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: 
 def finite_matrix(hessian: Hessian, name: str, skeleton: Skeleton) -> Tensor:
     """Return the mean of x x^T of a layer's inputs, float32 [in, in]. Raises StageError where they were NaN or Inf."""
     matrix = hessian.matrix()
-    if not matrix.isfinite().all():
+    refuse_infinite(matrix, name, skeleton)
+    return matrix
+
+
+def refuse_infinite(summed: Tensor, name: str, skeleton: Skeleton) -> None:
+    """Raise StageError where what was summed of a layer's inputs is NaN or Inf."""
+    if not summed.isfinite().all():
         raise StageError(
             "the inputs of the layer are NaN or Inf on the calibration text",
             where=name,
             why=f"Activations do not fit {str(skeleton.dtype).removeprefix('torch.')}",
             remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
         )
-    return matrix
 
 
 def head_hessian(job: Job, equal_tokens: bool) -> Hessian:

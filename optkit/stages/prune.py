@@ -1,0 +1,237 @@
+"""Stage `prune`: set the weights of linear layers to 0 that the outputs miss least; the checkpoint keeps its form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optkit.algorithms.sparsity_pattern import Pattern
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.layer_quantizer import linears_of, outside_of
+from optkit.stages.selection import Layer, Selection, layers_of, select
+from optkit.stages.sensitivity_memory import sensitivity_memory
+from optkit.stages.sparsity import LEVELS, engines_note, pruning_memory, refuse_unfit
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.stages.block_pruner import BlockPruner
+
+KIND = "prune"
+DEFAULT_SPREAD = 0.08
+
+
+class Prune(Transform):
+    """Set weights of linear layers to 0: by magnitude, Wanda (arXiv:2306.11695) or SparseGPT (arXiv:2301.00774), anywhere or n of every m.
+
+    Later blocks see what pruning left of the earlier ones. At most one decoder block and the hidden states of the calibration text are in
+    memory. Zeros alone make no engine faster and no file smaller: the scorecard says what it takes.
+    """
+
+    produces: ClassVar[Format] = Format.CHECKPOINT
+
+    method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
+    """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products of weight and input norm, output by
+    output. `sparsegpt`: those whose loss the other weights make up for best, and they do."""
+    sparsity: float | None = Field(default=None, gt=0)
+    """The share of weights that become 0, between 0 and 1; 0.5 where nothing else says. A pattern n:m fixes it at (m - n) / m."""
+    pattern: Literal["unstructured", "2:4", "4:8"] = "unstructured"
+    """`unstructured`: zeros anywhere. `2:4`: 2 of every 4 neighbouring inputs stay, which the sparse tensor cores of NVIDIA GPUs since
+    Ampere compute with. `4:8`: 4 of every 8."""
+    allocation: Literal["uniform", "owl", "sensitivity"] = "uniform"
+    """`uniform`: every layer gets the same sparsity. `owl`: blocks with many outliers (|weight| x input norm) keep more (arXiv:2310.05175).
+    `sensitivity`: layers whose zeros move the predictions most keep more. The model's sparsity stays the one asked for."""
+    allocation_spread: float | None = Field(default=None, gt=0, lt=1)
+    """How far the sparsity of a layer may lie from `sparsity`; 0.08 where `allocation` is not uniform."""
+    outlier_threshold: float | None = Field(default=None, gt=1)
+    """How many times the mean of its block a product of weight and input norm must be to count as an outlier for `owl`: 5."""
+    sensitivity_samples: int | None = Field(default=None, ge=1)
+    """Windows of the calibration text, evenly spread, that `allocation: sensitivity` is measured on: 16."""
+    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    """Layers to prune, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
+    (lm_head, embeddings) and routers of experts stay as they are."""
+    exclude: tuple[str, ...] = ()
+    """Layers to leave out of those, as glob patterns."""
+    calibration: Calibration | None = None
+    """The text whose hidden states decide which weights matter: C4. `method: magnitude` with a uniform allocation reads none."""
+    damping: float | None = Field(default=None, gt=0, le=1)
+    """`sparsegpt`: added to the diagonal of each Hessian, as a fraction of its mean; 0.01. Raised, and reported, where one needs more."""
+    refinements: int | None = Field(default=None, ge=0, le=100)
+    """`sparsegpt`: steps of conjugate gradients on the weights that stay, after it (arXiv:2406.07831); 10. 0 is the paper's SparseGPT."""
+    equal_tokens: bool | None = None
+    """`sparsegpt`: divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs
+    the rest; true."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences that run through a block at once."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        self._settle_sparsity()
+        sparsegpt, owl, sensitivity = self.method == "sparsegpt", self.allocation == "owl", self.allocation == "sensitivity"
+        even = self.allocation == "uniform"
+        self._read_only_if(sparsegpt, "method: sparsegpt", damping=0.01, refinements=10, equal_tokens=True)
+        self._read_only_if(not even, "allocation: owl or sensitivity", allocation_spread=DEFAULT_SPREAD)
+        self._read_only_if(owl, "allocation: owl", outlier_threshold=5.0)
+        self._read_only_if(sensitivity, "allocation: sensitivity", sensitivity_samples=16)
+        needed = self.method != "magnitude" or not even
+        self._read_only_if(needed, "method: wanda or sparsegpt", calibration=Calibration(dataset="c4"))
+        if not even and self._pattern:
+            raise ValueError(
+                f"pattern {self.pattern} gives every layer the same sparsity: set allocation: uniform, or pattern: unstructured"
+            )
+        low, high = self._bounds
+        if low < 0 or high >= 1:
+            raise ValueError(
+                f"layers of {low:g} to {high:g} zeros: set allocation_spread below {min(self._share, 1 - self._share):g} for"
+                f" sparsity {self._share:g}"
+            )
+        return self
+
+    def _settle_sparsity(self) -> None:
+        pattern = self._pattern
+        if pattern and self.sparsity not in (None, pattern.sparsity):
+            raise ValueError(
+                f"sparsity {self.sparsity:g} contradicts pattern {self.pattern}, which makes {pattern.sparsity:g} of the weights 0:"
+                " leave sparsity out, or set pattern: unstructured"
+            )
+        if self.sparsity is not None and self.sparsity >= 1:
+            raise ValueError(f"sparsity {self.sparsity:g} leaves no weight: it is the share that becomes 0, such as 0.5")
+        self.__dict__["sparsity"] = pattern.sparsity if pattern else 0.5 if self.sparsity is None else self.sparsity
+
+    def _read_only_if(self, read: bool, where: str, **defaults: Any) -> None:
+        """Give fields that were left out their defaults where they are read; raises ValueError where they are given and are not."""
+        for name, default in defaults.items():
+            given = getattr(self, name) is not None
+            if given and not read:
+                raise ValueError(f"{name} would not be read: take it out, or set {where}")
+            if read and not given:
+                self.__dict__[name] = default
+
+    @property
+    def _pattern(self) -> Pattern | None:
+        return Pattern.parse(self.pattern)
+
+    @property
+    def _share(self) -> float:
+        return self.sparsity or 0.0
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        """The least and the most sparsity of a layer."""
+        spread = self.allocation_spread or 0.0
+        return self._share - spread, self._share + spread
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Prune block by block, straight from safetensors to safetensors.
+
+        Raises StageError where patterns or sparsity do not fit the model, SourceError for weights that are NaN or Inf, ResourceError when
+        memory or disk runs out.
+        """
+        from optkit.model.skeleton import Skeleton
+        from optkit.stages.block_pruner import FEW_TOKENS, BlockPruner, PruneOptions
+
+        started = time.monotonic()
+        skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
+        selection = self._select(*linears_of(skeleton))
+        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self.calibration else None
+        sparsities = self._allocate(selection.layers, source, tokens, context)
+        options = PruneOptions(
+            self.method, self._pattern, self.damping or 0.0, self.refinements or 0, bool(self.equal_tokens), self.batch_size
+        )
+        pruner = BlockPruner(skeleton, sparsities, options, context)
+        _write(pruner, tokens, target)
+        copy_companions(source, target)
+        write_config(target, skeleton.checkpoint.config)
+        if few := pruner.by_magnitude:
+            name, seen = next(iter(few.items()))
+            context.progress.warn(
+                f"{len(few):,} layers are pruned by magnitude: they saw fewer than the {FEW_TOKENS} calibration tokens that {self.method}"
+                f" needs ({name}: {seen}); raise {KIND}.calibration.samples"
+            )
+        counted = recount(Checkpoint(target), selection.layers, self._pattern)
+        details: dict[str, Any] = {
+            **counted,
+            "sparsities": {} if self.allocation == "uniform" else {name: round(share, 4) for name, share in sparsities.items()},
+            "losses": pruner.losses,
+            "pruned_by_magnitude": pruner.by_magnitude,
+            "raised_damping": pruner.raised_damping,
+            "seconds": round(time.monotonic() - started, 2),
+        }
+        return Report(
+            changed=len(selection.layers),
+            skipped={**selection.skipped, **skeleton.fused},
+            details=details,
+            notes=(engines_note(self._pattern, counted["sparsity"], len(selection.layers)),),
+            calibrated_on=(self.calibration.identity(),) if self.calibration else (),
+        )
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the same tensors; the memory is an estimate."""
+        selection = self._select(layers_of(shape), outside_of(shape))
+        tokens = self.calibration.samples * self.calibration.sequence_length if self.calibration else 0
+        length = self.calibration.sequence_length if self.calibration else 0
+        ram, gpu = pruning_memory(shape, selection.layers, self.method, tokens, self.batch_size * length, device)
+        if self.calibration and self.sensitivity_samples:
+            seen = min(self.sensitivity_samples, self.calibration.samples) * length
+            more = sensitivity_memory(shape, selection.layers, seen, LEVELS, device)
+            ram, gpu = max(ram, more[0]), max(gpu, more[1])
+        ram += min(shape.size_bytes, SHARD_BYTES)
+        return Cost(disk_bytes=shape.size_bytes, ram_bytes=ram, gpu_bytes=gpu), shape
+
+    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+        selection = select(layers, tuple(outside), self.include, self.exclude, KIND)
+        refuse_unfit(selection.layers, self._pattern, *self._bounds, KIND)
+        return selection
+
+    def _allocate(self, layers: Mapping[str, Layer], source: Path, tokens: Tensor | None, context: Context) -> Mapping[str, float]:
+        """Return the share of zeros of each layer."""
+        if self.allocation == "uniform" or tokens is None:
+            return dict.fromkeys(layers, self._share)
+        from optkit.stages.sparsity_allocation import by_outliers, by_sensitivity, outlier_shares
+
+        spread = self.allocation_spread or DEFAULT_SPREAD
+        if self.allocation == "owl":
+            shares = outlier_shares(source, layers, tokens, self.outlier_threshold or 0.0, self.batch_size, context)
+            return by_outliers(shares, layers, self._share, spread)
+        windows = tokens[:: max(1, len(tokens) // (self.sensitivity_samples or 1))][: self.sensitivity_samples]
+        return by_sensitivity(source, layers, windows, self._share, spread, self.method, context)
+
+
+def _write(pruner: BlockPruner, tokens: Tensor | None, target: Path) -> None:
+    """Write every tensor of the model, those of pruned layers with their zeros."""
+    skeleton, checkpoint = pruner.skeleton, pruner.skeleton.checkpoint
+    with pruner.context.progress.task(KIND, len(skeleton.blocks), "blocks") as task, CheckpointWriter(target) as writer:
+        for name in skeleton.outside_tensors:
+            writer.add(name, checkpoint.read_finite(name))
+        for block, pruned in zip(skeleton.blocks, pruner.blocks(tokens), strict=True):
+            for name in skeleton.block_tensors(block):
+                layer = name.removesuffix(".weight")
+                writer.add(name, pruned.pop(layer) if layer in pruned else checkpoint.read_finite(name))
+            task.advance(note=block.name)
+
+
+def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:
+    """Return the share of zeros in the pruned layers and in the whole model, counted in the written files.
+
+    Raises StageError where a layer does not follow its pattern.
+    """
+    from optkit.algorithms.pruning import follows
+
+    zeros = weights = 0
+    for name, layer in layers.items():
+        weight = written.read(f"{name}.weight")
+        if pattern is not None and not follows(weight.T if layer.transposed else weight, pattern):
+            raise StageError(f"the written weight is not {pattern} sparse", where=name, why="This is a defect of optkit")
+        zeros += weight.numel() - int(weight.count_nonzero())
+        weights += weight.numel()
+    everything = sum(info.elements for info in written.tensors.values())
+    return {"sparsity": zeros / weights, "sparsity_of_the_model": zeros / everything}
