@@ -98,6 +98,18 @@ class AttendingSession(Protocol):
 
 
 @runtime_checkable
+class ProposingSession(Protocol):
+    """A session that may keep several proposed tokens at once."""
+
+    speculation: Any
+    """Counts of what was proposed and kept, with `reset`; None where it decodes token by token."""
+
+    def token_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes that a new token of each sequence makes read, on the average since `speculation` was reset."""
+        ...
+
+
+@runtime_checkable
 class QueueingSession(Protocol):
     """A session that can run ahead of its GPU."""
 

@@ -36,8 +36,11 @@ class Oracle:
         self.whole[:, PROMPTS.shape[1] + wrong :: wrong + 1] += 1
         self.asked: list[int] = []
 
-    def start(self) -> None:
+    def start(self, cache: object) -> None:
         self.asked.clear()
+
+    def read_bytes(self, batch: int, context: int) -> int:
+        return 0
 
     def propose(self, known: Tensor, count: int) -> Tensor:
         self.asked.append(count)
@@ -211,8 +214,8 @@ def test_the_draft_is_part_of_the_key(tiny_model: TinyModel, pruned: Path, tmp_p
 
 
 def test_fields_that_mean_nothing_are_refused() -> None:
-    for fields in ({}, {"draft": "a", "prompt_lookup": 2}):
-        with pytest.raises(ValidationError, match="set either draft or prompt_lookup"):
+    for fields in ({}, {"draft": "a", "prompt_lookup": 2}, {"early_exit": 1, "prompt_lookup": 2}):
+        with pytest.raises(ValidationError, match="set one of draft, prompt_lookup and early_exit"):
             Speculative.model_validate(fields)
     assert Speculative(prompt_lookup=3).describe("cpu") == "speculative: up to 4 tokens at once by prompt lookup (3-grams)"
     assert Speculative.model_validate({"draft": "small"}).describe("cpu") == "speculative: up to 4 tokens at once by the draft small"

@@ -14,9 +14,9 @@ from optkit.devices.gpu_watch import GpuWatch
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
-from optkit.measure import AttendingSession, Eval, EvalContext, Metric, Session
+from optkit.measure import AttendingSession, Eval, EvalContext, Metric, ProposingSession, Session, mean_of_timed
 from optkit.progress import Task
-from optkit.statistics import Estimate, mean, mean_estimate, standard_error
+from optkit.statistics import mean, standard_error
 from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
 
 Positive = Annotated[int, Field(ge=1)]
@@ -62,7 +62,7 @@ class Repeats:
 class Throughput(Eval):
     """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, energy, achieved bandwidth."""
 
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     timed: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = (
         "prefill_tokens_per_s",
@@ -216,6 +216,8 @@ class Throughput(Eval):
         tokens = random_tokens(session, cell.batch, cell.prompt, context.seed)
         with context.progress.task(f"warming up, {cell}", 0, "runs") as warming, uninterrupted():
             settling = warm_up(session, tokens, cell.new_tokens, self.warmup, limit_s, warming)
+        if isinstance(session, ProposingSession) and session.speculation:
+            session.speculation.reset()
         timings: list[Timing] = []
         with watched_peak(session.device, session.hidden_memory) as peak, uninterrupted():
             before_j = watch.energy_j()
@@ -236,7 +238,8 @@ class Throughput(Eval):
 
     def _metrics(self, session: Session, cell: Cell, measured: Repeats, protocol: str) -> list[Metric]:
         timings, batch, decoded = measured.timings, cell.batch, cell.new_tokens - 1
-        step_bytes = session.decode_bytes(batch, cell.prompt + cell.new_tokens // 2)
+        count_bytes = session.token_bytes if isinstance(session, ProposingSession) else session.decode_bytes
+        step_bytes = count_bytes(batch, cell.prompt + cell.new_tokens // 2)
         samples = {
             "prefill_tokens_per_s": [batch * cell.prompt / each.first_token_s for each in timings],
             "decode_tokens_per_s": [batch * decoded / each.decode_s for each in timings],
@@ -276,6 +279,7 @@ class Throughput(Eval):
             f" {MOST_REPEATS} times as many until the intervals of prefill and decode are within {self.interval:.0%};"
             f" where two models are compared, half of the unmodified one's repeats come before the other's and half after;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
+            f" bytes are the fewest that a new token makes read, of a draft too;"
             f" memory is the largest {memory} during the repeats{energy};"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
@@ -300,7 +304,7 @@ UNITS = {
 
 
 def _timed(name: str, cell: Cell, samples: Sequence[float], protocol: str) -> Metric:
-    estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
+    estimate = mean_of_timed(samples, UNITS[name])
     return Metric(
         name=name,
         labels=cell.labels,

@@ -82,9 +82,13 @@ class ModelShape:
             if place := place_in_list(name):
                 members.setdefault(place[0], set()).add(place[1])
                 sizes[place[0]] += info.elements
-        count = next((self._text_config[key] for key in BLOCK_COUNTS if key in self._text_config), None)
-        fitting = [name for name, indices in members.items() if len(indices) == count]
+        fitting = [name for name, indices in members.items() if len(indices) == self.block_count]
         return max(fitting, key=sizes.__getitem__) if fitting and len(members) > 1 else None
+
+    @property
+    def block_count(self) -> int | None:
+        """How many decoder blocks there are; None where config.json does not say."""
+        return next((self._text_config[key] for key in BLOCK_COUNTS if key in self._text_config), None)
 
     @property
     def _text_config(self) -> Mapping[str, Any]:

@@ -43,12 +43,16 @@ class Speculation:
 class Proposer(Protocol):
     """Something that guesses what comes next."""
 
-    def start(self) -> None:
-        """Forget the last text."""
+    def start(self, cache: Cache) -> None:
+        """Forget the last text; the model keeps the next one in `cache`."""
         ...
 
     def propose(self, known: Tensor, count: int) -> Tensor:
         """int64 [batch, known] -> int64 [batch, at most count], what may follow."""
+        ...
+
+    def read_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes that proposing a token for each of `batch` sequences of `context` tokens reads."""
         ...
 
 
@@ -58,8 +62,12 @@ class PromptLookup:
     def __init__(self, longest: int) -> None:
         self.longest = longest
 
-    def start(self) -> None:
+    def start(self, cache: Cache) -> None:
         """Nothing is kept."""
+
+    def read_bytes(self, batch: int, context: int) -> int:
+        """Return 0: there are no weights."""
+        return 0
 
     def propose(self, known: Tensor, count: int) -> Tensor:
         """int64 [batch, known] -> int64 [batch, at most count]; none where nothing is found in any row."""
@@ -80,13 +88,13 @@ class PromptLookup:
 class DraftModel:
     """Proposes what another model would choose."""
 
-    def __init__(self, step: Step, new_cache: Callable[[], Cache]) -> None:
-        """Take what computes logits [batch, new or 1, vocabulary] of tokens that follow those in a cache, and what makes an empty cache."""
-        self._step, self._new_cache = step, new_cache
+    def __init__(self, step: Step, new_cache: Callable[[], Cache], read_bytes: Callable[[int, int], int]) -> None:
+        """Take what computes logits of tokens that follow those in a cache, what makes an empty cache, and what one step reads."""
+        self._step, self._new_cache, self.read_bytes = step, new_cache, read_bytes
         self._cache: Cache | None = None
         self._length = 0
 
-    def start(self) -> None:
+    def start(self, cache: Cache) -> None:
         """Forget the last text."""
         self._cache, self._length = self._new_cache(), 0
 
@@ -147,7 +155,7 @@ def speculate(
     """
     if not new_tokens:
         return
-    proposer.start()
+    proposer.start(cache)
     known = torch.cat([tokens, step(tokens, cache, last=True)[:, -1:].argmax(-1)], dim=1)
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)

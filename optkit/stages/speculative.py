@@ -18,22 +18,24 @@ from optkit.stage import Setting
 class Speculative(Setting):
     """Decode several tokens with each forward pass; what the model generates greedily stays the same.
 
-    A small draft model, or the prompt itself, proposes tokens, and the model keeps those that it would have chosen itself.
-
-    Leviathan et al. 2023, https://arxiv.org/abs/2211.17192 (greedy); prompt lookup: https://github.com/apoorvumang/prompt-lookup-decoding
+    A small draft model, the model's own first layers, or the prompt proposes tokens, and the model keeps those that it would have chosen
+    itself. Leviathan et al. 2023, https://arxiv.org/abs/2211.17192 (greedy); LayerSkip, https://arxiv.org/abs/2404.16710; prompt lookup:
+    https://github.com/apoorvumang/prompt-lookup-decoding
     """
 
     draft: ModelSource | None = None
     """A small model with the same vocabulary, as a directory or a hub id that is downloaded already."""
     prompt_lookup: int | None = Field(default=None, ge=1)
     """Instead of a draft: look for the last so many tokens (or fewer) earlier in the text, and propose what followed them there."""
+    early_exit: int | None = Field(default=None, ge=1)
+    """Instead of a draft: the model's own first so many layers with its norm and head. That pays for models which were trained for it."""
     tokens: int = Field(default=4, ge=1, le=64)
     """Tokens proposed at once, at most."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        if (self.draft is None) == (self.prompt_lookup is None):
-            raise ValueError("set either draft or prompt_lookup")
+        if sum(each is not None for each in (self.draft, self.prompt_lookup, self.early_exit)) != 1:
+            raise ValueError("set one of draft, prompt_lookup and early_exit")
         return self
 
     def pinned(self, data: Path | None) -> Self:
@@ -41,7 +43,7 @@ class Speculative(Setting):
         return self.model_copy(update={"draft": pin_model(self.draft)}) if self.draft else self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for a draft with another vocabulary or without float weights at hand, and for a cache that cannot forget."""
+        """Raise StageError for a draft that does not fit or is not at hand, more layers than there are, and a cache that cannot forget."""
         others = sorted(set(shape.config.get("layer_types") or ()) - {"full_attention"})
         if others:
             raise StageError(
@@ -50,6 +52,8 @@ class Speculative(Setting):
                 why="Tokens that were proposed in vain have to be taken out of the KV cache again, and such a layer has overwritten others",
                 remedy="Take it out for this architecture",
             )
+        if self.early_exit is not None and shape.block_count:
+            check_layers(self.early_exit, shape.block_count)
         if self.draft is None:
             return
         place = self.draft_directory()
@@ -78,8 +82,22 @@ class Speculative(Setting):
 
     def describe(self, device: str) -> str:
         """Return e.g. `speculative: 4 tokens at once by prompt lookup (3-grams)`."""
-        by = f"the draft {self.draft.name}" if self.draft else f"prompt lookup ({self.prompt_lookup}-grams)"
+        if self.early_exit is not None:
+            by = f"the first {self.early_exit} layers"
+        else:
+            by = f"the draft {self.draft.name}" if self.draft else f"prompt lookup ({self.prompt_lookup}-grams)"
         return f"speculative: up to {self.tokens} tokens at once by {by}"
+
+
+def check_layers(layers: int, count: int) -> None:
+    """Raise StageError where a model of `count` layers has no layers behind its first `layers`."""
+    if layers >= count:
+        raise StageError(
+            f"early_exit: {layers} leaves nothing out: the model has {count} layers",
+            where="speculative",
+            why="The first layers propose, and all of them check",
+            remedy=f"Set early_exit to 1 to {count - 1}" if count > 1 else "Take a draft model, or prompt_lookup",
+        )
 
 
 def check_tokens(draft: Path, model: Path) -> None:
