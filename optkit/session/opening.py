@@ -28,6 +28,7 @@ from optkit.model.skeleton import stored_dtype
 from optkit.model.task import Task, loader_of, task_of
 from optkit.onnx.directory import OnnxDirectory
 from optkit.progress import Progress, SilentProgress
+from optkit.session.early_exit import EarlyExit
 from optkit.session.memory import memory_errors
 from optkit.session.offloading import Offloading
 from optkit.session.speculation import DraftModel, PromptLookup, Proposer
@@ -136,9 +137,11 @@ def _pooling(directory: Path, task: Task) -> Pooling | None:
 
 
 def _proposer(setting: Speculative, session: TorchSession, device: str) -> Proposer:
-    """Return what proposes tokens; raises StageError for a draft with another vocabulary, and what opening it raises."""
+    """Return what proposes tokens; raises StageError for a draft that does not fit, and what opening it raises."""
     if setting.prompt_lookup is not None:
         return PromptLookup(setting.prompt_lookup)
+    if setting.early_exit is not None:
+        return EarlyExit(session.model, setting.early_exit, session.step, session.new_cache())
     place = setting.draft_directory()
     check_tokens(place, session.directory)
     draft = open_session(place, (), device)
@@ -148,7 +151,7 @@ def _proposer(setting: Speculative, session: TorchSession, device: str) -> Propo
             where="speculative",
             remedy="Take a smaller model of the same family, or prompt_lookup",
         )
-    return DraftModel(draft.step, draft.new_cache)
+    return DraftModel(draft.step, draft.new_cache, draft.decode_bytes)
 
 
 def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device: str, new_cache: CacheFactory | None) -> bool:

@@ -222,6 +222,15 @@ class TorchSession:
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
         return weight_bytes(self.model, batch) + cache_bytes(self._one_token_cache, batch, context)
 
+    def token_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes that a new token of each sequence makes read: a decode step's, or with proposals those of the forwards
+        of the model and of its draft since `speculation` was reset, for each token that they gave."""
+        step, counts = self.decode_bytes(batch, context), self.speculation
+        if not self._proposer or counts is None or not counts.tokens:
+            return step
+        proposing = self._proposer[0].read_bytes(batch, context)
+        return round((counts.forwards * step + counts.proposed * proposing) / counts.tokens)
+
     def attention_kernels(self, tokens: Tensor) -> str:
         """Return which kernels of torch compute the attention of a prompt, int64 [batch, prompt], and of a step after it.
 
