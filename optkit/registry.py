@@ -40,6 +40,7 @@ STAGES = {
     "offload": "optkit.stages.offload:Offload",
     "precision": "optkit.stages.precision:Precision",
     "prune": "optkit.stages.prune:Prune",
+    "prune_structured": "optkit.stages.prune_structured:PruneStructured",
     "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
     "smoothquant": "optkit.stages.smoothquant:Smoothquant",

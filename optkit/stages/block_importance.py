@@ -1,0 +1,134 @@
+"""How much each decoder block matters on a text: what it does to the hidden states, or what the model loses without it.
+
+One block is in memory at a time. Scores are of runs of blocks: run k is blocks k, k + 1, ... k + length - 1 of those that are left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from optkit.algorithms.importance import block_influence, lowest
+from optkit.model.head import logits_behind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.skeleton import Skeleton
+    from optkit.progress import Progress
+
+POSITIONS_AT_ONCE = 256
+"""Positions whose logits are held together."""
+Measure = Literal["block_influence", "perplexity"]
+Search = Literal["at_once", "one_by_one", "contiguous"]
+
+
+@dataclass
+class Chosen:
+    """Blocks to remove, and what they were chosen by."""
+
+    removed: list[int]
+    scores: list[float]
+    """Block influence, or the perplexity without it, of each block of the whole model; of each run of blocks where they are contiguous."""
+    perplexity: float | None = None
+    """Of the whole model on the same text, where that was computed."""
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    """Where blocks went one by one: each round's block, counted as in the whole model, and its score."""
+
+
+@dataclass
+class BlockImportance:
+    """Scores the blocks of a model on int64 [sequences, sequence_length]."""
+
+    skeleton: Skeleton
+    tokens: Tensor
+    device: str
+    batch_size: int
+    progress: Progress
+
+    def choose(self, count: int, measure: Measure, search: Search) -> Chosen:
+        """Return the `count` blocks that matter least."""
+        score: Callable[[Sequence[int], int], list[float]] = self.influences if measure == "block_influence" else self.perplexities
+        left = list(range(len(self.skeleton.blocks)))
+        length = count if search == "contiguous" else 1
+        scores = score(left, length)
+        whole = self._whole
+        if search == "contiguous":
+            start = lowest(scores, 1)[0]
+            return Chosen(left[start : start + count], scores, whole)
+        if search == "at_once":
+            return Chosen(lowest(scores, count), scores, whole)
+        chosen, now = Chosen([], scores, whole), scores
+        while True:
+            place = lowest(now, 1)[0]
+            chosen.rounds.append({"block": left[place], "score": now[place]})
+            chosen.removed.append(left.pop(place))
+            if len(chosen.removed) == count:
+                return Chosen(sorted(chosen.removed), scores, whole, chosen.rounds)
+            now = score(left, 1)
+
+    _whole: float | None = None
+
+    def influences(self, left: Sequence[int], length: int) -> list[float]:
+        """Return the mean of 1 - cos between what enters and what leaves each run of `length` of the blocks that are left."""
+        inputs = self._inputs()
+        entering: deque[Tensor] = deque(maxlen=length)
+        found = []
+        with self.progress.task("block influence", len(left), "blocks") as task:
+            for index in left:
+                self.skeleton.load_(self.skeleton.blocks[index].name, self.device)
+                entering.append(inputs.hidden.clone())
+                self._advance_(inputs, index, inputs.hidden)
+                self.skeleton.release_(self.skeleton.blocks[index].name)
+                if len(entering) == length:
+                    pairs = zip(entering[0], inputs.hidden, strict=True)
+                    found.append(sum(block_influence(*pair) for pair in pairs) / self.tokens.numel())
+                task.advance(note=self.skeleton.blocks[index].name)
+        return found
+
+    def perplexities(self, left: Sequence[int], length: int) -> list[float]:
+        """Return the perplexity of the text without each run of `length` of the blocks that are left.
+
+        The hidden states of all these models are in memory: each begins as a copy of the whole one's in front of the run that it skips.
+        """
+        inputs = self._inputs()
+        streams: list[Tensor] = []
+        with self.progress.task("perplexity without each block", len(left), "blocks") as task:
+            for place, index in enumerate(left):
+                self.skeleton.load_(self.skeleton.blocks[index].name, self.device)
+                if place + length <= len(left):
+                    streams.append(inputs.hidden.clone())
+                for stream in streams[: max(0, place - length + 1)]:
+                    self._advance_(inputs, index, stream)
+                self._advance_(inputs, index, inputs.hidden)
+                self.skeleton.release_(self.skeleton.blocks[index].name)
+                task.advance(note=self.skeleton.blocks[index].name)
+        self.skeleton.load_outside_(self.device)
+        if len(left) == len(self.skeleton.blocks):
+            self._whole = self._perplexity(inputs.hidden)
+        found = [self._perplexity(stream) for stream in streams]
+        self.skeleton.release_outside_()
+        return found
+
+    def _inputs(self) -> BlockInputs:
+        return self.skeleton.capture_inputs(self.tokens, self.device, self.batch_size)
+
+    def _advance_(self, inputs: BlockInputs, index: int, hidden: Tensor) -> None:
+        for batch in inputs.batches:
+            hidden[batch.rows] = self.skeleton.run_block(index, hidden[batch.rows], batch.calls[index])
+
+    @torch.no_grad()
+    def _perplexity(self, hidden: Tensor) -> float:
+        """float [sequences, sequence_length, hidden], behind the last block; every token but the first of a sequence is predicted."""
+        total = 0.0
+        for row, tokens in zip(hidden, self.tokens.to(self.device), strict=True):
+            parts = zip(row[:-1].split(POSITIONS_AT_ONCE), tokens[1:].split(POSITIONS_AT_ONCE), strict=True)
+            for part, next_tokens in parts:
+                logits = logits_behind(self.skeleton.model, self.skeleton.blocks, part[None])[0].float()
+                total += float(torch.nn.functional.cross_entropy(logits, next_tokens, reduction="sum"))
+        return float(torch.tensor(total / (self.tokens.numel() - len(self.tokens)), dtype=torch.float64).exp())

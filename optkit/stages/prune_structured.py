@@ -1,0 +1,190 @@
+"""Stage `prune_structured`: a smaller model of the same architecture, which any engine opens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optkit.errors import StageError
+from optkit.model.attention import attention_of
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
+from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Cost, Report, Transform
+from optkit.stages.layer_quantizer import out_of_memory
+
+if TYPE_CHECKING:
+    from optkit.model.skeleton import Skeleton
+    from optkit.stages.block_importance import Chosen
+
+KIND = "prune_structured"
+FLOATS = ("F64", "F32", "BF16", "F16")
+LESS_MEMORY = f"Lower {KIND}.batch_size, {KIND}.calibration.samples or {KIND}.calibration.sequence_length"
+
+
+class PruneStructured(Transform):
+    """Remove whole parts of the model, those that matter least on a text: what is left is a smaller plain checkpoint.
+
+    What is left computes exactly what it did; nothing is retrained, so a stage that distills belongs behind this one. The model that was
+    written is opened anew and compared, block by block, with the parts that it was made of.
+    """
+
+    remove_layers: float | int | tuple[int, ...] | None = None
+    """Decoder blocks to remove: how many, a fraction of all below 1, or a list of their indices, which count from 0."""
+    layer_importance: Literal["block_influence", "perplexity"] = "block_influence"
+    """`block_influence`: 1 - cos between the hidden states in front of a block and behind it (ShortGPT, arXiv:2403.03853), one pass over
+    the text. `perplexity`: of the model without the block (Minitron, arXiv:2407.14679), half as many passes as there are blocks."""
+    layer_search: Literal["at_once", "one_by_one", "contiguous"] = "at_once"
+    """`at_once`: the lowest of one scoring. `one_by_one`: the lowest goes, then the others are scored anew without it. `contiguous`: the
+    run of neighbouring blocks that does least."""
+    calibration: Calibration = Calibration(dataset="c4", samples=32)
+    """The text on which it is measured what matters."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences that run through a block at once."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.remove_layers is None:
+            raise ValueError("nothing is asked: set remove_layers")
+        return self
+
+    @model_validator(mode="after")
+    def _layers(self) -> Self:
+        removed = self.remove_layers
+        if isinstance(removed, tuple):
+            if not removed:
+                raise ValueError("remove_layers: the list is empty. Name at least one block, or leave the field out")
+            if len(set(removed)) < len(removed) or min(removed) < 0:
+                raise ValueError(f"remove_layers: {list(removed)} is no list of different blocks, counted from 0")
+            if {"layer_importance", "layer_search"} & self.model_fields_set:
+                raise ValueError("layer_importance and layer_search choose blocks, and remove_layers names them: give one of the two")
+        elif isinstance(removed, float) and not 0 < removed < 1:
+            raise ValueError(f"remove_layers: {removed:g} is no fraction between 0 and 1. Write a whole number to say how many")
+        elif isinstance(removed, int) and removed < 1:
+            raise ValueError(f"remove_layers: {removed} is less than 1")
+        return self
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Measure what matters, write what is left, and compare it with what it was made of.
+
+        Raises StageError for parts that the model does not have or cannot lose, SourceError for weights that are NaN or Inf and texts that
+        are too short, ResourceError when memory or disk runs out.
+        """
+        from optkit.model.skeleton import Skeleton
+        from optkit.stages.smaller_proof import prove
+
+        started = time.monotonic()
+        checkpoint = Checkpoint(source)
+        count = self._count(checkpoint.shape)
+        skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
+        chosen = self._choose(skeleton, count, source, context)
+        kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
+        names = shallower_tensors(checkpoint.shape, kept)
+        with context.progress.task(KIND, len(names), "tensors") as task, CheckpointWriter(target) as writer:
+            for name, new in names.items():
+                writer.add(new, checkpoint.read_finite(name))
+                task.advance(note=new)
+        copy_companions(source, target)
+        resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
+        write_config(target, shallower_config(checkpoint.config, kept, resolved))
+        difference = prove(checkpoint, target, kept, context)
+        before, after = _sizes(checkpoint.shape), _sizes(Checkpoint(target).shape)
+        details: dict[str, Any] = {"before": before, "after": after, "largest_difference": difference}
+        details |= self._told(chosen, [block.name for block in skeleton.blocks])
+        details["seconds"] = round(time.monotonic() - started, 2)
+        return Report(
+            changed=len(chosen.removed),
+            details=details,
+            notes=(_note(before, after),),
+            calibrated_on=(self.calibration.identity(),) if chosen.scores else (),
+        )
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the exact size that it leaves; which blocks that are is known when it has run, so here the last ones are missing."""
+        blocks, count = block_count(shape.config), self._count(shape)
+        named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - count, blocks)
+        kept = [index for index in range(blocks) if index not in named]
+        names = shallower_tensors(shape, kept)
+        tensors = {new: shape.tensors[name] for name, new in names.items()}
+        left = ModelShape(config=shallower_config(shape.config, kept), tensors=tensors)
+        work = max(self._measuring_bytes(shape), 4 * max(shape.block_bytes, shape.outside_bytes))
+        ram = min(left.size_bytes, SHARD_BYTES)
+        if device.startswith("cuda"):
+            return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=work), left
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + work), left
+
+    def _count(self, shape: ModelShape) -> int:
+        """Return how many blocks go; raises StageError where the model has not so many or is left without one."""
+        blocks, asked = block_count(shape.config), self.remove_layers
+        where = f"{KIND}.remove_layers"
+        if isinstance(asked, tuple):
+            if beyond := [index for index in asked if index >= blocks]:
+                raise StageError(
+                    f"{', '.join(str(index) for index in beyond)}: no such block",
+                    where=where,
+                    why=f"The model has {blocks}, counted from 0 to {blocks - 1}",
+                )
+            count = len(asked)
+        else:
+            count = round(asked * blocks) if isinstance(asked, float) else asked or 0
+        if count == 0:
+            raise StageError(
+                f"{asked:g} of {blocks} blocks is none", where=where, remedy=f"Take at least {1 / blocks:.3g}, or a whole number"
+            )
+        if count >= blocks:
+            raise StageError(f"{count} of {blocks} blocks would leave none", where=where, remedy=f"Remove at most {blocks - 1}")
+        return count
+
+    def _choose(self, skeleton: Skeleton, count: int, source: Path, context: Context) -> Chosen:
+        from optkit.stages.block_importance import BlockImportance, Chosen
+
+        if isinstance(self.remove_layers, tuple):
+            return Chosen(sorted(self.remove_layers), [])
+        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+        with out_of_memory(KIND, context.device, LESS_MEMORY):
+            importance = BlockImportance(skeleton, tokens, context.device, self.batch_size, context.progress)
+            return importance.choose(count, self.layer_importance, self.layer_search)
+
+    def _told(self, chosen: Chosen, blocks: Sequence[str]) -> dict[str, Any]:
+        told: dict[str, Any] = {"removed_layers": chosen.removed}
+        if chosen.scores and self.layer_search == "contiguous":
+            ends = blocks[len(chosen.removed) - 1 :]
+            told["run_scores"] = {f"{first} - {last}": score for first, last, score in zip(blocks, ends, chosen.scores, strict=False)}
+        elif chosen.scores:
+            told["layer_scores"] = dict(zip(blocks, chosen.scores, strict=True))
+        if chosen.perplexity is not None:
+            told["calibration_perplexity"] = chosen.perplexity
+        return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
+
+    def _measuring_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of the hidden states on the text, of what a batch needs in a block, and of the largest part of the model."""
+        if isinstance(self.remove_layers, tuple):
+            return 0
+        width, blocks = hidden_size(shape.config), block_count(shape.config)
+        tokens = self.calibration.samples * self.calibration.sequence_length
+        run = self._count(shape) if self.layer_search == "contiguous" else 1
+        streams = 1 + (run if self.layer_importance == "block_influence" else blocks + 1 - run)
+        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
+        widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
+        batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
+        return streams * tokens * width * element + batch + max(shape.block_bytes, shape.outside_bytes)
+
+
+def _sizes(shape: ModelShape) -> dict[str, int]:
+    """Return parameters, bytes, and bytes that the KV cache takes for each token in the dtype of the weights."""
+    attending, _ = attention_of(shape.config, block_count(shape.config))
+    bits = next(DTYPE_BITS[info.dtype] for info in shape.tensors.values() if info.dtype in FLOATS)
+    cache = sum(layer.cache_width for layer in attending) * bits // 8
+    return {"parameters": shape.elements, "bytes": shape.size_bytes, "kv_cache_bytes_per_token": cache}
+
+
+def _note(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    names = {"parameters": "parameters", "bytes": "bytes of weights", "kv_cache_bytes_per_token": "bytes of KV cache a token"}
+    changes = (f"{before[key]:,} -> {after[key]:,} {name}" for key, name in names.items() if before[key])
+    return f"{KIND}: {', '.join(changes)}; distill it before it is used: what was removed is not made up for"
