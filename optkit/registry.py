@@ -26,6 +26,7 @@ STAGES = {
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.stages.compile:Compile",
     "cuda_graphs": "optkit.stages.cuda_graphs:CudaGraphs",
+    "distill": "optkit.stages.distill:Distill",
     "fp8": "optkit.stages.fp8:Fp8",
     "gptq": "optkit.stages.gptq:Gptq",
     "kv_cache": "optkit.stages.kv_cache:KvCache",

@@ -34,9 +34,7 @@ class Calibration(TextSource):
     @property
     def packs_documents(self) -> bool:
         """Whether a window is the start of a document."""
-        if self.packing != "auto":
-            return self.packing == "documents"
-        return self.dataset not in ("python-reference", "wikitext2") and not self.dataset.endswith(".txt")
+        return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
     def tokens(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor:
         """Return the windows, int64 [samples, sequence_length], with the special tokens that the tokenizer itself adds.
@@ -79,6 +77,11 @@ class Calibration(TextSource):
             )
         starts = [index * available // self.samples * length for index in range(self.samples)]
         return [ids[start : start + length] for start in starts]
+
+
+def holds_documents(dataset: str) -> bool:
+    """Say whether a record of a data set is a document of its own; else its text runs on."""
+    return dataset not in ("python-reference", "wikitext2") and not dataset.endswith(".txt")
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
+from optkit.source.vocabulary import other_token
 from optkit.stage import Setting
 
 
@@ -102,25 +101,11 @@ def check_layers(layers: int, count: int) -> None:
 
 def check_tokens(draft: Path, model: Path) -> None:
     """Raise StageError where the tokenizers of two directories give a token other ids; nothing is said where one has no tokenizer.json."""
-    theirs, ours = _vocabulary(draft), _vocabulary(model)
-    if theirs is None or ours is None:
-        return
-    other = next((token for token in ours if theirs.get(token) != ours[token]), None)
-    if other is not None:
+    if other := other_token(draft, model):
+        token, theirs, ours = other
         raise StageError(
-            f"the draft's tokenizer is another one: {other!r} is {theirs.get(other, 'unknown')} to it and {ours[other]} to the model",
+            f"the draft's tokenizer is another one: {token!r} is {theirs} to it and {ours} to the model",
             where="speculative",
             why="What it proposes would be other tokens",
             remedy="Take a smaller model of the same family, or prompt_lookup",
         )
-
-
-def _vocabulary(directory: Path) -> Mapping[str, int] | None:
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = found.get("model", {}).get("vocab")
-    if isinstance(vocabulary, list):  # Unigram: [token, score], the id is the place
-        return {str(entry[0]): index for index, entry in enumerate(vocabulary)}
-    return vocabulary if isinstance(vocabulary, dict) else None

@@ -1,0 +1,31 @@
+"""Whether two tokenizers mean the same by a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def other_token(theirs: Path, ours: Path) -> tuple[str, int | str, int] | None:
+    """Return the first token to which the tokenizer.json of two directories give other numbers, and both numbers.
+
+    None where there is no such token, or a directory has no tokenizer.json.
+    """
+    first, second = _vocabulary(theirs), _vocabulary(ours)
+    if first is None or second is None:
+        return None
+    other = next((token for token in second if first.get(token) != second[token]), None)
+    return None if other is None else (other, first.get(other, "unknown"), second[other])
+
+
+def _vocabulary(directory: Path) -> Mapping[str, int] | None:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = found.get("model", {}).get("vocab")
+    if isinstance(vocabulary, list):  # Unigram: [token, score], the id is the place
+        return {str(entry[0]): index for index, entry in enumerate(vocabulary)}
+    return vocabulary if isinstance(vocabulary, dict) else None

@@ -1,0 +1,304 @@
+"""What every stage that trains does: read texts, open student and teacher, train with checkpoints, write the best weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optkit.errors import StageError
+from optkit.frozen import digest
+from optkit.model.shape import ModelShape
+from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
+from optkit.source.training_text import TrainingText
+from optkit.source.vocabulary import other_token
+from optkit.stage import Context, Cost, Report, Transform
+
+if TYPE_CHECKING:
+    from optkit.training.data import TrainingData
+    from optkit.training.loop import TrainingOptions, TrainingResult
+    from optkit.training.objective import LossWeights, Objective
+    from optkit.training.student import Student
+    from optkit.training.teacher import LiveTeacher, Teacher
+
+CURVE_POINTS = 200
+"""Most points of the loss curve in a report."""
+
+
+class Trained(Transform):
+    """Train a model on texts so that it says again what a teacher says."""
+
+    reads_origin: ClassVar[bool] = True
+
+    texts: tuple[TrainingText, ...] = Field(default=(TrainingText.model_validate("c4"),), min_length=1)
+    """Texts to train on, as names or mappings."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Tokens to train on; left out, all of the texts, `epochs` times."""
+    epochs: int = Field(default=1, ge=1)
+    """How often a text may be repeated, each time in another order."""
+    minutes: float | None = Field(default=None, gt=0)
+    """Time to train at most; the learning rate comes down in time for it. Two runs with a limit differ in their last bits."""
+    sequence_length: int = Field(default=512, ge=2)
+    """Tokens of a sequence."""
+    batch_size: int = Field(default=8, ge=1)
+    """Sequences of a forward pass."""
+    accumulation: int = Field(default=1, ge=1)
+    """Forward passes whose gradients make one step."""
+    held_out: int = Field(default=16, ge=1)
+    """Sequences of the texts that are never trained on, to judge the student by."""
+    evaluations: int = Field(default=10, ge=1)
+    """How often it is judged; the best weights are kept."""
+    patience: int | None = Field(default=3, ge=1)
+    """Stop after so many of these in a row without a new least loss; `null` never stops early."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Highest learning rate."""
+    warmup: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the training in which the learning rate rises in a line; it comes down in half a cosine."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Of matrices, as AdamW has it."""
+    clip: float = Field(default=1.0, gt=0)
+    """Longest gradient of a step."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw` is torch's fused one; `adamw_8bit` is that of bitsandbytes, whose state takes a quarter of the memory."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """What matrices are multiplied in; weights and optimizer are float32 in any case."""
+    gradient_checkpointing: bool = False
+    """Compute activations again on the way back: less memory, a third more work."""
+    compile: bool = False
+    """torch.compile the decoder of the student."""
+    checkpoint_minutes: float = Field(default=5.0, gt=0)
+    """Minutes between two checkpoints. A run that is killed goes on from the last one."""
+    teacher: ModelSource | None = None
+    """Whom the student learns from: a model with the same vocabulary. Left out, the model that the recipe starts from."""
+    divergence: float = Field(default=1.0, ge=0)
+    """Weight of the loss KL(teacher || student) of the next token."""
+    cross_entropy: float = Field(default=0.0, ge=0)
+    """Weight of the loss -log p(next token of the text)."""
+    hidden: float = Field(default=0.0, ge=0)
+    """Weight of the distance of hidden states, block by block; a learned matrix stands between different widths."""
+    attention: float = Field(default=0.0, ge=0)
+    """Weight of the divergence of attention, block by block."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Softens both sides of the divergence."""
+
+    @model_validator(mode="after")
+    def _has_a_loss(self) -> Self:
+        if not self.divergence and not self.cross_entropy:
+            raise ValueError("divergence and cross_entropy are both 0. Give one of them a weight.")
+        return self
+
+    @property
+    def _kind(self) -> str:
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def _has_teacher(self) -> bool:
+        return bool(self.divergence or self.hidden or self.attention)
+
+    def pinned(self, data: Path | None) -> Self:
+        """Return the stage with the teacher's revision filled in; raises SourceError where there is no such model."""
+        return self.model_copy(update={"teacher": pin_model(self.teacher)}) if self.teacher else self
+
+    def _student(self, source: Path, context: Context) -> Student:
+        """Return the model to train on the device; the parameters that want a gradient are trained."""
+        from optkit.training.student import open_student
+
+        return open_student(source, context.device, context.trust_remote_code)
+
+    def _write(self, student: Student, target: Path, context: Context) -> int:
+        """Write the trained student; returns how many tensors changed."""
+        from optkit.training.student import write_student
+
+        return write_student(student, target)
+
+    def _details(self, student: Student) -> dict[str, Any]:
+        """Return what else belongs into the report, before the training."""
+        return {}
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Train, and leave the weights with the least held-out loss.
+
+        Raises StageError for too little text, a teacher that does not fit, a loss that is not finite, diverges or never falls;
+        ResourceError without memory or disk space. Checkpoints stay in the workspace then.
+        """
+        import torch
+
+        from optkit.training.loop import train
+
+        torch.manual_seed(context.seed)
+        data = self._data(source, context)
+        options = self._options(data)
+        student = self._student(source, context)
+        details = self._details(student)
+        teacher = self._teacher(source, context) if self._has_teacher else None
+        objective = self._objective(student, teacher)
+        result = train(
+            objective,
+            data,
+            teacher,
+            options,
+            where=self._kind,
+            progress=context.progress,
+            place=context.workspace,
+            digest=digest({"fields": self.model_dump(mode="json"), "data": data.digest(), "version": self.version}),
+        )
+        changed = self._write(student, target, context)
+        return Report(
+            changed=changed,
+            details=details | training_details(result),
+            calibrated_on=tuple(text.identity() for text in self.texts),
+        )
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the size of the student and of two checkpoints, and the memory of weights, gradients, optimizer and activations.
+
+        Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
+        """
+        self._check_positions(shape)
+        teacher_bytes = self._check_teacher(shape)
+        state = shape.elements * (2 if self.optimizer == "adamw_8bit" else 8)
+        weights = shape.elements * 4
+        memory = 2 * weights + state + teacher_bytes + self._activation_bytes(shape)
+        disk = shape.size_bytes + 2 * (2 * weights + state)
+        if device == "cpu":
+            return Cost(disk_bytes=disk, ram_bytes=memory + weights), shape
+        return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=memory), shape
+
+    def _activation_bytes(self, shape: ModelShape) -> int:
+        """Return about what the activations of one forward pass take."""
+        config = shape.config.get("text_config") or shape.config
+        width, vocabulary = int(config.get("hidden_size") or config.get("n_embd") or 1), int(config.get("vocab_size") or 1)
+        layers = next((int(config[key]) for key in ("num_hidden_layers", "n_layer") if key in config), 1)
+        wide = int(config.get("intermediate_size") or 4 * width)
+        positions = self.batch_size * self.sequence_length
+        kept = layers * width if self.gradient_checkpointing else layers * (8 * width + 4 * wide)
+        return positions * kept * (2 if self.precision == "bfloat16" else 4) + 5 * min(positions * vocabulary * 4, 2 << 30)
+
+    def _check_positions(self, shape: ModelShape) -> None:
+        if shape.positions and self.sequence_length > shape.positions:
+            raise StageError(
+                f"sequences of {self.sequence_length:,} tokens, and the model was built for {shape.positions:,}",
+                where=self._kind,
+                remedy=f"Set `sequence_length` to at most {shape.positions:,}",
+            )
+
+    def _check_teacher(self, shape: ModelShape) -> int:
+        """Return the bytes of the teacher; 0 where there is none of its own."""
+        if not self._has_teacher:
+            return 0
+        if self.teacher is None:
+            return shape.size_bytes
+        theirs = model_shape(self.teacher, self._teacher_directory())
+        if (here := theirs.config.get("vocab_size")) != (there := shape.config.get("vocab_size")):
+            raise StageError(
+                f"the teacher {self.teacher.name} has a vocabulary of {here} tokens and the student one of {there}",
+                where=self._kind,
+                why="What it says would be about other tokens",
+                remedy="Take a teacher of the same family",
+            )
+        if theirs.config.get("quantization_config"):
+            raise StageError(f"the teacher {self.teacher.name} is quantized", where=self._kind, remedy="Name its float weights")
+        return theirs.size_bytes
+
+    def _teacher_directory(self) -> Path:
+        assert self.teacher is not None
+        place = locate_model(self.teacher)
+        if place is None:
+            raise StageError(
+                f"the teacher {self.teacher.name} is no model directory yet",
+                where=self._kind,
+                remedy="Make a directory of it with a recipe without stages (`optkit run baseline --model ...`), and name that",
+            )
+        return place
+
+    def _teacher(self, source: Path, context: Context) -> LiveTeacher:
+        import torch
+
+        from optkit.training.teacher import LiveTeacher
+
+        directory = self._teacher_directory() if self.teacher else context.origin
+        if directory is None:
+            raise StageError("there is no teacher", where=self._kind, remedy="Name one: `teacher: DIRECTORY`")
+        if other := other_token(directory, source):
+            token, theirs, ours = other
+            raise StageError(
+                f"the teacher's tokenizer is another one: {token!r} is {theirs} to it and {ours} to the student",
+                where=self._kind,
+                why="What it says would be about other tokens",
+                remedy="Take a teacher of the same family",
+            )
+        trust = self.teacher.trust_remote_code if self.teacher else context.trust_remote_code
+        precision = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        return LiveTeacher(
+            directory, context.device, precision, hidden=self.hidden > 0, attention=self.attention > 0, trust_remote_code=trust
+        )
+
+    def _data(self, source: Path, context: Context) -> TrainingData:
+        from optkit.training.data import read_texts
+
+        return read_texts(
+            self.texts,
+            source,
+            self.sequence_length,
+            self.held_out,
+            context.data,
+            seed=context.seed,
+            trust_remote_code=context.trust_remote_code,
+            where=self._kind,
+        )
+
+    def _options(self, data: TrainingData) -> TrainingOptions:
+        from optkit.training.data import steps_for
+        from optkit.training.loop import TrainingOptions
+
+        same = ("batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes", "evaluations")
+        fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes")}
+        return TrainingOptions(steps_for(data, self.tokens, self.epochs, self.batch_size * self.accumulation, self._kind), **fields)
+
+    def _weights(self) -> LossWeights:
+        from optkit.training.objective import LossWeights
+
+        return LossWeights(self.divergence, self.cross_entropy, self.hidden, self.attention, self.temperature)
+
+    def _objective(self, student: Student, teacher: Teacher | None) -> Objective:
+        import torch
+
+        from optkit.training.objective import Objective
+        from optkit.training.student import checkpoint_activations_
+
+        precision = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        objective = Objective(student.model, self._weights(), getattr(teacher, "width", None), precision)
+        if self.gradient_checkpointing:
+            checkpoint_activations_(student.model)
+        if self.compile:
+            objective.parts.decoder.compile()
+        return objective
+
+
+def training_details(result: TrainingResult) -> dict[str, Any]:
+    """Return what a report says about a training, as JSON values of bounded length."""
+    course = result.course
+    return {
+        "steps": course.step,
+        "tokens": result.tokens,
+        "seconds": round(course.seconds, 1),
+        "tokens_per_s": round(result.tokens_per_s, 1),
+        "stopped": course.stopped,
+        "best_step": course.best_step,
+        "held_out_before": result.first,
+        "held_out_after": result.best,
+        "held_out": course.held_out,
+        "curve": thinned(course.curve),
+        "resumed_at": course.resumed,
+    }
+
+
+def thinned(curve: Sequence[float], points: int = CURVE_POINTS) -> list[tuple[int, float]]:
+    """Return (last step, mean loss) of at most `points` groups of steps that are as equal as can be."""
+    count = min(points, len(curve))
+    edges = [index * len(curve) // count for index in range(count + 1)] if count else []
+    return [(end, round(sum(curve[start:end]) / (end - start), 6)) for start, end in pairwise(edges)]

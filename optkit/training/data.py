@@ -1,0 +1,117 @@
+"""Texts as sequences of tokens: which are trained on in which order, and which are held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optkit.errors import StageError
+from optkit.source.calibration import load_tokenizer
+from optkit.source.training_text import TrainingText
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Sequences of equal length, cut one after the other from texts; none of the held-out ones is ever trained on."""
+
+    tokens: Tensor
+    """int64 [sequences, sequence_length], on the CPU."""
+    places: tuple[str, ...]
+    """Where each sequence comes from, e.g. `c4 (train), tokens 512 to 1,023`."""
+    training: tuple[int, ...]
+    """Rows of `tokens` to train on."""
+    held_out: tuple[int, ...]
+    """Rows of `tokens` to judge on."""
+    seed: int = 0
+
+    @property
+    def sequence_length(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def training_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return len(self.training) * self.sequence_length
+
+    def rows(self, start: int, count: int) -> list[int]:
+        """Return the rows from number `start` on of the endless order: one epoch after the other, each in an order drawn from the seed."""
+        size = len(self.training)
+        return [self.training[_order(size, self.seed, number // size)[number % size]] for number in range(start, start + count)]
+
+    def digest(self) -> str:
+        """Return the SHA-256 of tokens and rows."""
+        rows = torch.tensor([*self.training, -1, *self.held_out, self.seed])
+        return hashlib.sha256(self.tokens.numpy().tobytes() + rows.numpy().tobytes()).hexdigest()
+
+
+@lru_cache(maxsize=2)
+def _order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    return tuple(torch.randperm(size, generator=generator).tolist())
+
+
+def read_texts(
+    texts: Sequence[TrainingText],
+    tokenizer_directory: Path,
+    sequence_length: int,
+    held_out: int,
+    data: Path | None,
+    *,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    where: str = "training",
+) -> TrainingData:
+    """Cut texts into sequences, the rest of each text left out, and hold some of them out, evenly spread over all.
+
+    Raises SourceError for a text that cannot be read, StageError where nothing would be left to train on.
+    """
+    tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
+    pieces: list[Tensor] = []
+    places: list[str] = []
+    for text in texts:
+        ids = torch.tensor(text.token_ids(tokenizer, data), dtype=torch.int64)
+        count = len(ids) // sequence_length
+        pieces.append(ids[: count * sequence_length].view(count, sequence_length))
+        places += [f"{text.where}, tokens {row * sequence_length:,} to {(row + 1) * sequence_length - 1:,}" for row in range(count)]
+    return split(torch.cat(pieces), places, held_out, seed, where)
+
+
+def split(tokens: Tensor, places: Sequence[str], held_out: int, seed: int, where: str) -> TrainingData:
+    """Hold out `held_out` of int64 [sequences, sequence_length], evenly spread. Raises StageError where nothing would be left."""
+    total = len(tokens)
+    if total <= held_out:
+        raise StageError(
+            f"the texts give {total:,} sequences of {tokens.shape[1]:,} tokens, and {held_out:,} are to be held out",
+            where=where,
+            why="Nothing is left to train on",
+            remedy="Name more texts, or lower `held_out` or `sequence_length`",
+        )
+    judged = {(2 * index + 1) * total // (2 * held_out) for index in range(held_out)}
+    training = tuple(row for row in range(total) if row not in judged)
+    return TrainingData(tokens, tuple(places), training, tuple(sorted(judged)), seed)
+
+
+def steps_for(data: TrainingData, tokens: int | None, epochs: int, sequences_per_step: int, where: str) -> int:
+    """Return how many optimizer steps a budget of tokens is, the whole text `epochs` times where it is None.
+
+    Raises StageError where the text is too short for it.
+    """
+    step_tokens = sequences_per_step * data.sequence_length
+    available = data.training_tokens * epochs
+    steps = available // step_tokens if tokens is None else -(-tokens // step_tokens)
+    if steps == 0 or steps * step_tokens > available:
+        wanted = steps * step_tokens or step_tokens
+        raise StageError(
+            f"{wanted:,} tokens are asked for, and the texts have {data.training_tokens:,} to train on"
+            + (f", {available:,} in {epochs} epochs" if epochs > 1 else ""),
+            where=where,
+            why=f"A step takes {step_tokens:,}",
+            remedy=f"Set `epochs: {-(-wanted // data.training_tokens)}`, name more texts, or lower `tokens`",
+        )
+    return steps

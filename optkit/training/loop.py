@@ -1,0 +1,327 @@
+"""The loop of a training: steps, held-out losses, checkpoints, and every reason to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from optkit.errors import ResourceError, StageError
+from optkit.model.memory import is_out_of_memory
+from optkit.progress import Progress, Task
+from optkit.training import checkpoints
+from optkit.training.data import TrainingData
+from optkit.training.objective import Losses, Objective
+from optkit.training.optimizer import OptimizerName, learning_rate, make_optimizer
+from optkit.training.teacher import Teacher
+
+WINDOW = 10
+"""Steps whose mean loss is compared with that of the first ones."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How to train; what is minimized is the objective's business."""
+
+    steps: int
+    """Optimizer steps, where `minutes` does not end them before."""
+    batch_size: int = 8
+    """Sequences of a forward pass."""
+    accumulation: int = 1
+    """Forward passes of a step."""
+    learning_rate: float = 1e-4
+    warmup: float = 0.05
+    """Share of the training in which the learning rate rises."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest norm of a step's gradient."""
+    optimizer: OptimizerName = "adamw"
+    minutes: float | None = None
+    """The learning rate comes down as the first of `steps` and `minutes` runs out."""
+    evaluations: int = 10
+    """How often the held-out sequences are judged, besides before the first step."""
+    patience: int | None = 3
+    """Stop after so many of these in a row without a new least loss; None: never."""
+    checkpoint_minutes: float | None = 5.0
+    checkpoint_steps: int | None = None
+    diverged: float = 3.0
+    """Stop where the loss is so many times what it was at the start, after the warm-up."""
+
+
+@dataclass
+class Course:
+    """How far a training has come; JSON values."""
+
+    step: int = 0
+    seconds: float = 0.0
+    """Of the whole loop, over all runs that it took."""
+    step_seconds: float = 0.0
+    """Of the steps alone, without held-out losses and checkpoints."""
+    curve: list[float] = field(default_factory=list)
+    """The loss of each step."""
+    held_out: list[dict[str, float]] = field(default_factory=list)
+    """`step`, `total` and each loss by its name, in order."""
+    best_step: int = 0
+    stopped: str = ""
+    resumed: list[int] = field(default_factory=list)
+    """Steps at which a later run went on."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training came to; the objective holds the weights of `best_step` afterwards."""
+
+    course: Course
+    tokens: int
+    """Tokens trained on, repeated ones counted again."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.course.step_seconds if self.course.step_seconds else 0.0
+
+    @property
+    def first(self) -> dict[str, float]:
+        """Held-out losses before the first step."""
+        return self.course.held_out[0]
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The least held-out losses."""
+        return next(each for each in self.course.held_out if each["step"] == self.course.best_step)
+
+
+def train(
+    objective: Objective,
+    data: TrainingData,
+    teacher: Teacher | None,
+    options: TrainingOptions,
+    *,
+    where: str,
+    progress: Progress,
+    place: Path | None = None,
+    digest: str = "",
+) -> TrainingResult:
+    """Train until the steps or minutes are over or the held-out loss no longer falls, and leave the weights that were best there.
+
+    `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of another digest is not taken.
+    Raises StageError for a loss that is not finite, diverges or never falls, ResourceError without memory or disk space.
+    """
+    return Loop(objective, data, teacher, options, where, place, digest, progress).run()
+
+
+class Loop:
+    """One training under way."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        data: TrainingData,
+        teacher: Teacher | None,
+        options: TrainingOptions,
+        where: str,
+        place: Path | None,
+        digest: str,
+        progress: Progress,
+    ) -> None:
+        self.objective, self.data, self.teacher, self.options = objective, data, teacher, options
+        self.where, self.place, self.digest, self.progress = where, place, digest, progress
+        self.device = next(objective.parameters()).device
+        self.optimizer = make_optimizer(objective, options.optimizer, options.weight_decay)
+        self.course = Course()
+        self.best: dict[str, Tensor] | None = None
+        """The weights of `best_step` on the CPU; None while they are the present ones."""
+        self._saved_at = self._started = time.perf_counter()
+        self._before = 0.0
+
+    def run(self) -> TrainingResult:
+        """See `train`."""
+        self._resume()
+        course, options = self.course, self.options
+        self._started = self._saved_at = time.perf_counter()
+        self._before = course.seconds
+        with self._explaining_memory(), self.progress.task(self.where, options.steps, "steps") as task:
+            task.advance(course.step)
+            if not course.held_out:
+                self._judge()
+            while not course.stopped:
+                self._step(task)
+                self._end_of_step()
+        self._finish()
+        return TrainingResult(course, course.step * self._step_tokens)
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name."""
+        return {name: parameter for name, parameter in self.objective.named_parameters() if parameter.requires_grad}
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.options.batch_size * self.options.accumulation * self.data.sequence_length
+
+    def _fraction(self) -> float:
+        """Return how much of the training is done, 0 to 1."""
+        minutes = self.options.minutes
+        return min(1.0, max(self.course.step / self.options.steps, self.course.seconds / (60 * minutes) if minutes else 0.0))
+
+    def _step(self, task: Task) -> None:
+        options, course = self.options, self.course
+        started = time.perf_counter()
+        # half a step ahead, so that neither the first nor the last step has a rate of 0
+        rate = learning_rate(self._fraction() + 0.5 / options.steps, options.learning_rate, options.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=self.device)
+        first = course.step * options.batch_size * options.accumulation
+        for part in range(options.accumulation):
+            rows = self.data.rows(first + part * options.batch_size, options.batch_size)
+            losses = self._losses(rows)
+            (losses.total / options.accumulation).backward()
+            total += losses.total.detach() / options.accumulation
+        norm = nn.utils.clip_grad_norm_(list(self.trainable.values()), options.clip)
+        loss = float(total)
+        if not (math.isfinite(loss) and math.isfinite(float(norm))):
+            raise self._not_finite(self.data.rows(first, options.batch_size * options.accumulation), loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        course.step += 1
+        course.curve.append(loss)
+        course.step_seconds += time.perf_counter() - started
+        self._clock()
+        speed = course.step * self._step_tokens / course.step_seconds
+        task.advance(note=f"loss {loss:.4f}, {speed:,.0f} tokens/s")
+        self._check_divergence()
+
+    def _end_of_step(self) -> None:
+        options, course = self.options, self.course
+        fraction = self._fraction()
+        judged = len(course.held_out) - 1
+        if fraction >= 1.0 or math.floor(fraction * options.evaluations) > judged:
+            self._judge()
+        if fraction >= 1.0:
+            course.stopped = "all steps were made" if course.step >= options.steps else f"the {options.minutes:g} minutes were over"
+        elif options.patience and len([each for each in course.held_out if each["step"] > course.best_step]) >= options.patience:
+            course.stopped = f"the held-out loss did not fall {options.patience} times in a row"
+        if not course.stopped and self._checkpoint_due():
+            self.save()
+
+    def _losses(self, rows: Sequence[int]) -> Losses:
+        tokens = self.data.tokens[list(rows)].to(self.device)
+        targets = self.teacher.targets(rows, tokens) if self.teacher else None
+        losses: Losses = self.objective(tokens, targets)
+        return losses
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Note the held-out losses, and keep the weights where they are the least so far."""
+        course, size = self.course, self.options.batch_size
+        sums: dict[str, float] = {}
+        for start in range(0, len(self.data.held_out), size):
+            rows = self.data.held_out[start : start + size]
+            losses = self._losses(rows)
+            for name, value in {"total": losses.total, **losses.parts}.items():
+                sums[name] = sums.get(name, 0.0) + float(value) * len(rows)
+        means = {name: value / len(self.data.held_out) for name, value in sums.items()}
+        if not math.isfinite(means["total"]):
+            raise self._not_finite(self.data.held_out, means["total"])
+        least = min((each["total"] for each in course.held_out), default=math.inf)
+        course.held_out.append({"step": course.step, **means})
+        if means["total"] < least:
+            course.best_step = course.step
+            self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trainable.items()}
+        self._clock()
+
+    def _clock(self) -> None:
+        self.course.seconds = self._before + time.perf_counter() - self._started
+
+    def _checkpoint_due(self) -> bool:
+        options = self.options
+        if self.place is None:
+            return False
+        if options.checkpoint_steps and self.course.step % options.checkpoint_steps == 0:
+            return True
+        return bool(options.checkpoint_minutes and time.perf_counter() - self._saved_at >= 60 * options.checkpoint_minutes)
+
+    def save(self) -> None:
+        """Write a checkpoint. Raises ResourceError on a full disk; the one before stays good."""
+        if self.place is None:
+            return
+        best = self.best if self.course.best_step != self.course.step else None
+        saved = checkpoints.Saved(asdict(self.course), self.trainable, best, self.optimizer.state_dict(), checkpoints.random_state())
+        checkpoints.save(self.place, self.course.step, self.digest, saved)
+        self._saved_at = time.perf_counter()
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        saved = checkpoints.load(self.place, self.digest) if self.place else None
+        if saved is None:
+            return
+        self.course = Course(**saved.facts)
+        self.course.resumed.append(self.course.step)
+        for name, parameter in self.trainable.items():
+            parameter.copy_(saved.weights[name])
+        self.best = dict(saved.best or {name: tensor.clone() for name, tensor in saved.weights.items()})
+        self.optimizer.load_state_dict(saved.optimizer)
+        checkpoints.set_random_state(saved.random)
+        self.progress.say(f"{self.where}: goes on after step {self.course.step:,}, from the checkpoint in {self.place}")
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Leave the best weights; raises StageError where those before the first step were."""
+        first, last = self.course.held_out[0], self.course.held_out[-1]
+        if self.course.best_step == 0:
+            raise StageError(
+                f"the held-out loss never fell below its start: {first['total']:.4f} before, {last['total']:.4f} after"
+                f" {self.course.step:,} steps",
+                where=self.where,
+                why=f"It got worse with a learning rate of {self.options.learning_rate:g}",
+                remedy="Lower `learning_rate`, or give it more tokens",
+            )
+        if self.best is not None and self.course.best_step != self.course.step:
+            for name, parameter in self.trainable.items():
+                parameter.copy_(self.best[name])
+
+    def _check_divergence(self) -> None:
+        curve, options = self.course.curve, self.options
+        if len(curve) < 2 * WINDOW or self._fraction() < options.warmup:
+            return
+        start, now = sum(curve[:WINDOW]) / WINDOW, sum(curve[-WINDOW:]) / WINDOW
+        if now > options.diverged * start:
+            raise StageError(
+                f"the training diverges: the loss was {start:.4f} at the start and is {now:.4f} at step {self.course.step:,}",
+                where=self.where,
+                why=f"Steps with a learning rate of {options.learning_rate:g} are too large",
+                remedy=f"Lower `learning_rate`, e.g. to {options.learning_rate / 5:.1g}",
+            )
+
+    def _not_finite(self, rows: Sequence[int], loss: float) -> StageError:
+        """Return the error for a loss or gradient that is NaN or Inf, with the texts that make it so alone."""
+        with torch.no_grad():
+            alone = [row for row in rows if not bool(self._losses([row]).total.isfinite())]
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
+        named = "; ".join(self.data.places[row] for row in (alone or rows)[:3]) + ("; ..." if len(alone or rows) > 3 else "")
+        return StageError(
+            f"{what} at step {self.course.step + 1:,}, on {len(alone or rows):,} of {len(rows):,} sequences ({named})",
+            where=self.where,
+            why="" if alone else "Each of them alone gives a finite loss",
+            remedy="Lower `learning_rate`, set `precision: float32`, or look at that text; the last checkpoint is kept",
+        )
+
+    @contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ResourceError(
+                f"out of memory at step {self.course.step + 1:,} on {self.device}",
+                where=self.where,
+                why=next(iter(str(error).strip().splitlines()), type(error).__name__),
+                remedy="Lower `batch_size` and raise `accumulation` by as much, or set `gradient_checkpointing: true`",
+            ) from error

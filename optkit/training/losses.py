@@ -1,0 +1,69 @@
+"""What a student is told: cross-entropy of the text, divergence from a teacher, distance of hidden states and of attention.
+
+All of them return a sum over positions, so that positions can be taken in parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED = -100
+"""The target of a position that nothing follows."""
+SMALLEST_REST = 1e-6
+"""A smaller probability of everything outside the top k is taken for this one."""
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of -log p(target) over positions; logits: float [n, v], targets: int64 [n], `IGNORED` where there is none."""
+    return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the sum of T^2 KL(teacher || student) over positions; both float [n, v], softened by the temperature T.
+
+    T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531).
+    """
+    ours = (logits.float() / temperature).log_softmax(-1)
+    theirs = (teacher.float() / temperature).log_softmax(-1)
+    return functional.kl_div(ours, theirs, log_target=True, reduction="sum") * temperature**2
+
+
+def top_divergence(logits: Tensor, top: Tensor, indices: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return `divergence` for a teacher of whom the likeliest tokens are known, all others as one outcome together.
+
+    logits: float [n, v]; top: the teacher's log-probabilities at that temperature, float [n, k], of the tokens int64 `indices` [n, k].
+    Never more than the divergence over all tokens, and the same where k is v - 1.
+    """
+    scaled = logits.float() / temperature
+    ours = scaled.gather(-1, indices) - scaled.logsumexp(-1, keepdim=True)
+    theirs = top.float()
+    known = (theirs.exp() * (theirs - ours)).sum()
+    rest, our_rest = _rest(theirs), _rest(ours)
+    return (known + (rest.exp() * (rest - our_rest)).sum()) * temperature**2
+
+
+def top_of(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities, float32 [n, count], and the tokens, int64 [n, count], of the likeliest tokens of float [n, v]."""
+    scaled = logits.float() / temperature
+    top, indices = scaled.topk(count, dim=-1)
+    return top - scaled.logsumexp(-1, keepdim=True), indices
+
+
+def _rest(known: Tensor) -> Tensor:
+    """Return the log-probability [n] of what is outside of the tokens with log-probabilities float [n, k]."""
+    inside = known.logsumexp(-1).clamp(max=float(torch.tensor(-SMALLEST_REST)))
+    return (-torch.expm1(inside)).log()
+
+
+def hidden_distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the mean square of the difference in shares of the teacher's mean square; float [b, s, width] both."""
+    theirs = theirs.float()
+    return (ours.float() - theirs).square().mean() / theirs.square().mean().clamp_min(1e-12)
+
+
+def attention_divergence(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the mean KL(teacher || student) of attention, float [b, heads, s, s] both, averaged over heads, whose numbers may differ."""
+    student, teacher = (each.float().mean(1).clamp_min(1e-12).log() for each in (ours, theirs))
+    return functional.kl_div(student, teacher, log_target=True, reduction="sum") / ours[:, 0, :, 0].numel()

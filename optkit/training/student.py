@@ -1,0 +1,97 @@
+"""A checkpoint as a float32 model that can be trained, and the way back to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.skeleton import Skeleton
+from optkit.model.writer import CheckpointWriter, copy_companions, write_config
+
+SPARSE = 0.25
+"""Share of zeros from which a weight counts as pruned."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """A model to be trained, and which tensor of its checkpoint holds which of its parameters."""
+
+    model: PreTrainedModel
+    checkpoint: Checkpoint
+    tensor_names: Mapping[str, str]
+    """Parameter or buffer of the model -> tensor of the checkpoint; tied parameters have the same."""
+
+
+def open_student(directory: Path, device: str, trust_remote_code: bool = False) -> Student:
+    """Open a checkpoint on the device with float32 weights that all want a gradient; without dropout, experts unfused.
+
+    Raises SourceError for a quantized checkpoint, NaN, Inf, and weights that do not fit the model.
+    """
+    skeleton = Skeleton(Checkpoint(directory), torch.float32, trust_remote_code=trust_remote_code)
+    skeleton.load_("", device)
+    skeleton.model.requires_grad_(True)
+    return Student(skeleton.model, skeleton.checkpoint, skeleton.tensor_names)
+
+
+def write_student(student: Student, target: Path) -> int:
+    """Write a student as a checkpoint with the dtypes of the one that it was; returns how many tensors are others now.
+
+    Raises StageError where a weight does not fit its dtype, ResourceError on a full disk.
+    """
+    trained: dict[str, Tensor] = {}
+    for name, tensor in student.model.state_dict(keep_vars=True).items():
+        if name in student.tensor_names:
+            trained.setdefault(student.tensor_names[name], tensor.detach())
+    changed = 0
+    with CheckpointWriter(target) as writer:
+        for name in student.checkpoint.tensors:
+            before = student.checkpoint.read(name)
+            after = cast_back(name, trained[name], before) if name in trained else before
+            changed += not torch.equal(before, after)
+            writer.add(name, after.clone() if after is before else after)
+    copy_companions(student.checkpoint.directory, target)
+    write_config(target, student.checkpoint.config)
+    return changed
+
+
+def cast_back(name: str, tensor: Tensor, before: Tensor) -> Tensor:
+    """Return a trained tensor on the CPU in the dtype that it had; raises StageError where it would not be finite there."""
+    cast = tensor.to("cpu", before.dtype)
+    if cast.is_floating_point() and not all_finite(cast):
+        raise StageError(
+            f"trained weights of up to {float(tensor.abs().max()):.4g} do not fit {str(before.dtype).removeprefix('torch.')}",
+            where=name,
+            remedy="Lower the learning rate, or put `- cast: {dtype: bfloat16}` in front of the stage",
+        )
+    return cast
+
+
+def sparse_weights(model: nn.Module, share: float = SPARSE) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the trainable matrices of which at least `share` of the weights are zero."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dim() >= 2 and float((parameter == 0).float().mean()) >= share:
+            yield name, parameter
+
+
+def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
+    """Let the zeros of pruned weights stay zeros: they get no gradient, so AdamW never moves them. Returns the weights' names."""
+    names = []
+    for name, parameter in sparse_weights(model, share):
+        parameter.register_hook(lambda gradient, weight=parameter: gradient.masked_fill(weight.detach() == 0, 0))
+        names.append(name)
+    return names
+
+
+def checkpoint_activations_(model: PreTrainedModel) -> None:
+    """Let the blocks compute their activations again on the way back; dropout stays off."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
