@@ -155,6 +155,7 @@ _PHRASES = {
     "model_type": "a mapping of fields",
     "multiple_of": "a multiple of {multiple_of}",
     "none_required": "left empty",
+    "string_pattern_mismatch": "text of the form {pattern}",
     "string_too_long": "at most {max_length} characters long",
     "string_too_short": "at least {min_length} characters long",
     "string_type": "text",

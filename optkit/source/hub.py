@@ -23,9 +23,11 @@ class HubRepo:
     """A model or data set repository; `looked` and `remedy` are added to what an error says when it cannot be reached."""
 
     name: str
-    kind: Literal["model", "dataset"] = "model"
+    kind: Literal["model", "dataset", "kernel"] = "model"
     looked: str = ""
     remedy: str = ""
+    root: str = ""
+    """Directory of the cache, where it is another one than the hub's."""
 
     @property
     def cache(self) -> Path:
@@ -33,7 +35,7 @@ class HubRepo:
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
-        return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self.name, repo_type=self.kind)
+        return Path(self.root or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self.name, repo_type=self.kind)
 
     def snapshot(self, commit: str) -> Path:
         """Where the hub's cache keeps the files of a commit, there or not."""
@@ -49,6 +51,8 @@ class HubRepo:
         with self._explained(revision) as unreachable:
             from huggingface_hub import HfApi
 
+            if self.kind == "kernel":
+                return str(HfApi().kernel_info(self.name, revision=revision).sha)
             return str(HfApi().repo_info(self.name, repo_type=self.kind, revision=revision).sha)
         reference = self.cache / "refs" / (revision or "main")
         if reference.is_file():
@@ -109,6 +113,10 @@ class HubRepo:
             return {name: TensorInfo(info.dtype, tuple(info.shape)) for file in files for name, info in file.tensors.items()}
         raise self._unreachable("the model", self.snapshot(commit), unreachable[0])
 
+    @property
+    def _word(self) -> str:
+        return "data set" if self.kind == "dataset" else self.kind
+
     def _where(self, revision: str | None) -> str:
         return f"{self.name}@{revision[:12]}" if revision else self.name
 
@@ -122,9 +130,11 @@ class HubRepo:
             f"Connect and run: hf download {self.name}{' --repo-type dataset' if self.kind == 'dataset' else ''}"
             f"{', then copy the cache' if constants.is_offline_mode() else ''}, or name a local {local}"
         )
-        kind = "data set" if self.kind == "dataset" else self.kind
         return SourceError(
-            f"the {kind} is neither here nor to be downloaded", where=self.name, why=f"{looked}. {self.looked}".strip(" ."), remedy=remedy
+            f"the {self._word} is neither here nor to be downloaded",
+            where=self.name,
+            why=f"{looked}. {self.looked}".strip(" ."),
+            remedy=remedy,
         )
 
     @contextmanager
@@ -135,7 +145,7 @@ class HubRepo:
         from huggingface_hub.errors import RevisionNotFoundError as NoRevision
 
         unreachable: list[Exception] = []
-        page = f"{SITE}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
+        page = f"{SITE}/{'' if self.kind == 'model' else f'{self.kind}s/'}{self.name}"
         try:
             yield unreachable
         except (OfflineModeIsEnabled, TransportError) as error:
@@ -149,7 +159,7 @@ class HubRepo:
             ) from error
         except RepositoryNotFoundError as error:
             raise SourceError(
-                f"the hub has no such {'data set' if self.kind == 'dataset' else 'model'}, or it is private",
+                f"the hub has no such {self._word}, or it is private",
                 where=self.name,
                 remedy=f"Check the name at {page}; for a private one run: hf auth login",
             ) from error

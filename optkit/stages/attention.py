@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from optkit.environment import compute_capability
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
+from optkit.source.kernels import NAME, AttentionKernel
 from optkit.stage import Setting
 from optkit.stages.compile import allow_many_shapes, silence_advice
 
@@ -17,6 +20,7 @@ FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_int
 """Implementation -> the module that its package brings."""
 FLASH_3_COMMAND = "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
 HOPPER = 9
+KernelName = Annotated[str, Field(pattern=NAME)]
 
 
 class Attention(Setting):
@@ -25,13 +29,23 @@ class Attention(Setting):
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "implementation"
 
-    implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+    implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | KernelName
     """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone. `flash_attention_3`: flash-attn-3, Hopper
-    GPUs alone. `flex_attention`: torch's compiled one. `eager`: plain matrix products."""
+    GPUs alone. `flex_attention`: torch's compiled one. `eager`: plain matrix products. Or a kernel of the hub, like
+    `kernels-community/flash-attn2`, with `@revision` and `:function` behind it where wanted, which the package `kernels` loads; its
+    revision is pinned to a commit. `$LOCAL_KERNELS` (`owner/name=directory`) takes one from a directory."""
+
+    def pinned(self, data: Path | None) -> Self:
+        """Return the setting with a kernel's revision as a commit. Raises SourceError, MissingPackageError."""
+        return self.model_copy(update={"implementation": str(self._kernel.pinned())}) if self._kernel else self
+
+    @property
+    def _kernel(self) -> AttentionKernel | None:
+        return AttentionKernel.parse(self.implementation) if "/" in self.implementation else None
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError where the device has no such attention, MissingPackageError where its package is not there."""
-        self.load_kwargs(device)
+        """Raise StageError where the device has no such attention or a kernel is not to be had, MissingPackageError without its package."""
+        self._require(device)
         capability = compute_capability(device)
         if self.implementation == "flash_attention_3" and capability is not None and capability[0] != HOPPER:
             raise StageError(
@@ -42,7 +56,15 @@ class Attention(Setting):
             )
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return `attn_implementation`. Raises StageError where the device has none, MissingPackageError where its package is not there."""
+        """Return `attn_implementation`; a kernel of the hub is loaded. Raises StageError and MissingPackageError as `check` does."""
+        self._require(device)
+        if self._kernel:
+            self._kernel.load()
+        return {"attn_implementation": self.implementation}
+
+    def _require(self, device: str) -> None:
+        if self._kernel:
+            self._kernel.check(device)
         if package := FLASH.get(self.implementation):
             if not device.startswith("cuda"):
                 raise StageError(
@@ -55,11 +77,11 @@ class Attention(Setting):
                 command = FLASH_3_COMMAND if self.implementation == "flash_attention_3" else ""
                 distribution = "flash-attn-3" if command else "flash-attn"
                 raise MissingPackageError(distribution, where=f"attention: {self.implementation}", command=command)
-        return {"attn_implementation": self.implementation}
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model as it is. Raises StageError where the implementation cannot compute what this model asks for."""
-        if self.implementation in FLASH and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
+        on_gpu = self._kernel is not None and device.startswith("cuda") and "flash" in self.implementation
+        if (on_gpu or self.implementation in FLASH) and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
             raise StageError(
                 f"{self.implementation} does not compute in {str(model.dtype).removeprefix('torch.')}",
                 where="attention",
