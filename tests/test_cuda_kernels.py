@@ -16,8 +16,7 @@ from transformers import LlamaConfig
 
 from optkit.algorithms.packing import pack
 from optkit.errors import OptkitError, RecipeError, StageError
-from optkit.kernels.cuda import matrix as cuda_matrix
-from optkit.kernels.cuda.decoding import GraphDecoder, ModelSteps
+from optkit.kernels.cuda.decoding import MOST_SEQUENCES, GraphDecoder, ModelSteps
 from optkit.kernels.cuda.families import why_not_family
 from optkit.kernels.cuda.matrix import Matrix, can_stack, default_schedule, dequantized, multiply, stacked, tiled, why_not_tiled
 from optkit.kernels.cuda.nvrtc import compile_source
@@ -199,11 +198,11 @@ def test_batches_that_the_graph_does_not_take_are_noted() -> None:
     decoder = GraphDecoder.__new__(GraphDecoder)
     decoder.model, decoder._by_model = SimpleNamespace(config=LlamaConfig()), set()
     assert decoder.notes == ()
-    for batch in (64, 33, 64):
+    for batch in (512, 257, 512):
         with decoder.steps(batch, 10) as steps:
             assert isinstance(steps, ModelSteps)
     assert decoder.notes == (
-        "cuda_graphs: off for batches of 33, 64, which the model decodes by its own step: the graph takes up to 32 sequences",
+        "cuda_graphs: off for batches of 257, 512, which the model decodes by its own step: the graph takes up to 256 sequences",
     )
 
 
@@ -304,7 +303,7 @@ def test_the_graph_says_what_the_model_says(kind: str, mode: str, packed: bool, 
     graph = open_session(directory, [Precision(mode=mode), CudaGraphs()], device="cuda")  # type: ignore[arg-type]
     own = open_session(directory, [Precision(mode=mode)], device="cuda")  # type: ignore[arg-type]
     exact = open_session(directory, device="cuda", dtype="float32")
-    for batch, prompt in ((1, 5), (3, 140), (12, 17), (1, 130)):
+    for batch, prompt in ((1, 5), (3, 140), (12, 17), (45, 9), (130, 3), (1, 130)):
         tokens = torch.randint(0, 90, (batch, prompt))
         written = graph.generate(tokens, 30)  # type: ignore[union-attr]
         decoder = graph._decoder  # type: ignore[union-attr]
@@ -320,7 +319,7 @@ def test_the_graph_says_what_the_model_says(kind: str, mode: str, packed: bool, 
 def test_more_sequences_than_the_graph_takes_run_through_the_model(tiny_model: Callable[[str], Path]) -> None:
     settings = [Precision(mode="bf16"), CudaGraphs()]
     graph, own = open_session(tiny_model("llama"), settings, device="cuda"), open_session(tiny_model("llama"), settings[:1], device="cuda")
-    tokens = torch.randint(0, 90, (cuda_matrix.MOST_TOKENS + 1, 6))
+    tokens = torch.randint(0, 90, (MOST_SEQUENCES + 1, 6))
     assert graph.generate(tokens, 5).equal(own.generate(tokens, 5))  # type: ignore[union-attr]
 
 

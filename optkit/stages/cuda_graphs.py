@@ -17,7 +17,7 @@ from optkit.stages.speculative import Speculative
 class CudaGraphs(Setting):
     """Decode by one CUDA graph a token, five kernels a layer: models of the Llama family in bfloat16 or float16, in 4 bits or not.
 
-    Up to 32 sequences at once; prompts, and larger batches, run through the model itself. On the CPU nothing changes.
+    Up to 256 sequences at once; prompts, and larger batches, run through the model itself. On the CPU nothing changes.
     """
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.kernels.cuda.families import REMEDY, why_not_family
-from optkit.kernels.cuda.matrix import CODE_BASES, MOST_TOKENS, ROWS, Matrix, can_stack, multiply, scratch_bytes, stacked
+from optkit.kernels.cuda.matrix import CODE_BASES, MOST_TOKENS, ROWS, Matrix, can_stack, scratch_bytes, stacked
 from optkit.kernels.cuda.nvrtc import compiled
+from optkit.kernels.cuda.step_products import step_product
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 
+MOST_SEQUENCES = 256
 MOST_SHARES = 32
 KEYS_OF_SHARE = 64
 """The fewest that are worth a block."""
@@ -70,13 +72,13 @@ class GraphDecoder:
         if not self._by_model:
             return ()
         batches = ", ".join(map(str, sorted(self._by_model)))
-        why = f"which the model decodes by its own step: the graph takes up to {MOST_TOKENS} sequences"
+        why = f"which the model decodes by its own step: the graph takes up to {MOST_SEQUENCES} sequences"
         return (f"cuda_graphs: off for batches of {batches}, {why}",)
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps | ModelSteps]:
         """Lend what `batch` sequences of `length` tokens need, prompts and answers together; the model itself where there are too many."""
-        if batch > MOST_TOKENS:
+        if batch > MOST_SEQUENCES:
             self._by_model.add(batch)
             yield ModelSteps(self.model)
             return
@@ -107,7 +109,7 @@ class Steps:
         self.gated = torch.zeros(batch, outputs // 2, dtype=dtype, device=device)
         self.logits = torch.zeros(batch, decoder.head.outputs, dtype=torch.float32, device=device)
         matrices = [matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        needed = max(scratch_bytes(matrix, batch) for matrix in (*matrices, decoder.head))
+        needed = max(scratch_bytes(matrix, min(batch, MOST_TOKENS)) for matrix in (*matrices, decoder.head))
         self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
         shape = (len(decoder.layers), 2, batch, decoder.kv_heads, capacity, decoder.size)
         self.cache = torch.zeros(shape, dtype=dtype, device=device)
@@ -162,12 +164,12 @@ class Steps:
         decoder, epsilon = self.decoder, self.decoder.epsilon
         self._small("embed", (self.batch, 1, 1), (decoder.embedding, self.tokens, self.position, self.hidden))
         for index, layer in enumerate(decoder.layers):
-            multiply(layer.qkv, self.hidden, self.qkv, norm=layer.input_norm, epsilon=epsilon, ordered=self.ordered)
+            step_product(layer.qkv, self.hidden, self.qkv, norm=layer.input_norm, epsilon=epsilon, ordered=self.ordered)
             self._attend(index, layer)
-            multiply(layer.output, self.attended, self.hidden, add=True, ordered=self.ordered)
-            multiply(layer.gate_up, self.hidden, self.gated, norm=layer.output_norm, epsilon=epsilon, gated=True, ordered=self.ordered)
-            multiply(layer.down, self.gated, self.hidden, add=True, ordered=self.ordered)
-        multiply(decoder.head, self.hidden, self.logits, norm=decoder.norm, epsilon=epsilon, ordered=self.ordered)
+            step_product(layer.output, self.attended, self.hidden, add=True, ordered=self.ordered)
+            step_product(layer.gate_up, self.hidden, self.gated, norm=layer.output_norm, epsilon=epsilon, gated=True, ordered=self.ordered)
+            step_product(layer.down, self.gated, self.hidden, add=True, ordered=self.ordered)
+        step_product(decoder.head, self.hidden, self.logits, norm=decoder.norm, epsilon=epsilon, ordered=self.ordered)
         self._small("choose", (CHOOSING_BLOCKS, self.batch, 1), (self.logits, self.best))
         self._small("keep", (1, 1, 1), (self.best, self.tokens, self.position, self.batch))
 

@@ -1,0 +1,47 @@
+"""The products of a decode step for any number of sequences, each by what is fastest for so many: our kernel, or a dense product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels.cuda.matrix import MOST_TOKENS, Matrix, dequantized, multiply
+
+MOST_STREAMED = {4: 64, 16: 16}
+"""Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32 at a time."""
+
+
+def step_product(
+    matrix: Matrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    add: bool = False,
+    gated: bool = False,
+    ordered: Tensor | None = None,
+) -> None:
+    """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
+    if len(x) > MOST_STREAMED[matrix.form.bits]:
+        _dense(matrix, x, y, norm, epsilon, add, gated)
+        return
+    for rows, written in zip(x.split(MOST_TOKENS), y.split(MOST_TOKENS), strict=True):
+        multiply(matrix, rows, written, norm=norm, epsilon=epsilon, add=add, gated=gated, ordered=ordered)
+
+
+def _dense(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: float, add: bool, gated: bool) -> None:
+    weight = (matrix.weight if matrix.form.bits == 16 else dequantized(matrix)).T
+    if norm is not None:
+        x = F.rms_norm(x, norm.shape, norm, epsilon)
+    if add and matrix.bias is None:
+        y.addmm_(x, weight)
+        return
+    product = torch.mm(x, weight) if y.dtype == x.dtype else torch.mm(x, weight, out_dtype=y.dtype)
+    if matrix.bias is not None:
+        product += matrix.bias
+    if gated:
+        gate, up = product.chunk(2, dim=-1)
+        product = F.silu(gate).mul_(up)
+    y.copy_(product + y if add else product)
