@@ -5,12 +5,16 @@ All of them return a sum over positions, so that positions can be taken in parts
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 IGNORED = -100
 """The target of a position that nothing follows."""
+LEAST = -60.0
+"""A log-probability below this one is taken for it: denormal numbers would make a CPU crawl."""
 SMALLEST_REST = 1e-6
 """A smaller probability of everything outside the top k is taken for this one."""
 
@@ -23,11 +27,35 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the sum of T^2 KL(teacher || student) over positions; both float [n, v], softened by the temperature T.
 
-    T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531).
+    T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher gets no gradient.
     """
-    ours = (logits.float() / temperature).log_softmax(-1)
-    theirs = (teacher.float() / temperature).log_softmax(-1)
-    return functional.kl_div(ours, theirs, log_target=True, reduction="sum") * temperature**2
+    total: Tensor = _Divergence.apply(logits, teacher, temperature)
+    return total
+
+
+class _Divergence(torch.autograd.Function):
+    """The gradient is known together with the value: T (softmax(student / T) - softmax(teacher / T)); three float32 [n, v] are held."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+        ours, theirs = (_log_softmax(each, temperature) for each in (logits, teacher))
+        likely = theirs.exp()
+        total = (torch.linalg.vecdot(likely, theirs) - torch.linalg.vecdot(likely, ours)).sum() * temperature**2
+        if ctx.needs_input_grad[0]:
+            ctx.gradient = ours.exp_().sub_(likely)
+            ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        gradient: Tensor = ctx.gradient
+        ctx.gradient = None
+        return gradient.mul_(outer * ctx.temperature).to(ctx.dtype), None, None
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    scaled = logits if temperature == 1.0 else logits.float() / temperature
+    return scaled.log_softmax(-1, dtype=torch.float32).clamp_(min=LEAST)
 
 
 def top_divergence(logits: Tensor, top: Tensor, indices: Tensor, temperature: float = 1.0) -> Tensor:
@@ -53,7 +81,7 @@ def top_of(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor
 
 def _rest(known: Tensor) -> Tensor:
     """Return the log-probability [n] of what is outside of the tokens with log-probabilities float [n, k]."""
-    inside = known.logsumexp(-1).clamp(max=float(torch.tensor(-SMALLEST_REST)))
+    inside = known.logsumexp(-1).clamp(max=-SMALLEST_REST)
     return (-torch.expm1(inside)).log()
 
 

@@ -180,4 +180,4 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor, _values: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
-        return (None, None, *(None if each is None else each * outer for each in gradients))
+        return (None, None, *(None if each is None else each.mul_(outer) for each in gradients))
