@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from optkit.errors import StageError
 from optkit.frozen import digest
 from optkit.model.shape import ModelShape
-from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
 from optkit.source.training_text import TrainingText
-from optkit.source.vocabulary import other_token
-from optkit.stage import Context, Cost, Report, Transform
+from optkit.stage import Context, Cost, Report
+from optkit.stages.teaching import Taught
 
 if TYPE_CHECKING:
     from optkit.training.data import TrainingData
     from optkit.training.loop import TrainingOptions, TrainingResult
-    from optkit.training.objective import LossWeights, Objective
+    from optkit.training.objective import Objective
     from optkit.training.student import Student
-    from optkit.training.teacher import LiveTeacher, Teacher
+    from optkit.training.teacher import Teacher
 
 CURVE_POINTS = 200
 """Most points of the loss curve in a report."""
 
 
-class Trained(Transform):
+class Trained(Taught):
     """Train a model on texts so that it says again what a teacher says."""
 
     reads_origin: ClassVar[bool] = True
@@ -72,36 +70,6 @@ class Trained(Transform):
     """torch.compile the decoder of the student."""
     checkpoint_minutes: float = Field(default=5.0, gt=0)
     """Minutes between two checkpoints. A run that is killed goes on from the last one."""
-    teacher: ModelSource | None = None
-    """Whom the student learns from: a model with the same vocabulary. Left out, the model that the recipe starts from."""
-    divergence: float = Field(default=1.0, ge=0)
-    """Weight of the loss KL(teacher || student) of the next token."""
-    cross_entropy: float = Field(default=0.0, ge=0)
-    """Weight of the loss -log p(next token of the text)."""
-    hidden: float = Field(default=0.0, ge=0)
-    """Weight of the distance of hidden states, block by block; a learned matrix stands between different widths."""
-    attention: float = Field(default=0.0, ge=0)
-    """Weight of the divergence of attention, block by block."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Softens both sides of the divergence."""
-
-    @model_validator(mode="after")
-    def _has_a_loss(self) -> Self:
-        if not self.divergence and not self.cross_entropy:
-            raise ValueError("divergence and cross_entropy are both 0. Give one of them a weight.")
-        return self
-
-    @property
-    def _kind(self) -> str:
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
-
-    @property
-    def _has_teacher(self) -> bool:
-        return bool(self.divergence or self.hidden or self.attention)
-
-    def pinned(self, data: Path | None) -> Self:
-        """Return the stage with the teacher's revision filled in; raises SourceError where there is no such model."""
-        return self.model_copy(update={"teacher": pin_model(self.teacher)}) if self.teacher else self
 
     def _student(self, source: Path, context: Context) -> Student:
         """Return the model to train on the device; the parameters that want a gradient are trained."""
@@ -130,11 +98,12 @@ class Trained(Transform):
         from optkit.training.loop import train
 
         torch.manual_seed(context.seed)
-        data = self._data(source, context)
+        data = self._with_generated(self._data(source, context), source, context)
         options = self._options(data)
         student = self._student(source, context)
         details = self._details(student)
-        teacher = self._teacher(source, context) if self._has_teacher else None
+        rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
+        teacher = self._teacher(source, context, data, rows, self.batch_size)
         objective = self._objective(student, teacher)
         result = train(
             objective,
@@ -186,57 +155,6 @@ class Trained(Transform):
                 remedy=f"Set `sequence_length` to at most {shape.positions:,}",
             )
 
-    def _check_teacher(self, shape: ModelShape) -> int:
-        """Return the bytes of the teacher; 0 where there is none of its own."""
-        if not self._has_teacher:
-            return 0
-        if self.teacher is None:
-            return shape.size_bytes
-        theirs = model_shape(self.teacher, self._teacher_directory())
-        if (here := theirs.config.get("vocab_size")) != (there := shape.config.get("vocab_size")):
-            raise StageError(
-                f"the teacher {self.teacher.name} has a vocabulary of {here} tokens and the student one of {there}",
-                where=self._kind,
-                why="What it says would be about other tokens",
-                remedy="Take a teacher of the same family",
-            )
-        if theirs.config.get("quantization_config"):
-            raise StageError(f"the teacher {self.teacher.name} is quantized", where=self._kind, remedy="Name its float weights")
-        return theirs.size_bytes
-
-    def _teacher_directory(self) -> Path:
-        assert self.teacher is not None
-        place = locate_model(self.teacher)
-        if place is None:
-            raise StageError(
-                f"the teacher {self.teacher.name} is no model directory yet",
-                where=self._kind,
-                remedy="Make a directory of it with a recipe without stages (`optkit run baseline --model ...`), and name that",
-            )
-        return place
-
-    def _teacher(self, source: Path, context: Context) -> LiveTeacher:
-        import torch
-
-        from optkit.training.teacher import LiveTeacher
-
-        directory = self._teacher_directory() if self.teacher else context.origin
-        if directory is None:
-            raise StageError("there is no teacher", where=self._kind, remedy="Name one: `teacher: DIRECTORY`")
-        if other := other_token(directory, source):
-            token, theirs, ours = other
-            raise StageError(
-                f"the teacher's tokenizer is another one: {token!r} is {theirs} to it and {ours} to the student",
-                where=self._kind,
-                why="What it says would be about other tokens",
-                remedy="Take a teacher of the same family",
-            )
-        trust = self.teacher.trust_remote_code if self.teacher else context.trust_remote_code
-        precision = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
-        return LiveTeacher(
-            directory, context.device, precision, hidden=self.hidden > 0, attention=self.attention > 0, trust_remote_code=trust
-        )
-
     def _data(self, source: Path, context: Context) -> TrainingData:
         from optkit.training.data import read_texts
 
@@ -258,11 +176,6 @@ class Trained(Transform):
         same = ("batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes", "evaluations")
         fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes")}
         return TrainingOptions(steps_for(data, self.tokens, self.epochs, self.batch_size * self.accumulation, self._kind), **fields)
-
-    def _weights(self) -> LossWeights:
-        from optkit.training.objective import LossWeights
-
-        return LossWeights(self.divergence, self.cross_entropy, self.hidden, self.attention, self.temperature)
 
     def _objective(self, student: Student, teacher: Teacher | None) -> Objective:
         import torch

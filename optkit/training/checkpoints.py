@@ -99,6 +99,17 @@ def _found(place: Path) -> list[Path]:
     return sorted((path for path in place.glob("step-*") if (path / STATE).is_file()), reverse=True)
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, whole or not at all. Raises ResourceError on a full disk."""
+    draft = path.with_name(f".{path.name}.partial")
+    try:
+        with disk_space_for(path, sum(tensor.nbytes for tensor in tensors.values())):
+            _write(draft, tensors)
+            draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     written: dict[str, Tensor] = {}
     seen: set[int] = set()

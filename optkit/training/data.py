@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -44,10 +44,20 @@ class TrainingData:
         size = len(self.training)
         return [self.training[_order(size, self.seed, number // size)[number % size]] for number in range(start, start + count)]
 
+    def extended(self, tokens: Tensor, name: str) -> TrainingData:
+        """Return this with further sequences to train on, int64 [more, sequence_length]."""
+        more = tuple(range(len(self.tokens), len(self.tokens) + len(tokens)))
+        places = tuple(f"{name}, sequence {number:,}" for number in range(len(tokens)))
+        return replace(self, tokens=torch.cat([self.tokens, tokens]), places=self.places + places, training=self.training + more)
+
+    def tokens_digest(self) -> str:
+        """Return the SHA-256 of the tokens."""
+        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
+
     def digest(self) -> str:
         """Return the SHA-256 of tokens and rows."""
         rows = torch.tensor([*self.training, -1, *self.held_out, self.seed])
-        return hashlib.sha256(self.tokens.numpy().tobytes() + rows.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.tokens_digest().encode() + rows.numpy().tobytes()).hexdigest()
 
 
 @lru_cache(maxsize=2)

@@ -1,0 +1,36 @@
+"""A directory that several trainings can use: what a teacher said or wrote, kept for the next student.
+
+PLACE/about.json    what it is, for `optkit store show`
+PLACE/in_use        locked (flock) by the processes that read or write here; `optkit store prune` leaves it then
+PLACE/at_work       locked by the one that writes
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+ABOUT = "about.json"
+IN_USE = "in_use"
+
+
+class SharedPlace:
+    """Held against deletion as long as this object lives."""
+
+    def __init__(self, place: Path, about: Mapping[str, Any]) -> None:
+        self.place = place
+        place.mkdir(parents=True, exist_ok=True)
+        self._held: IO[str] = (place / IN_USE).open("a")
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+        (place / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold it for writing, after whoever does so already."""
+        with (self.place / "at_work").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
