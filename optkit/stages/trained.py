@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from optkit.environment import cpu_cores, visible_gpus
 from optkit.errors import StageError
 from optkit.frozen import digest
 from optkit.model.shape import ModelShape
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from optkit.training.data import TrainingData
     from optkit.training.loop import TrainingOptions, TrainingResult
     from optkit.training.objective import Objective
+    from optkit.training.ranks import Ranks
     from optkit.training.student import Student
     from optkit.training.teacher import Teacher
 
@@ -68,8 +70,23 @@ class Trained(Taught):
     """Compute activations again on the way back: less memory, a third more work."""
     compile: bool = False
     """torch.compile the decoder of the student."""
+    devices: int = Field(default=1, ge=1)
+    """GPUs, or on a CPU processes, that share the sequences of a forward pass."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What each of several devices holds: the whole model (`ddp`), or its part of weights, gradients and optimizer (`fsdp`, FSDP2)."""
     checkpoint_minutes: float = Field(default=5.0, gt=0)
     """Minutes between two checkpoints. A run that is killed goes on from the last one."""
+
+    @model_validator(mode="after")
+    def _can_be_shared(self) -> Self:
+        if self.batch_size % self.devices:
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be shared by {self.devices} devices alike."
+                f" Use {-(-self.batch_size // self.devices) * self.devices}."
+            )
+        if self.devices > 1 and self.parallel == "fsdp" and self.optimizer == "adamw_8bit":
+            raise ValueError("adamw_8bit cannot keep its state in parts. Use `parallel: ddp`, or `optimizer: adamw`.")
+        return self
 
     def _student(self, source: Path, context: Context) -> Student:
         """Return the model to train on the device; the parameters that want a gradient are trained."""
@@ -93,6 +110,16 @@ class Trained(Taught):
         Raises StageError for too little text, a teacher that does not fit, a loss that is not finite, diverges or never falls;
         ResourceError without memory or disk space. Checkpoints stay in the workspace then.
         """
+        from optkit.training.launch import launch
+        from optkit.training.ranks import current
+
+        ranks = current(self.parallel)
+        if self.devices > ranks.count:
+            return launch(self, source, target, context, self.devices, self.parallel, self._kind)
+        return self._train(source, target, context, ranks)
+
+    def _train(self, source: Path, target: Path, context: Context, ranks: Ranks) -> Report:
+        """Train as one of the processes; the first one writes what was learned."""
         import torch
 
         from optkit.training.loop import train
@@ -114,7 +141,10 @@ class Trained(Taught):
             progress=context.progress,
             place=context.workspace,
             digest=digest({"fields": self.model_dump(mode="json"), "data": data.digest(), "version": self.version}),
+            ranks=ranks,
         )
+        if not ranks.first:
+            return Report(changed=0)
         changed = self._write(student, target, context)
         return Report(
             changed=changed,
@@ -128,6 +158,7 @@ class Trained(Taught):
         Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
         """
         self._check_positions(shape)
+        self._check_devices(device)
         teacher_bytes = self._check_teacher(shape)
         state = shape.elements * (2 if self.optimizer == "adamw_8bit" else 8)
         weights = shape.elements * 4
@@ -146,6 +177,18 @@ class Trained(Taught):
         positions = self.batch_size * self.sequence_length
         kept = layers * width if self.gradient_checkpointing else layers * (8 * width + 4 * wide)
         return positions * kept * (2 if self.precision == "bfloat16" else 4) + 5 * min(positions * vocabulary * 4, 2 << 30)
+
+    def _check_devices(self, device: str) -> None:
+        there = cpu_cores() if device == "cpu" else visible_gpus()
+        if self.devices > there:
+            raise StageError(
+                f"{self.devices} devices are asked for, and there {'are' if there > 1 else 'is'} {there}",
+                where=self._kind,
+                why="Each process takes a core of the CPU at least" if device == "cpu" else "Each process takes a GPU of its own",
+                remedy=f"Set `devices` to at most {there}",
+            )
+        if self.devices > 1 and ":" in device:
+            raise StageError(f"{self.devices} devices are asked for, and {device} is one", where=self._kind, remedy="Say `--device cuda`")
 
     def _check_positions(self, shape: ModelShape) -> None:
         if shape.positions and self.sequence_length > shape.positions:

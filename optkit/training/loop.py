@@ -19,6 +19,7 @@ from optkit.training import checkpoints
 from optkit.training.data import TrainingData
 from optkit.training.objective import Losses, Objective
 from optkit.training.optimizer import OptimizerName, learning_rate, make_optimizer
+from optkit.training.ranks import Ranks, copied, optimizer_state, set_optimizer_state_
 from optkit.training.teacher import Teacher
 
 WINDOW = 10
@@ -106,13 +107,15 @@ def train(
     progress: Progress,
     place: Path | None = None,
     digest: str = "",
+    ranks: Ranks | None = None,
 ) -> TrainingResult:
     """Train until the steps or minutes are over or the held-out loss no longer falls, and leave the weights that were best there.
 
-    `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of another digest is not taken.
+    `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of another digest is not taken. Of several
+    `ranks` the first alone has the weights afterwards.
     Raises StageError for a loss that is not finite, diverges or never falls, ResourceError without memory or disk space.
     """
-    return Loop(objective, data, teacher, options, where, place, digest, progress).run()
+    return Loop(objective, data, teacher, options, where, place, digest, progress, ranks or Ranks()).run()
 
 
 class Loop:
@@ -128,14 +131,17 @@ class Loop:
         place: Path | None,
         digest: str,
         progress: Progress,
+        ranks: Ranks,
     ) -> None:
         self.objective, self.data, self.teacher, self.options = objective, data, teacher, options
         self.where, self.place, self.digest, self.progress = where, place, digest, progress
+        self.ranks = ranks
         self.device = next(objective.parameters()).device
+        self.module = ranks.prepare(objective)
         self.optimizer = make_optimizer(objective, options.optimizer, options.weight_decay)
         self.course = Course()
         self.best: dict[str, Tensor] | None = None
-        """The weights of `best_step` on the CPU; None while they are the present ones."""
+        """The weights of `best_step` on the CPU of the first process; None while they are the present ones."""
         self._saved_at = self._started = time.perf_counter()
         self._before = 0.0
 
@@ -180,11 +186,12 @@ class Loop:
         first = course.step * options.batch_size * options.accumulation
         for part in range(options.accumulation):
             rows = self.data.rows(first + part * options.batch_size, options.batch_size)
-            losses = self._losses(rows)
-            (losses.total / options.accumulation).backward()
+            with self.ranks.accumulating(self.module, last=part + 1 == options.accumulation):
+                losses = self._losses(self.ranks.share(rows))
+                (losses.total / options.accumulation).backward()
             total += losses.total.detach() / options.accumulation
-        norm = nn.utils.clip_grad_norm_(list(self.trainable.values()), options.clip)
-        loss = float(total)
+        norm = self.ranks.whole(nn.utils.clip_grad_norm_(list(self.trainable.values()), options.clip))
+        loss = float(self.ranks.mean(total))
         if not (math.isfinite(loss) and math.isfinite(float(norm))):
             raise self._not_finite(self.data.rows(first, options.batch_size * options.accumulation), loss)
         self.optimizer.step()
@@ -213,7 +220,7 @@ class Loop:
     def _losses(self, rows: Sequence[int]) -> Losses:
         tokens = self.data.tokens[list(rows)].to(self.device)
         targets = self.teacher.targets(rows, tokens) if self.teacher else None
-        losses: Losses = self.objective(tokens, targets)
+        losses: Losses = self.module(tokens, targets)
         return losses
 
     @torch.no_grad()
@@ -222,22 +229,25 @@ class Loop:
         course, size = self.course, self.options.batch_size
         sums: dict[str, float] = {}
         for start in range(0, len(self.data.held_out), size):
-            rows = self.data.held_out[start : start + size]
-            losses = self._losses(rows)
+            among = self.data.held_out[start : start + size]
+            rows = self.ranks.deal(among)
+            losses = self._losses(rows or among[:1])  # every process takes part in every forward pass
             for name, value in {"total": losses.total, **losses.parts}.items():
                 sums[name] = sums.get(name, 0.0) + float(value) * len(rows)
-        means = {name: value / len(self.data.held_out) for name, value in sums.items()}
+        self.ranks.forget_gathered(self.module)
+        totals = zip(sums, self.ranks.sums(list(sums.values())), strict=True)
+        means = {name: value / len(self.data.held_out) for name, value in totals}
         if not math.isfinite(means["total"]):
             raise self._not_finite(self.data.held_out, means["total"])
         least = min((each["total"] for each in course.held_out), default=math.inf)
         course.held_out.append({"step": course.step, **means})
         if means["total"] < least:
             course.best_step = course.step
-            self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trainable.items()}
+            self.best = copied(self.trainable, self.ranks)
         self._clock()
 
     def _clock(self) -> None:
-        self.course.seconds = self._before + time.perf_counter() - self._started
+        self.course.seconds = self.ranks.agree(self._before + time.perf_counter() - self._started)
 
     def _checkpoint_due(self) -> bool:
         options = self.options
@@ -245,15 +255,19 @@ class Loop:
             return False
         if options.checkpoint_steps and self.course.step % options.checkpoint_steps == 0:
             return True
-        return bool(options.checkpoint_minutes and time.perf_counter() - self._saved_at >= 60 * options.checkpoint_minutes)
+        waited = self.ranks.agree(time.perf_counter() - self._saved_at)
+        return bool(options.checkpoint_minutes and waited >= 60 * options.checkpoint_minutes)
 
     def save(self) -> None:
         """Write a checkpoint. Raises ResourceError on a full disk; the one before stays good."""
         if self.place is None:
             return
         best = self.best if self.course.best_step != self.course.step else None
-        saved = checkpoints.Saved(asdict(self.course), self.trainable, best, self.optimizer.state_dict(), checkpoints.random_state())
-        checkpoints.save(self.place, self.course.step, self.digest, saved)
+        weights = self.trainable if self.ranks.count == 1 else copied(self.trainable, self.ranks)
+        state = optimizer_state(self.optimizer, self.ranks)
+        if self.ranks.first:
+            saved = checkpoints.Saved(asdict(self.course), weights, best, state, checkpoints.random_state())
+            checkpoints.save(self.place, self.course.step, self.digest, saved)
         self._saved_at = time.perf_counter()
 
     @torch.no_grad()
@@ -264,9 +278,9 @@ class Loop:
         self.course = Course(**saved.facts)
         self.course.resumed.append(self.course.step)
         for name, parameter in self.trainable.items():
-            parameter.copy_(saved.weights[name])
-        self.best = dict(saved.best or {name: tensor.clone() for name, tensor in saved.weights.items()})
-        self.optimizer.load_state_dict(saved.optimizer)
+            parameter.copy_(self.ranks.part_of(parameter, saved.weights[name]))
+        self.best = dict(saved.best or {name: tensor.clone() for name, tensor in saved.weights.items()}) if self.ranks.first else {}
+        set_optimizer_state_(self.optimizer, saved.optimizer, self.ranks)
         checkpoints.set_random_state(saved.random)
         self.progress.say(f"{self.where}: goes on after step {self.course.step:,}, from the checkpoint in {self.place}")
 
@@ -284,7 +298,8 @@ class Loop:
             )
         if self.best is not None and self.course.best_step != self.course.step:
             for name, parameter in self.trainable.items():
-                parameter.copy_(self.best[name])
+                self.ranks.hand_out_(parameter, self.best.get(name))
+        self.ranks.collect_(self.objective)
 
     def _check_divergence(self) -> None:
         curve, options = self.course.curve, self.options

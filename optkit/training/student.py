@@ -80,11 +80,22 @@ def sparse_weights(model: nn.Module, share: float = SPARSE) -> Iterator[tuple[st
             yield name, parameter
 
 
+@dataclass(frozen=True)
+class ZerosStay:
+    """A hook on the gradient of a weight."""
+
+    weight: nn.Parameter
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """Return the gradient, 0 where the weight is."""
+        return gradient.masked_fill(self.weight.detach() == 0, 0)
+
+
 def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
     """Let the zeros of pruned weights stay zeros: they get no gradient, so AdamW never moves them. Returns the weights' names."""
     names = []
     for name, parameter in sparse_weights(model, share):
-        parameter.register_hook(lambda gradient, weight=parameter: gradient.masked_fill(weight.detach() == 0, 0))
+        parameter.register_hook(ZerosStay(parameter))
         names.append(name)
     return names
 
