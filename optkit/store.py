@@ -5,6 +5,7 @@
     ROOT/metrics/KEY.json         what an eval measured, with its digest
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
     ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints of a training
+    ROOT/work/answers-DIGEST/...  what a teacher said about a text, for any student (generated-DIGEST: what it wrote)
     ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
     ROOT/locks/KEY.use            shared by the processes whose runs need a step or a metric; `optkit store prune` leaves it
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from optkit.frozen import Frozen
 from optkit.store import RECORD, Store
+from optkit.store_work import StoredWork, delete_work, survey_work
 
 METRIC = re.compile(r"[0-9a-f]{64}\.json")
 
@@ -39,6 +40,8 @@ class Contents(Frozen):
     """The one used last first."""
     metrics: tuple[Path, ...]
     """One file for each eval of each model."""
+    work: tuple[StoredWork, ...] = ()
+    """Checkpoints of steps that were not finished, and what teachers said."""
 
     @property
     def size_bytes(self) -> int:
@@ -59,11 +62,14 @@ class Pruned(Frozen):
     left: int
     """Steps that are in the store afterwards."""
     left_bytes: int
+    work: tuple[StoredWork, ...] = ()
+    work_in_use: tuple[StoredWork, ...] = ()
+    """Chosen, and kept because a running process works on it."""
 
     @property
     def freed_bytes(self) -> int:
         """What the disk has more: links of artifacts keep the rest."""
-        return sum(step.size_bytes - step.linked_bytes for step in self.steps)
+        return sum(step.size_bytes - step.linked_bytes for step in self.steps) + sum(work.size_bytes for work in self.work)
 
     @property
     def linked_bytes(self) -> int:
@@ -80,6 +86,7 @@ def survey(store: Store) -> Contents:
         root=store.root,
         steps=tuple(sorted(steps, key=lambda step: (-step.last_use, step.key))),
         metrics=tuple(path for path in _below(store.root / "metrics") if METRIC.fullmatch(path.name)),
+        work=survey_work(store),
     )
 
 
@@ -93,13 +100,15 @@ def prune(
 ) -> Pruned:
     """Delete what was last used too long ago, then the steps used longest ago until the rest fits; artifacts keep their files.
 
-    What a running process works on or needs stays. Numbers are small and cost hours: they go by age or with `everything`, never for space.
+    What a running process works on or needs stays. Numbers are small and cost hours: they go by age or with `everything`, never for space;
+    so does unfinished work.
     Raises StoreError where the store cannot be written.
     """
     contents = survey(store)
     before = time.time() - older_than_s if older_than_s is not None else None
     chosen = [step for step in contents.steps if everything or (before is not None and step.last_use < before)]
     metrics = [path for path in contents.metrics if everything or (before is not None and path.stat().st_mtime < before)]
+    work = [each for each in contents.work if everything or (before is not None and each.last_use < before)]
     deleted, in_use = _delete(store, chosen, dry_run=dry_run)
     if max_bytes is not None:
         left_bytes = contents.size_bytes - sum(step.size_bytes for step in deleted)
@@ -109,6 +118,7 @@ def prune(
                 deleted, in_use = deleted + more, in_use + busy
                 left_bytes -= sum(each.size_bytes for each in more)
     kept = sum(not _delete_metric(store, path, dry_run=dry_run) for path in metrics)
+    gone = tuple(each for each in work if delete_work(store, each, dry_run=dry_run))
     if not dry_run:
         store.delete_abandoned_drafts()
     return Pruned(
@@ -119,6 +129,8 @@ def prune(
         metrics_in_use=kept,
         left=len(contents.steps) - len(deleted),
         left_bytes=contents.size_bytes - sum(step.size_bytes for step in deleted),
+        work=gone,
+        work_in_use=tuple(each for each in work if each not in gone),
     )
 
 

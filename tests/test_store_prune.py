@@ -247,3 +247,51 @@ def test_words_below_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "store", "--json", "show", status=2)[0] == (
         "error: --json belongs behind the command: optkit store show --json ..."
     )
+
+
+def put_work(store: Store, name: str, size_bytes: int, days: float, **about: object) -> Path:
+    """Put unfinished work into the store that was last used so many days ago."""
+    place = store.root / "work" / name
+    place.mkdir(parents=True)
+    (place / "part").write_bytes(bytes(size_bytes))
+    if about:
+        (place / "about.json").write_text(json.dumps(about))
+    for path in place.iterdir():
+        used(path, days)
+    return place
+
+
+def test_unfinished_work_is_listed_and_goes_by_age(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = "e" * 64, "f" * 64
+    put_work(store, old, 5000, 20)
+    put_work(store, new, 3000, 1)
+    put_work(store, f"answers-{old}", 1000, 30, what="answers", teacher="/models/big", top_k=64)
+    put_work(store, f"generated-{new}", 1000, 2, what="generated", teacher="")
+    lines = said(capsys, "store", "show", "--store", str(store.root))
+    assert lines[5:10] == [
+        "work size last use key",
+        f"unfinished step 3 kB 1 day ago {new[:12]}",
+        f"text of a teacher 1.04 kB 2 days ago {new[:12]}",
+        f"unfinished step 5 kB 20 days ago {old[:12]}",
+        f"answers of a teacher big, top 64 1.06 kB 30 days ago {old[:12]}",
+    ]
+    tried = said(capsys, "store", "prune", "--older-than", "10d", "--dry-run", "--store", str(store.root))
+    assert "2 directories of unfinished work would be deleted" in tried
+    assert len(survey(store).work) == 4
+    assert "2 directories of unfinished work deleted" in said(capsys, "store", "prune", "--older-than", "10d", "--store", str(store.root))
+    assert [work.name for work in survey(store).work] == [new, f"generated-{new}"]
+
+
+def test_work_in_use_stays(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    from optkit.training.shared_place import SharedPlace
+
+    key = "e" * 64
+    place = put_work(store, key, 100, 0)
+    shared = SharedPlace(store.root / "work" / "answers-1", {"what": "answers"})
+    with store.using([key]):
+        pruned = prune(store, everything=True)
+    assert {work.name for work in pruned.work_in_use} == {key, "answers-1"}
+    assert place.is_dir()
+    del shared
+    assert {work.name for work in prune(store, everything=True).work} == {key, "answers-1"}
+    assert not list((store.root / "work").iterdir())

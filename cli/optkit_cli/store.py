@@ -51,7 +51,7 @@ def command() -> None:
 @store_option
 @json_option
 def show_command(store: Path | None, as_json: bool) -> None:
-    """Print where the store is, how large, and each step with its model, size and last use."""
+    """Print where the store is, how large, each step with its model, size and last use, and the work that is not finished."""
     from optkit.store import Store, default_store
     from optkit.store_contents import survey
     from optkit_cli.output import print_json, show
@@ -76,7 +76,10 @@ def show_command(store: Path | None, as_json: bool) -> None:
 def prune_command(
     older_than_s: float | None, max_bytes: int | None, everything: bool, dry_run: bool, store: Path | None, as_json: bool
 ) -> None:
-    """Delete steps from the store. What a running optkit works on or needs stays, and artifacts keep their files."""
+    """Delete steps from the store. What a running optkit works on or needs stays, and artifacts keep their files.
+
+    Checkpoints of unfinished steps, and what teachers said, go by age or with --all.
+    """
     from optkit.errors import UsageError
     from optkit.store import Store, default_store
     from optkit.store_contents import prune

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.store_contents import Contents, Pruned, StoredStep
+from optkit.store_work import StoredWork
 from optkit_cli.tables import plain_table, size_text
 
 AGES = ((86_400, "day"), (3600, "hour"), (60, "minute"))
@@ -24,6 +25,8 @@ def contents_view(contents: Contents) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(""), Text.assemble((str(contents.root), "bold"), told)]
     if contents.steps:
         parts += [Text(""), _steps(contents.steps)]
+    if contents.work:
+        parts += [Text(""), _work(contents.work)]
     if linked:
         parts += [Text(""), Text(f"{size_text(linked)} of it are in artifacts too and take no further space", style="dim")]
     return parts
@@ -37,6 +40,10 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
         f" {size_text(pruned.freed_bytes) if pruned.freed_bytes else 'nothing'} freed",
         f"{size_text(pruned.linked_bytes)} of them stay on the disk, in artifacts" if pruned.linked_bytes else "",
         f"{_counted(len(pruned.in_use), 'step')} in use by a running optkit, kept" if pruned.in_use else "",
+        f"{_counted(len(pruned.work), 'directory', 'directories')} of unfinished work {verb}" if pruned.work else "",
+        f"{_counted(len(pruned.work_in_use), 'directory', 'directories')} of work in use by a running optkit, kept"
+        if pruned.work_in_use
+        else "",
         f"{_counted(pruned.metrics_in_use, 'measurement')} needed by a running optkit, kept" if pruned.metrics_in_use else "",
         f"{_counted(pruned.left, 'step')}, {size_text(pruned.left_bytes)}, left in {pruned.root}" if pruned.left else "",
     ]
@@ -49,6 +56,14 @@ def _steps(steps: Sequence[StoredStep]) -> Table:
     for step in steps:
         name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))
         table.add_row(name, Text(step.model or "-"), size_text(step.size_bytes), _age(step.last_use), Text(step.key[:12], style="dim"))
+    return table
+
+
+def _work(works: Sequence[StoredWork]) -> Table:
+    table = plain_table(("work", "left"), ("size", "right"), ("last use", "right"), ("key", "left"))
+    for work in works:
+        key = work.name.rpartition("-")[2][:12]
+        table.add_row(Text(work.what), size_text(work.size_bytes), _age(work.last_use), Text(key, style="dim"))
     return table
 
 
@@ -66,5 +81,5 @@ def _age(moment: float) -> str:
     return "just now"
 
 
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+def _counted(count: int, thing: str, things: str = "") -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {things or f'{thing}s'}"
