@@ -172,3 +172,21 @@ def test_equal_tokens_forget_the_size_of_a_token() -> None:
     silent = Hessian(8)
     silent.add(torch.zeros(2, 8))
     assert not silent.matrix().any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_held_weights_stay_zero_and_the_others_make_up_for_it(symmetric: bool) -> None:
+    weight, hessian = layer(seed=5)
+    held = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    pruned, grid = weight.masked_fill(held, 0), Grid(4, 32, symmetric)
+    free, kept = gptq(pruned, hessian, grid, GptqOptions()).weight, gptq(pruned, hessian, grid, GptqOptions(), held).weight
+    rounded = round_to_nearest(pruned, *minmax_scales(pruned, grid), grid)
+    assert (free.dequantize()[held] != 0).float().mean() > 0.1
+    assert not kept.dequantize()[held].any()
+    assert not rounded.dequantize()[held].any()
+    errors = [relative_error(pruned, each.dequantize(), hessian) for each in (free, kept, rounded)]
+    assert errors == sorted(errors)
+    assert torch.equal(
+        gptq(weight, hessian, grid, GptqOptions(), torch.zeros_like(held)).weight.codes,
+        gptq(weight, hessian, grid, GptqOptions()).weight.codes,
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.algorithms.pruning import follows
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.model.checkpoint import Checkpoint
@@ -17,7 +18,10 @@ from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
+from optkit.stages.awq import Awq
+from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
+from optkit.stages.rtn import Rtn
 from optkit.stages.selection import layers_of
 
 TinyModel = Callable[[str], Path]
@@ -36,7 +40,7 @@ def text(tmp_path: Path) -> Calibration:
     """Return a calibration text of random letters that comes from a file."""
     letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
     (tmp_path / "letters.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(tmp_path / "letters.txt"), samples=16, sequence_length=64)
+    return Calibration(dataset=str(tmp_path / "letters.txt"), samples=8, sequence_length=64)
 
 
 def prune(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:
@@ -52,6 +56,16 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
         name: checkpoint.read(f"{name}.weight").T if layer.transposed else checkpoint.read(f"{name}.weight")
         for name, layer in layers.items()
     }
+
+
+def packed_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that packed ones stand for, by layer."""
+    checkpoint = Checkpoint(directory)
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name in checkpoint.tensors:
+        module, _, leaf = name.rpartition(".")
+        layers.setdefault(module, {})[leaf] = checkpoint.read(name)
+    return {name: unpack_compressed_tensors(parts, 4).dequantize().float() for name, parts in layers.items() if "weight_packed" in parts}
 
 
 def outputs(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -96,3 +110,41 @@ def test_what_is_no_weight_of_a_layer_stays(tiny_model: TinyModel, tmp_path: Pat
     assert report.skipped["model.layers.0.block_sparse_moe.gate"] == "router"
     assert report.skipped["lm_head"] == "outside the decoder blocks"
     assert report.calibrated_on == ()
+
+
+QUANTIZERS: dict[str, Callable[[Calibration], Gptq | Awq | Rtn]] = {
+    "gptq": lambda text: Gptq(calibration=text),
+    "gptq, asymmetric": lambda text: Gptq(calibration=text, keep_zeros=True, symmetric=False),
+    "gptq, filling": lambda text: Gptq(calibration=text, keep_zeros=False),
+    "awq": lambda text: Awq(calibration=text),
+    "rtn": lambda text: Rtn(),
+    "rtn, asymmetric": lambda text: Rtn(symmetric=False),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_zeros_outlive_quantizers_but_where_gptq_is_told_to_fill_them(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, name: str
+) -> None:
+    prune(tiny_model("llama"), tmp_path / "pruned", pattern="2:4", method="magnitude")
+    (tmp_path / "packed").mkdir()
+    report = QUANTIZERS[name](text).run(tmp_path / "pruned", tmp_path / "packed", Context())
+    quantized = packed_weights(tmp_path / "packed")
+    assert set(quantized) == set(weights(tmp_path / "pruned"))
+    filled = name == "gptq, filling"
+    assert all(follows(weight, Pattern(2, 4)) for weight in quantized.values()) is not filled
+    if name.startswith("gptq"):
+        zeros = sum(int((weight == 0).sum()) for weight in quantized.values()) / sum(weight.numel() for weight in quantized.values())
+        assert report.details["zeros"] == {"layers": 21, "before": 0.5, "after": pytest.approx(zeros)}
+        said = "which GPTQ fills: keep_zeros: true would keep them" if filled else "and stay so"
+        assert report.notes[-1] == f"gptq: 50.0% of the weights of 21 pruned layers were 0, {said}; {zeros:.1%} are now"
+
+
+def test_gptq_takes_few_zeros_for_chance(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+    prune(tiny_model("llama"), tmp_path / "pruned", sparsity=0.1, method="magnitude")
+    for keep in ("auto", False):
+        (tmp_path / str(keep)).mkdir()
+        report = Gptq(calibration=text, keep_zeros=keep).run(tmp_path / "pruned", tmp_path / str(keep), Context())
+        assert "zeros" not in report.details
+    auto, never = packed_weights(tmp_path / "auto"), packed_weights(tmp_path / "False")
+    assert all(torch.equal(auto[name], never[name]) for name in auto)

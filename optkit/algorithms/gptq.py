@@ -22,6 +22,8 @@ from optkit.algorithms.threads import one_thread
 BLOCK = 128
 """Inputs whose errors are carried to the inputs after them at once."""
 HARDEST_DAMPING = 10.0
+HELD_STEP = 1e20
+"""The scale of a weight that stays 0: so wide a step that whatever is left of the weight rounds to the zero point."""
 
 ScaleSearch: TypeAlias = Literal["minmax", "mse", "hessian"]
 
@@ -48,10 +50,11 @@ class GptqResult:
     """The damping that was used: the one asked for, or more where the Hessian needed it."""
 
 
-def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> GptqResult:
+def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held: Tensor | None = None) -> GptqResult:
     """Quantize float32 [out, in] against its Hessian, float32 [in, in]. Rows are independent, so layers that share inputs can be stacked.
 
-    An input that was always 0 keeps its rounded weights. Raises ValueError where no damping makes the Hessian positive definite.
+    held: bool [out, in], weights that become 0 and stay so (every grid has a 0). An input that was always 0 keeps its rounded weights.
+    Raises ValueError where no damping makes the Hessian positive definite.
     """
     damped, factor, damping = damped_inverse_factor(hessian, options)
     if options.scale_search == "minmax":
@@ -62,8 +65,8 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> G
     back = order.argsort()
     group_of_input = order // (weight.shape[1] // scales.shape[1])
     target, ordered = weight.T[order], damped[order][:, order]
-    each_scale, each_zero = scales.T[group_of_input], zeros.T[group_of_input]  # [in, out]
-    codes = _round_in_turn(target.clone(), factor, each_scale, each_zero, grid)
+    each_zero = zeros.T[group_of_input]  # [in, out]
+    codes = _round_in_turn(target.clone(), factor, _steps(scales, group_of_input, order, held), each_zero, grid)
     if options.refinements:
         pull = damped @ weight.T
 
@@ -72,7 +75,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> G
 
         scales = refit()
         for _ in range(options.refinements):
-            descend_codes_(codes, target, ordered, scales.T[group_of_input], each_zero, grid)
+            descend_codes_(codes, target, ordered, _steps(scales, group_of_input, order, held), each_zero, grid)
             scales = refit()
     quantized = QuantizedWeight(codes[back].T.to(torch.uint8).contiguous(), scales.contiguous(), zeros.to(torch.uint8), grid.bits)
     return GptqResult(quantized, damping)
@@ -107,6 +110,12 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor
                 return damped, factor, damping
         damping = max(10 * damping, 1e-4)
     raise ValueError(f"the Hessian is not positive definite, even with damping {HARDEST_DAMPING}")
+
+
+def _steps(scales: Tensor, group_of_input: Tensor, order: Tensor, held: Tensor | None) -> Tensor:
+    """Return the scale of each weight in the order of rounding, float [in, out], HELD_STEP for those that stay 0."""
+    steps = scales.T[group_of_input]
+    return steps if held is None else steps.masked_fill_(held.T[order], HELD_STEP)
 
 
 def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:

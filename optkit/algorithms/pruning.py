@@ -11,6 +11,9 @@ from torch import Tensor
 
 from optkit.algorithms.sparsity_pattern import Pattern
 
+PRUNED = 0.2
+"""The least share of zeros that is taken for the work of pruning."""
+
 
 class InputSquares:
     """Sums the squares of a layer's inputs, in float32 on their device: the diagonal of its Hessian, which is all that Wanda needs."""
@@ -56,6 +59,12 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
     if weight.shape[1] % pattern.of:
         return False
     return bool(((weight.reshape(-1, pattern.of) == 0).sum(1) >= pattern.zeros).all())
+
+
+def zeros_of_pruning(weight: Tensor) -> Tensor | None:
+    """Return where a weight, float [out, in], is 0, None where that is less than PRUNED of it: chance or rounding, not pruning."""
+    zeros = weight == 0
+    return zeros if int(zeros.sum()) >= PRUNED * weight.numel() else None
 
 
 def _without_lowest(rows: Tensor, count: int) -> Tensor:

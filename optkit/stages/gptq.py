@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +54,8 @@ class Gptq(Backed, WeightQuantizer):
     """Turns of least-squares scales and coordinate descent on the codes (QuantEase, arXiv:2309.01885) after GPTQ; 0 leaves them out."""
     equal_tokens: bool = True
     """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
+    keep_zeros: bool | Literal["auto"] = "auto"
+    """Let weights that are 0 stay 0 while the others make up for errors. `auto`: in layers that were pruned (a fifth or more is 0)."""
     batch_size: int = Field(default=8, ge=1)
     """Sequences that run through a block at once."""
     backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
@@ -85,6 +87,7 @@ class Gptq(Backed, WeightQuantizer):
                 skeleton.release_(block.name)
             yield BlockOutput(self._packed(job, quantized))
         job.inputs = inputs
+        self._tell_zeros(job)
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
             job.context.progress.warn(
@@ -101,7 +104,8 @@ class Gptq(Backed, WeightQuantizer):
         with out_of_memory(HEAD, device, LESS_MEMORY):
             hessian = None if self._rounds_to_nearest(HEAD) else head_hessian(job, self.equal_tokens)
             weight = job.skeleton.checkpoint.read_finite(job.weight(HEAD))
-            parts = [self._rounded(job, HEAD, rows.to(device).float(), hessian)[0] for rows in weight.split(HEAD_ROWS)]
+            rows = [each.to(device).float() for each in weight.split(HEAD_ROWS)]
+            parts = [self._rounded(job, HEAD, each, hessian, self._held([each]))[0] for each in rows]
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
     def _quantize_turn(self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector) -> dict[str, QuantizedWeight]:
@@ -122,21 +126,50 @@ class Gptq(Backed, WeightQuantizer):
         transposed = {name: job.selection.layers[name].transposed for name in layers}
         stacked = torch.cat([_weight(module, transposed[name]) for name, module in layers.items()])
         sizes = [job.selection.layers[name].outputs for name in layers]
-        whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian)
+        weights = stacked.split(sizes)
+        whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian, self._held(weights))
         parts = whole.rows(sizes)
         if matrix is not None:
-            for layer, weight, part in zip(layers, stacked.split(sizes), parts, strict=True):
+            for layer, weight, part in zip(layers, weights, parts, strict=True):
                 job.details["losses"][layer] = relative_error(weight, part.dequantize(), matrix)
         elif not self._rounds_to_nearest(next(iter(layers))):
             job.details["rounded_to_nearest"] |= dict.fromkeys(layers, 0 if hessian is None else hessian.tokens)
         quantized = dict(zip(layers, parts, strict=True))
-        for layer, module in layers.items():
+        for (layer, module), weight in zip(layers.items(), weights, strict=True):
             rounded = quantized[layer].dequantize()
+            _count_zeros(job, weight, rounded)
             parameter: Tensor = module.weight  # type: ignore[assignment]
             parameter.copy_(rounded.T if transposed[layer] else rounded)
         return quantized
 
-    def _rounded(self, job: Job, name: str, weight: Tensor, hessian: Hessian | None) -> tuple[QuantizedWeight, Tensor | None]:
+    def _held(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Return which weights of stacked layers stay 0, bool [out, in]; None where none has to."""
+        import torch
+
+        from optkit.algorithms.pruning import zeros_of_pruning
+
+        if not self.keep_zeros:
+            return None
+        kept = [each == 0 if self.keep_zeros is True else zeros_of_pruning(each) for each in weights]
+        if all(each is None for each in kept):
+            return None
+        return torch.cat(
+            [torch.zeros_like(weight, dtype=torch.bool) if each is None else each for each, weight in zip(kept, weights, strict=True)]
+        )
+
+    def _tell_zeros(self, job: Job) -> None:
+        """Turn what was counted of pruned layers into shares, and say what became of their zeros."""
+        if counts := job.details.pop("zeros", None):
+            before, after = (counts[when] / counts["weights"] for when in ("before", "after"))
+            job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
+            became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
+            job.notes.append(
+                f"gptq: {before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now"
+            )
+
+    def _rounded(
+        self, job: Job, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
+    ) -> tuple[QuantizedWeight, Tensor | None]:
         """Return float32 [out, in] on its grid, and the Hessian that decided it; None where it was rounded to nearest."""
         from optkit.algorithms.gptq import GptqOptions, gptq
         from optkit.algorithms.grid import minmax_scales
@@ -149,7 +182,7 @@ class Gptq(Backed, WeightQuantizer):
         matrix = finite_matrix(hessian, name, job.skeleton)
         options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
         try:
-            result = gptq(weight, matrix, grid, options)
+            result = gptq(weight, matrix, grid, options, held)
         except ValueError as error:
             raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
         if result.damping > self.damping:
@@ -183,6 +216,17 @@ def _weight(module: nn.Module, transposed: bool) -> Tensor:
     """Return the weight as float32 [out, in]."""
     stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
     return (stored.T if transposed else stored).float()
+
+
+def _count_zeros(job: Job, weight: Tensor, rounded: Tensor) -> None:
+    """Add the zeros of a pruned layer, before and after, to the job's."""
+    from optkit.algorithms.pruning import zeros_of_pruning
+
+    zeros = zeros_of_pruning(weight)
+    if zeros is not None:
+        counts = job.details.setdefault("zeros", dict.fromkeys(("layers", "weights", "before", "after"), 0))
+        found = {"layers": 1, "weights": weight.numel(), "before": int(zeros.sum()), "after": int((rounded == 0).sum())}
+        counts.update({name: counts[name] + number for name, number in found.items()})
 
 
 def _work_bytes(stack: list[Layer]) -> int:
