@@ -46,6 +46,7 @@ STAGES = {
     "rtn": "optkit.stages.rtn:Rtn",
     "smoothquant": "optkit.stages.smoothquant:Smoothquant",
     "speculative": "optkit.stages.speculative:Speculative",
+    "tensor_parallel": "optkit.stages.tensor_parallel:TensorParallel",
 }
 EVALS = {
     "divergence": "optkit_evals.divergence:Divergence",

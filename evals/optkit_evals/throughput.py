@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from optkit.devices.gpu_watch import GpuWatch
-from optkit.devices.peak_memory import Peak, watched_peak
+from optkit.byte_sizes import size_text
+from optkit.devices.gpu_watch import GpuWatch, devices_of
+from optkit.devices.peak_memory import Peak, peak_of
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
 from optkit.measure import AttendingSession, Eval, EvalContext, Metric, ProposingSession, Session, mean_of_timed
@@ -129,7 +130,7 @@ class Throughput(Eval):
                 where="throughput",
                 remedy="Shorten prompts or new_tokens",
             )
-        watch = GpuWatch.of(session.device)
+        watch = GpuWatch.of_all(devices_of(session))
         if others := watch.others():
             context.warn(f"throughput: {others}, and the numbers are shared with it")
         protocol = self._protocol(session, context.seed)
@@ -219,7 +220,7 @@ class Throughput(Eval):
         if isinstance(session, ProposingSession) and session.speculation:
             session.speculation.reset()
         timings: list[Timing] = []
-        with watched_peak(session.device, session.hidden_memory) as peak, uninterrupted():
+        with peak_of(session) as peak, uninterrupted():
             before_j = watch.energy_j()
             while wants_more(timings, repeats, self.interval, limit_s):
                 timings.append(answer(session, tokens, cell.new_tokens))
@@ -228,6 +229,9 @@ class Throughput(Eval):
             after_j = watch.energy_j()
         for warning in _warnings(peak, settling):
             context.warn(f"throughput, {cell}: {warning}")
+        if peak.each:
+            shares = ", ".join(size_text(size) for size in peak.each)
+            context.notes.append(f"throughput, {cell}: the peak of memory was {shares} in the processes that hold the model")
         settled = "until the times stood still" if settling.settled else "and the times still moved"
         attention = f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
         context.notes.append(

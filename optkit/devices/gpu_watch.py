@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from optkit.devices.nvml import Gpu, Reading, described, find_gpu, slowdowns
 
@@ -28,6 +29,12 @@ class GpuWatch:
             return cls(device, find(device))
         except OSError as error:
             return cls(device, unknown=str(error))
+
+    @classmethod
+    def of_all(cls, devices: Sequence[str], find: Callable[[str], Gpu | None] = find_gpu) -> GpuWatch:
+        """Return the watch of one device, or of several that hold a model together."""
+        parts = tuple(cls.of(device, find) for device in dict.fromkeys(devices))
+        return parts[0] if len(parts) == 1 else SeveralGpus(devices[0], parts=parts)
 
     def read(self) -> None:
         """Note the state now; between repeats, when the device has just finished."""
@@ -58,6 +65,43 @@ class GpuWatch:
         """Return one line on clocks, heat and power; empty where there is nothing to say."""
         text = described(self.readings, self.gpu.largest_sm_mhz()) if self.gpu and self.readings else ""
         return f"the GPU ran at {text}" if text else ""
+
+
+@dataclass
+class SeveralGpus(GpuWatch):
+    """Reads all GPUs that hold a model together, each in a process of its own."""
+
+    parts: tuple[GpuWatch, ...] = ()
+
+    def read(self) -> None:
+        """Note the state of each."""
+        for part in self.parts:
+            part.read()
+
+    def energy_j(self) -> float | None:
+        """Return the energy that they have used so far together, None where one does not tell."""
+        each = [part.energy_j() for part in self.parts]
+        return None if None in each else sum(value for value in each if value is not None)
+
+    def others(self) -> str:
+        """Return how one sees that somebody else is on a GPU, beside this process and the one that holds a share of the model."""
+        counts = [(part.device, part.gpu.processes() if part.gpu else None) for part in self.parts]
+        return next((f"{count - 2} further processes are on {device}" for device, count in counts if count and count > 2), "")
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what the user must know of each."""
+        for part in self.parts:
+            yield from (f"{part.device}: {warning}" for warning in part.warnings())
+
+    def note(self) -> str:
+        """Return one line on all of them."""
+        return "; ".join(f"{part.device}: {note}" for part in self.parts if (note := part.note()))
+
+
+def devices_of(session: Any) -> tuple[str, ...]:
+    """Return the devices of an opened model: several where it is split."""
+    found: tuple[str, ...] = getattr(session, "devices", ()) or (session.device,)
+    return found
 
 
 def foreign_bytes(device: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 PROCESS = Path("/proc/self")
 
@@ -20,6 +21,22 @@ class Peak:
     """What torch held of a GPU to allocate from."""
     unknown: str = ""
     """Why there is no number."""
+    each: tuple[int, ...] = ()
+    """Of each device or process, where the model is split over several."""
+
+
+@runtime_checkable
+class PeakSession(Protocol):
+    """A session whose memory is that of other processes."""
+
+    def watched_peak(self) -> AbstractContextManager[Peak]:
+        """Watch the peak of all of them from entering to leaving."""
+        ...
+
+
+def peak_of(session: Any) -> AbstractContextManager[Peak]:
+    """Watch the peak of an opened model (`optkit.measure.Opened`), whatever processes it runs in."""
+    return session.watched_peak() if isinstance(session, PeakSession) else watched_peak(session.device, session.hidden_memory)
 
 
 @contextmanager

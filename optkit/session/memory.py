@@ -33,7 +33,7 @@ def weight_bytes(model: Any, batch: int) -> int:
     Shared storage counts once. Of an embedding only `batch` rows are read, unless it is lm_head too; of the experts of a block only as many
     as a token is sent to.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embeddings = [local_part(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     offloaded = _offloaded(model)
     read: dict[int | str, float] = {}
 
@@ -46,8 +46,14 @@ def weight_bytes(model: Any, batch: int) -> int:
         for tensor in _held(module):
             if tensor.numel():
                 read[place(tensor)] = max(read.get(place(tensor), 0), _size(tensor) * share)
-    rows = sum(min(batch, len(each.weight)) * _size(each.weight[0]) for each in embeddings if place(each.weight) not in read)
+    rows = sum(min(batch, len(weight)) * _size(weight[0]) for weight in embeddings if place(weight) not in read)
     return round(sum(read.values())) + rows
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the share of a tensor that this process holds, all of it where it is not split."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
 
 
 def _offloaded(model: Any) -> dict[int, str]:
@@ -61,7 +67,7 @@ def _held(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a module itself, and the scales that bitsandbytes hangs on its 4-bit ones."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            yield tensor
+            yield local_part(tensor)
             scales = getattr(tensor, "quant_state", None)
             while scales is not None:
                 yield scales.absmax

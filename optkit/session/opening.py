@@ -31,7 +31,9 @@ from optkit.progress import Progress, SilentProgress
 from optkit.session.early_exit import EarlyExit
 from optkit.session.memory import memory_errors
 from optkit.session.offloading import Offloading
+from optkit.session.parallel_session import ParallelSession
 from optkit.session.speculation import DraftModel, PromptLookup, Proposer
+from optkit.session.splitting import check_split, is_joined, share_kwargs
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_accelerate, quiet_bitsandbytes, quiet_transformers
@@ -39,13 +41,15 @@ from optkit.stage import Format, Setting, check_together
 from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.offload import Offload, packed_weights_error
 from optkit.stages.speculative import Speculative, check_tokens
+from optkit.stages.tensor_parallel import TensorParallel
+from optkit.stages.tensor_parallel import packed_weights_error as unsplittable_error
 
 if TYPE_CHECKING:
     from optkit.kernels.cuda.decoding import GraphDecoder
     from optkit.session.onnx_encoder import OnnxEncoder
     from optkit.session.onnx_session import OnnxSession
 
-AnySession: TypeAlias = "TorchSession | OnnxSession | TorchEncoder | OnnxEncoder"
+AnySession: TypeAlias = "TorchSession | ParallelSession | OnnxSession | TorchEncoder | OnnxEncoder"
 PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
 """What transformers needs to open the quantization methods that optkit does not read itself."""
 BITSANDBYTES_TILE = 32, 64
@@ -72,6 +76,9 @@ def open_session(
     if graph_only:
         raise StageError(f"{type(graph_only[0]).__name__} is for ONNX models", where=str(directory), remedy="Take it out of the recipe")
     check_together(settings, device)
+    split = next((setting for setting in settings if isinstance(setting, TensorParallel)), None)
+    if split and not is_joined():
+        return _open_split(split, Path(directory), settings, device, dtype, trust_remote_code)
     checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
     dtype = dtype or next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
@@ -207,16 +214,30 @@ def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales
 def _load_spread(
     checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any], settings: Sequence[Setting]
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Open a directory with transformers: on the device, or where `offload` says."""
-    offload = next((setting for setting in settings if isinstance(setting, Offload)), None)
-    if offload is None:
-        return _load_whole(checkpoint, device, dtype, trust_remote_code, options)
-    if checkpoint.quantization:
-        raise packed_weights_error()
-    quiet_accelerate()
-    offloading = Offloading(offload, checkpoint, device, dtype, trust_remote_code, **options)
-    model, notes = _load_whole(checkpoint, device, dtype, trust_remote_code, options, offloading.load_kwargs())
-    return model, [*notes, *offloading.finish_(model)]
+    """Open a directory with transformers: on the device, where `offload` says, or the share of one process."""
+    for setting in settings:
+        if isinstance(setting, Offload):
+            if checkpoint.quantization:
+                raise packed_weights_error()
+            quiet_accelerate()
+            offloading = Offloading(setting, checkpoint, device, dtype, trust_remote_code, **options)
+            model, notes = _load_whole(checkpoint, device, dtype, trust_remote_code, options, offloading.load_kwargs())
+            return model, [*notes, *offloading.finish_(model)]
+        if isinstance(setting, TensorParallel):
+            model, notes = _load_whole(checkpoint, device, dtype, trust_remote_code, options, share_kwargs(setting))
+            check_split(model)
+            return model, notes
+    return _load_whole(checkpoint, device, dtype, trust_remote_code, options)
+
+
+def _open_split(
+    setting: TensorParallel, directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool
+) -> ParallelSession:
+    """Open a model in several processes; raises StageError for weights that cannot be split."""
+    checkpoint, scales = split_kv_scales(Checkpoint(directory))
+    if checkpoint.quantization or scales:
+        raise unsplittable_error()
+    return ParallelSession(setting, directory, settings, device, dtype, trust_remote_code)
 
 
 def _load_whole(
@@ -232,9 +253,10 @@ def _load_whole(
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
     if method == "bitsandbytes":
         quiet_bitsandbytes()
-    if method or device != "cpu":
+    if placed:
+        options = {**options, **placed}
+    elif method or device != "cpu":
         options = {**options, "device_map": {"": device}}
-    options = {**options, **(placed or {})}
     try:
         model, report = getattr(transformers, loader_of(checkpoint.config)).from_pretrained(
             where,

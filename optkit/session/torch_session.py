@@ -88,6 +88,8 @@ class TorchSession:
         """What was proposed and kept so far; None where the model decodes token by token."""
         self._proposer: tuple[Proposer, int] | None = None
         self._decoder: Decoder | None = None
+        self.choose: Callable[[Tensor], Tensor] = likeliest
+        """What takes the next tokens, int64 [batch, 1], from the logits of the last ones."""
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._idle: tuple[tuple[int, int], StaticCache] | None = None
 
@@ -286,7 +288,7 @@ class TorchSession:
                     if self._compiled:
                         torch.compiler.cudagraph_mark_step_begin()
                     logits = call(input_ids=step, past_key_values=cache, use_cache=True, **self._last_only).logits
-                    step = logits[:, -1:].argmax(-1)
+                    step = self.choose(logits)
                     if waiting:
                         self._synchronize()
                 yield step[:, 0]
@@ -382,6 +384,11 @@ class TorchSession:
     def _synchronize(self) -> None:
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """float [batch, sequence, vocabulary] -> the likeliest last tokens, int64 [batch, 1]."""
+    return logits[:, -1:].argmax(-1)
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""A model that is split over several devices, each with a process of its own; this process asks, and sees a session like any other."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.byte_sizes import size_text
+from optkit.devices.peak_memory import Peak
+from optkit.errors import StageError
+from optkit.session.ranks import Ranks
+from optkit.session.tokenizer import encode, open_tokenizer
+from optkit.stage import Setting
+from optkit.stages.tensor_parallel import TensorParallel
+
+
+class ParallelSession:
+    """Implements `optkit.measure.Session`; every call is made by all ranks, and rank 0 gives the result."""
+
+    def __init__(
+        self, setting: TensorParallel, directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool
+    ) -> None:
+        """Start the ranks and let them open the model; raises what that raises, StageError for too few GPUs."""
+        setting.check_devices(device, torch.cuda.device_count())
+        first = int(device.partition(":")[2] or 0)
+        count = range(setting.devices)
+        self.devices = tuple("cpu" if device == "cpu" else f"cuda:{first + index}" for index in count)
+        self.directory, self.device = directory, self.devices[0]
+        self.hidden_memory = ""
+        self.compiled = self.decodes_itself = False
+        self._trust_remote_code = trust_remote_code
+        job = {
+            "directory": str(directory.absolute()),
+            "settings": [(f"{type(each).__module__}:{type(each).__qualname__}", each.model_dump(mode="json")) for each in settings],
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+        }
+        self._ranks = Ranks(job, self.devices)
+        told = self._ranks.opened
+        self.vocabulary, self.positions = int(told[0]["vocabulary"]), int(told[0]["positions"])
+        self.dtype, self.product_dtype = str(told[0]["dtype"]), str(told[0]["product_dtype"])
+        self.codes_cache = bool(told[0]["codes_cache"])
+        held = " and ".join(sorted({size_text(each["weights"]) for each in told}))
+        how = "processes by gloo" if device == "cpu" else f"GPUs ({', '.join(self.devices)}) by nccl"
+        self._note = f"tensor_parallel: {setting.devices} {how}, {held} of weights on each"
+        self._check(told)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is in force, one sentence each."""
+        return (self._note, *self._ranks.opened[0]["notes"])
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the directory; raises SourceError where there is none."""
+        return open_tokenizer(self.directory, self._trust_remote_code)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+        return encode(self.tokenizer, text)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the first device. Raises what one device raises."""
+        shape = self._ranks.call("logits", tokens=tokens.tolist())[0]
+        size = 4 * shape[0] * shape[1] * shape[2]
+        with mmap.mmap(self._ranks.memory, size) as shared:
+            view = torch.frombuffer(shared, dtype=torch.float32)
+            found = view.clone() if self.device == "cpu" else view.to(self.device)
+            del view
+        return found.reshape(shape)
+
+    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
+        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
+        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
+        return torch.cat([tokens.to(self.device), *steps], dim=1)
+
+    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield the greedy tokens, int64 [batch], each when all devices have finished it."""
+        self._ranks.call("stream", tokens=tokens.tolist(), new_tokens=new_tokens)
+        return self._stream(new_tokens)
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes that one decode step reads, on all devices together."""
+        return sum(self._ranks.call("decode_bytes", batch=batch, context=context))
+
+    def attention_kernels(self, tokens: Tensor) -> str:
+        """Return which kernels compute the attention on each device, see `TorchSession`."""
+        return str(self._ranks.call("attention_kernels", tokens=tokens.tolist())[0])
+
+    @contextmanager
+    def watched_peak(self) -> Iterator[Peak]:
+        """Watch the memory of every process: of GPUs the fullest counts, of a CPU, which they share, all together."""
+        peak = Peak()
+        self._ranks.call("watch")
+        yield peak
+        found = [Peak(**each) for each in self._ranks.call("watched")]
+        peak.unknown = next((each.unknown for each in found if each.unknown), "")
+        sizes = [each.size_bytes for each in found if each.size_bytes is not None]
+        reserved = [each.reserved_bytes for each in found if each.reserved_bytes is not None]
+        if sizes and not peak.unknown:
+            peak.size_bytes = sum(sizes) if self.device == "cpu" else max(sizes)
+            peak.reserved_bytes = max(reserved, default=None)
+            peak.each = tuple(sizes)
+
+    def close(self) -> None:
+        """End the processes; the session cannot be used afterwards."""
+        self._ranks.close()
+
+    def _stream(self, new_tokens: int) -> Iterator[Tensor]:
+        for _ in range(new_tokens):
+            yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64, device=self.device)
+
+    def _check(self, told: Sequence[dict[str, Any]]) -> None:
+        """Raise StageError where the ranks do not compute the same logits of a few tokens, or not those of a whole vocabulary."""
+        shape, total = told[0]["probe"]
+        if shape[-1] != self.vocabulary or any(each["probe"] != [shape, total] for each in told):
+            self.close()
+            raise StageError(
+                f"the processes compute different logits: {[each['probe'] for each in told]}",
+                where="tensor_parallel",
+                why="transformers' plan for this architecture does not fit its weights",
+                remedy="Take it out of the recipe, or use offload",
+            )
