@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from optkit.frozen import Frozen
@@ -54,12 +54,15 @@ def _idle(store: Store, place: Path) -> Iterator[bool]:
         with store.idle(place.name) as idle:
             yield idle
         return
-    try:
-        with (place / IN_USE).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as held:
+        try:
+            fcntl.flock(held.enter_context((place / IN_USE).open("r")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
             yield True
-    except OSError:
-        yield False
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def _described(place: Path) -> StoredWork:

@@ -40,7 +40,7 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         ours, theirs = (_log_softmax(each, temperature) for each in (logits, teacher))
         likely = theirs.exp()
-        total = (torch.linalg.vecdot(likely, theirs) - torch.linalg.vecdot(likely, ours)).sum() * temperature**2
+        total: Tensor = (torch.linalg.vecdot(likely, theirs) - torch.linalg.vecdot(likely, ours)).sum() * temperature**2
         if ctx.needs_input_grad[0]:
             ctx.gradient = ours.exp_().sub_(likely)
             ctx.temperature, ctx.dtype = temperature, logits.dtype
