@@ -210,6 +210,10 @@ class Eval(Frozen):
         Raises MissingPackageError, EvalError.
         """
 
+    def apart(self) -> bool:
+        """Say whether a timed eval is run in a fresh process, which opens the model for it and ends."""
+        return False
+
     def run(self, session: Any, context: EvalContext) -> list[Metric]:
         """Measure the session. Raises EvalError where the number could not be had or would not be honest."""
         raise NotImplementedError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,6 +14,7 @@ from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.gates import parse_gate
 from optkit.measure import Eval, EvalContext, Metric, Opened, Turn
+from optkit.measuring_process import Answer, measure_apart
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
 from optkit.stage import Setting
@@ -116,9 +117,22 @@ class TimedRun:
     """What the turns of one model said so far."""
 
     eval: Eval
-    session_notes: dict[str, None] = field(default_factory=dict)
-    turns: list[Sequence[Metric]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def turns(self) -> list[Sequence[Metric]]:
+        """The metrics of each turn."""
+        return [answer.metrics for answer in self.answers]
+
+    @property
+    def notes(self) -> list[str]:
+        """What all turns said beside the numbers."""
+        return [note for answer in self.answers for note in answer.notes]
+
+    @property
+    def session_notes(self) -> list[str]:
+        """What the sessions said, each thing once."""
+        return list(dict.fromkeys(note for answer in self.answers for note in answer.session_notes))
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,7 @@ class Bench:
         """Run timed evals: half of the baseline's repeats, all of the artifact's, the baseline's other half; keep all numbers or none.
 
         What a machine that slows down steadily costs is then the same for both; where it changes at once, the baseline's interval is wide.
-        Each turn opens its model anew, so that the two are never in memory together.
+        Each turn opens its model anew, so that the two are never in memory together: in a process of its own for evals that ask for it.
         """
         turns = [(artifact, Turn())]
         if baseline:
@@ -148,24 +162,41 @@ class Bench:
             self.context.progress.say("timing in turns: the unmodified model, the artifact, the unmodified model again")
         runs: dict[str, TimedRun] = {}
         for subject, turn in turns:
-            with self.opened(subject) as session:
-                for each in timed:
+            for measured in (self._apart, self._here):
+                some = [each for each in timed if each.eval.apart() == (measured == self._apart)]
+                if not some:
+                    continue
+                for each, answer in zip(some, measured(subject, turn, [each.eval for each in some]), strict=True):
                     key = each.key if subject is artifact else each.baseline_key or each.key
-                    run = runs.setdefault(key, TimedRun(each.eval))
-                    run.turns.append(each.eval.run(session, replace(self.context, turn=turn, notes=run.notes)))
-                    run.session_notes.update(dict.fromkeys(session.notes))
+                    runs.setdefault(key, TimedRun(each.eval)).answers.append(answer)
         for key, run in runs.items():
-            metrics = run.eval.pool(run.turns, replace(self.context, notes=run.notes))
-            self.keep(key, metrics, [*run.session_notes, *run.notes])
+            context = replace(self.context, notes=run.notes)
+            metrics = run.eval.pool(run.turns, context)
+            self.keep(key, metrics, [*run.session_notes, *context.notes], run.answers[0].environment)
 
-    def keep(self, key: str, metrics: Sequence[Metric], notes: Sequence[str]) -> None:
-        """Keep what an eval measured, with what the scorecard must say beside it and what it was measured on."""
+    def _apart(self, subject: Subject, turn: Turn, evals: Sequence[Eval]) -> list[Answer]:
+        """Run a turn of timed evals in a fresh process."""
+        context = replace(self.context, turn=turn)
+        return measure_apart(subject.weights(), subject.settings, evals, self.device, subject.trust_remote_code, context)
+
+    def _here(self, subject: Subject, turn: Turn, evals: Sequence[Eval]) -> list[Answer]:
+        """Run a turn of timed evals in this process."""
+        answers = []
+        with self.opened(subject) as session:
+            for each in evals:
+                context = replace(self.context, turn=turn, notes=[])
+                metrics = each.run(session, context)
+                answers.append(Answer(tuple(metrics), tuple(context.notes), session.notes, describe_environment(self.device)))
+        return answers
+
+    def keep(self, key: str, metrics: Sequence[Metric], notes: Sequence[str], environment: Mapping[str, Any] | None = None) -> None:
+        """Keep what an eval measured, with what the scorecard must say beside it; `environment` is this process's where it is not given."""
         self.store.put_json(
             key,
             {
                 "metrics": [metric.model_dump(mode="json") for metric in metrics],
                 "notes": list(notes),
-                "environment": describe_environment(self.device),
+                "environment": environment or describe_environment(self.device),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
             },
         )

@@ -84,7 +84,10 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
         "model": str(tiny_model("qwen2")),
         "name": "spread",
         "stages": [{"offload": {"cpu_memory": "400 kB"}}],
-        "evals": [{"throughput": {"prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1}}, "footprint"],
+        "evals": [
+            {"throughput": {"isolated": False, "prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1}},
+            "footprint",
+        ],
     }
     planned = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
     assert planned.forecasts == ("offload: 3 modules (262 kB) on cpu, 2 modules (297 kB) on disk",)

@@ -31,7 +31,7 @@ evals:
   - footprint
   - perplexity: {{dataset: python-reference, split: test, window: 64, windows: 3}}
   - divergence: {{dataset: python-reference, split: test, window: 64, windows: 3}}
-  - throughput: {{prompts: [8], new_tokens: 4, repeats: 2, warmup: 1}}
+  - throughput: {{isolated: false, prompts: [8], new_tokens: 4, repeats: 2, warmup: 1}}
 gates:
   perplexity: "<= 1.01x"
   kl_divergence: "<= 0.001"

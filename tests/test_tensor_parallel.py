@@ -148,7 +148,10 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
         "model": str(tiny_model("qwen2")),
         "name": "split",
         "stages": [{"tensor_parallel": 2}],
-        "evals": [{"throughput": {"prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1}}, "footprint"],
+        "evals": [
+            {"throughput": {"isolated": False, "prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1}},
+            "footprint",
+        ],
     }
     planned = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
     assert planned.forecasts == ("tensor_parallel: 346 kB of weights on each of 2 devices",)

@@ -96,11 +96,20 @@ class Throughput(Eval):
     """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names and in a process of its own; settings do not
     apply there, and `repeats` are as many as asked for. Its rows have the label `engine`."""
 
+    isolated: bool = True
+    """Open and measure the model in a fresh Python process each time, so that nothing that was left in this one (memory that it keeps,
+    compiled code, settings of libraries) is in the numbers. Each costs the seconds that torch takes to import: one process for a model
+    alone, three for a comparison."""
+
     def cells(self) -> list[Cell]:
         """Return every configuration, in the order of the rows."""
         lengths = (self.new_tokens,) if isinstance(self.new_tokens, int) else self.new_tokens
         engine = "" if self.engine == "optkit" else self.engine
         return [Cell(*each, engine) for each in product(self.batch_sizes, self.prompts, lengths)]
+
+    def apart(self) -> bool:
+        """Return `isolated`."""
+        return self.isolated
 
     def check(self, device: str) -> None:
         """Raise MissingPackageError, before anything runs, where the engine is not installed."""
@@ -284,7 +293,7 @@ class Throughput(Eval):
             f" where two models are compared, half of the unmodified one's repeats come before the other's and half after;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"
-            f" memory is the largest {memory} during the repeats{energy};"
+            f" memory is the largest {memory} during the repeats{energy};{' in a fresh process;' if self.isolated else ''}"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+WAITING = "OPTKIT_PARENT_ON_GPU"
+"""Environment variable: how many processes of optkit are on the GPU and wait for this one."""
 LIBRARY = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 INSUFFICIENT_SIZE = 7
 SM, MEMORY = 1, 2
@@ -66,10 +69,14 @@ class Gpu:
         return self._number("nvmlDeviceGetMaxClockInfo", ctypes.c_uint, SM)
 
     def processes(self) -> int | None:
-        """Return how many processes compute on it, ours among them; a container may not see those outside it."""
+        """Return how many processes compute on it, ours among them; a container may not see those outside it.
+
+        A process of optkit that waits for this one does not count.
+        """
         count = ctypes.c_uint(0)
         status = self._call("nvmlDeviceGetComputeRunningProcesses_v3", self._handle, ctypes.byref(count), None)
-        return count.value if status in (0, INSUFFICIENT_SIZE) else None
+        waiting = int(os.environ.get(WAITING, "0"))
+        return max(0, count.value - waiting) if status in (0, INSUFFICIENT_SIZE) else None
 
     def _number(self, function: str, kind: Any, *arguments: int) -> int | None:
         found = kind()
