@@ -157,7 +157,7 @@ def _remedy_of_order(item: TransformItem, left: Format | None, before: str, foun
         return f"Put onnx between them: it exports what {before} leaves."
     if found is Format.ADAPTED and item.kind != before:
         return f"Take one of them out, or put {before} before the stage that packs the weights: there its adapter is merged."
-    return "Keep one of them." if left is found else f"Put {item.kind} before {before}."
+    return "Keep one of them." if left is found or item.kind == before else f"Put {item.kind} before {before}."
 
 
 def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from optkit.recipe_files import shipped_recipes
 from optkit.registry import PRESETS
 from optkit.source.models import ModelSource, known_models
 from optkit.source.texts import known_texts
-from optkit.stage import Setting
+from optkit.stage import Transform
 from optkit.yaml_places import read_yaml
 
 OPENING = """\
@@ -102,12 +102,19 @@ def _entry(role: str, kind: str) -> str:
         notes += ["Compares the artifact with the unmodified model."] if model.compares else []
         notes += ["Timed for both models in the same run."] if model.timed else []
     else:
-        notes.append("A setting." if issubclass(model, Setting) else f"A transform: leaves the format `{model.produces}`.")
+        notes.append(_kind_of_stage(model))
     if shorthand := getattr(model, "shorthand", None):
         notes.append(f"`- {kind}: VALUE` is short for `- {kind}: {{{shorthand}: VALUE}}`.")
     if model.requires:
         notes.append(f"Needs: {', '.join(f'`{need}`' for need in model.requires)}.")
     return f"### `{kind}`\n\n" + "\n\n".join(notes) + f"\n\n{_fields(model)}"
+
+
+def _kind_of_stage(model: type[BaseModel]) -> str:
+    if not issubclass(model, Transform):
+        return "A setting."
+    others = {given: left for given in sorted(model.accepts) if (left := model.leaves(given)) is not model.produces}
+    return f"A transform: leaves the format `{model.produces}`{''.join(f', of `{given}` `{left}`' for given, left in others.items())}."
 
 
 def _fields(model: type[BaseModel]) -> str:

@@ -31,6 +31,7 @@ STAGES = {
     "gptq": "optkit.stages.gptq:Gptq",
     "kv_cache": "optkit.stages.kv_cache:KvCache",
     "kv_scales": "optkit.stages.kv_scales:KvScales",
+    "lora_recover": "optkit.stages.lora_recover:LoraRecover",
     "onnx": "optkit.stages.onnx:Onnx",
     "onnx_optimize": "optkit.stages.onnx_optimize:OnnxOptimize",
     "onnx_provider": "optkit.stages.onnx_provider:OnnxProvider",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +38,38 @@ def load_packed(
 
     Raises SourceError where weights and model do not belong together.
     """
+    matched = match_packed(checkpoint, quantized, dtype, trust_remote_code, **options)
+    notes = fill_(matched, checkpoint, device, dtype, progress)
+    if quantized and device == "cpu":
+        notes += use_float_kernels_(matched.model)
+        into_huge_pages_(matched.model)
+    return matched.model, notes
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A model on the meta device, and where its weights lie."""
+
+    model: PreTrainedModel
+    layers: Mapping[str, QuantizedLayer]
+    """By their names in the model."""
+    names: Mapping[str, str]
+    """Parameter of the model -> tensor of the checkpoint, as it would be in floats."""
+
+
+def match_packed(
+    checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer], dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
+) -> Matched:
+    """Return the model of a quantized checkpoint, empty. Raises SourceError where weights and model do not belong together."""
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
     unfuse_experts_(model, stored_parameters(model, checkpoint))
     layers = _layers_by_module(model, checkpoint, quantized)
-    names = match_tensors(model, _with_float_weights(model, checkpoint, layers))
+    return Matched(model, layers, match_tensors(model, _with_float_weights(model, checkpoint, layers)))
+
+
+def fill_(matched: Matched, checkpoint: Checkpoint, device: str, dtype: torch.dtype, progress: Progress) -> list[str]:
+    """Build the quantized layers of an empty model on the device and load everything else; returns a sentence for each kernel in use."""
+    model, layers = matched.model, matched.layers
     sentences: Counter[str] = Counter()
     with progress.task("open", len(layers), "layers") as task:
         for name, layer in layers.items():
@@ -51,12 +80,8 @@ def load_packed(
             setattr(model.get_submodule(parent), child, built.requires_grad_(False).eval())
             sentences[sentence] += 1
             task.advance(note=name)
-    _load_rest_(model, checkpoint, names, set(layers), device, dtype)
-    notes = [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
-    if layers and device == "cpu":
-        notes += use_float_kernels_(model)
-        into_huge_pages_(model)
-    return model, notes
+    _load_rest_(model, checkpoint, matched.names, set(layers), device, dtype)
+    return [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
 
 
 def _layers_by_module(model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]) -> dict[str, QuantizedLayer]:

@@ -127,6 +127,15 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
+def link_or_copy(file: Path, copy: Path) -> None:
+    """Let `copy` be the same file, which takes no space, or a copy of it on another disk; raises ResourceError when that is full."""
+    with disk_space_for(copy, file.stat().st_size):
+        try:
+            copy.hardlink_to(file.resolve())
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(file, copy)
+
+
 def write_config(target: Path, config: Mapping[str, Any]) -> None:
     """Write config.json, whole or not at all; raises ResourceError when the disk is full."""
     _write_json(Path(target) / "config.json", config)

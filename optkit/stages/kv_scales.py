@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.writer import copy_companions, disk_space_for, write_config
+from optkit.model.writer import copy_companions, disk_space_for, link_or_copy, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_quantizer import out_of_memory
@@ -154,7 +152,7 @@ def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[f
     files = sorted(set(checkpoint.files.values()))
     shards = {file: f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number, file in enumerate(files, start=1)}
     for file, shard in shards.items():
-        _link(file, target / shard)
+        link_or_copy(file, target / shard)
     last = f"model-{len(files) + 1:05d}-of-{len(files) + 1:05d}.safetensors"
     tensors = {name: torch.tensor([largest / FLOAT8_MAX], dtype=torch.float32) for name, largest in scales.items()}
     with disk_space_for(target / last, 4 * len(tensors)):
@@ -163,11 +161,3 @@ def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[f
     index = {"metadata": {"total_size": checkpoint.shape.size_bytes + 4 * len(tensors)}, "weight_map": dict(sorted(weight_map.items()))}
     with disk_space_for(target / INDEX, 100 * len(weight_map)):
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _link(file: Path, copy: Path) -> None:
-    with disk_space_for(copy, file.stat().st_size):
-        try:
-            os.link(file.resolve(), copy)
-        except OSError:  # another disk, or one without links
-            shutil.copyfile(file, copy)

@@ -1,0 +1,71 @@
+"""4-bit layers of a bitsandbytes checkpoint as float weights, without bitsandbytes: for trainings beside them.
+
+How they lie is in `optkit.stages.bitsandbytes_format`. transformers opens such a model to run it, with bitsandbytes' own kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.kernels.stored import StoredLayer
+from optkit.model.checkpoint import Checkpoint
+
+STATE = ".weight.quant_state.bitsandbytes__"
+LEAVES = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
+
+
+def four_bit_layers(checkpoint: Checkpoint) -> list[FourBitLayer]:
+    """Return the 4-bit layers of a checkpoint."""
+    found = [name.partition(STATE) for name in checkpoint.tensors if STATE in name]
+    return [FourBitLayer(checkpoint, name, {"type": kind}) for name, _, kind in found]
+
+
+class FourBitLayer(StoredLayer):
+    """A layer in NF4 or FP4."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that its weight is made of."""
+        return self.present((*LEAVES, self._state_leaf))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs; reads some bytes."""
+        outputs, inputs = self._state["shape"]
+        return int(outputs), int(inputs)
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in] as bitsandbytes computes it: each code's value times the scale of its block, rounded to the stored dtype.
+
+        Raises SourceError where a tensor is missing.
+        """
+        state = self._state
+        nested = "nested_blocksize" in state
+        parts = self.read(LEAVES, device, required=LEAVES if nested else LEAVES[:3])
+        scales = parts["weight.absmax"]
+        if nested:
+            coarse = parts["weight.nested_absmax"].repeat_interleave(int(state["nested_blocksize"]))[: len(scales)]
+            scales = parts["weight.nested_quant_map"][scales.int()] * coarse + float(state["nested_offset"])
+        codes = parts["weight"].view(-1).int()
+        values = parts["weight.quant_map"][torch.stack([codes >> 4, codes & 15], dim=1).view(-1)]
+        outputs, inputs = self.shape
+        weights = (values[: outputs * inputs].float() * _spread(scales, int(state["blocksize"]), outputs * inputs)).view(outputs, inputs)
+        return weights.to(getattr(torch, str(state["dtype"]))).to(dtype)
+
+    @property
+    def _state_leaf(self) -> str:
+        return f"{STATE[1:]}{self.scheme['type']}"
+
+    @property
+    def _state(self) -> Mapping[str, Any]:
+        told: Mapping[str, Any] = json.loads(bytes(self.checkpoint.read(f"{self.name}.{self._state_leaf}").tolist()))
+        return told
+
+
+def _spread(scales: Tensor, block: int, count: int) -> Tensor:
+    return scales.float().repeat_interleave(block)[:count]

@@ -1,0 +1,208 @@
+"""Stage `lora_recover`: adapters beside the layers of a pruned or quantized model, trained to make up for what it lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optkit.errors import StageError
+from optkit.model.adapter import ADAPTER, DOWN, PREFIX, UP
+from optkit.model.checkpoint import INDEX
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.writer import copy_companions, link_or_copy
+from optkit.stage import Context, Cost, Format, Report
+from optkit.stages.selection import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
+from optkit.stages.stored_linears import linears_of
+from optkit.stages.student_layers import linear_modules
+from optkit.stages.trained import Trained
+
+if TYPE_CHECKING:
+    from optkit.training.adapted_student import AdaptedStudent
+    from optkit.training.student import Student
+
+EXPERT = "an expert: transformers holds them in one tensor, and adapters are for layers"
+MASTERS = 5
+"""Numbers in memory for each one of an adapter: itself, its gradient, two of AdamW, the best so far."""
+
+
+class LoraRecover(Trained):
+    """Train small matrices beside the layers so that the model says again what it said before: LoRA (arXiv:2106.09685) or DoRA.
+
+    Float weights, pruned ones before all, get them merged. Packed weights stay as they are, and the adapter lies beside them in `adapter/`:
+    optkit applies it, peft loads it over transformers, vLLM serves it as a LoRA.
+    """
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    requires: ClassVar[tuple[str, ...]] = ("peft>=0.18",)
+
+    learning_rate: float = Field(default=5e-4, gt=0)
+    """Highest learning rate."""
+    rank: int = Field(default=16, ge=1)
+    """Rank of the matrices."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The product of the two counts alpha / rank, beside layers of another rank too."""
+    ranks: dict[str, int] = {}
+    """Glob pattern on full names -> another rank for the layers that it matches; the longest pattern that matches a layer decides."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the inputs that the adapters do not see in a step."""
+    method: Literal["lora", "dora"] = "lora"
+    """`dora` (arXiv:2402.09353) trains the length of each output's weights too; for float weights alone."""
+    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    """Layers that get an adapter, as glob patterns on full names such as `model.layers.0.mlp.up_proj`; lm_head, embeddings and routers
+    of experts get none."""
+    exclude: tuple[str, ...] = ()
+    """Layers to leave out of those, as glob patterns."""
+    initialization: Literal["zero", "loftq"] = "zero"
+    """`zero`: the adapters begin without effect. `loftq` (arXiv:2310.08659, one round): as the best product of their rank for what the
+    weights lost of those that the recipe starts from."""
+    keep_zeros: bool | None = None
+    """Let pruned weights stay zeros; left out, in the layers of which at least a quarter is zero."""
+
+    @classmethod
+    def leaves(cls, given: Format) -> Format:
+        """Return a checkpoint for a checkpoint, and packed weights with an adapter for packed ones."""
+        return Format.ADAPTED if given is Format.QUANTIZED else given
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.method == "dora" and self.initialization == "loftq":
+            raise ValueError("DoRA starts from the lengths of the base's weights. Set initialization: zero, or method: lora.")
+        if wrong := [pattern for pattern, rank in self.ranks.items() if rank < 1]:
+            raise ValueError(f"ranks are at least 1, and that of `{wrong[0]}` is {self.ranks[wrong[0]]}. `exclude` leaves layers out.")
+        return self
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Train adapters as `Trained.run` does; raises also what `predict` does."""
+        report = super().run(source, target, context)
+        details = dict(report.details)
+        skipped: Mapping[str, str] = details.pop("skipped")
+        notes: tuple[str, ...] = ()
+        if (target / ADAPTER).is_dir():
+            largest = max(int(rank) for rank in details["ranks"])
+            notes = (
+                "the adapter lies in adapter/ beside the packed weights: optkit applies it; transformers needs peft"
+                " (`PeftModel.from_pretrained(model, DIRECTORY/adapter)`, a model of compressed-tensors opened with `dequantize=True`);"
+                f" vLLM serves it as a LoRA (`--enable-lora --max-lora-rank {largest} --lora-modules NAME=DIRECTORY/adapter`)",
+            )
+        return replace(report, skipped=skipped, details=details, notes=(*report.notes, *notes))
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the weights and the adapter that it leaves, and the memory of a float32 model, teacher, adapters and activations.
+
+        Raises StageError for patterns that match nothing, a rank larger than a layer, what packed weights do not allow, and what
+        `Trained.predict` does.
+        """
+        self._check_positions(shape)
+        packed = bool(shape.config.get("quantization_config"))
+        self._refuse_unfit(packed)
+        linears = linears_of(shape)
+        selection = self._select(linears, packed)
+        ranks = self._ranks(selection)
+        adapter = {
+            f"{ADAPTER}/{PREFIX}{name}{half}": info
+            for name, layer in selection.layers.items()
+            for half, info in (
+                (DOWN, TensorInfo("F32", (ranks[name], layer.inputs))),
+                (UP, TensorInfo("F32", (layer.outputs, ranks[name]))),
+            )
+        }
+        added = sum(info.elements for info in adapter.values())
+        whole = sum(each.elements for name, each in shape.tensors.items() if name.removesuffix(".weight") not in linears)
+        whole += sum(layer.outputs * layer.inputs for layer in linears.values())
+        teacher = max(self._check_teacher(shape), whole * (2 if self.precision == "bfloat16" else 4)) if self._has_teacher else 0
+        memory = 4 * whole + 4 * MASTERS * added + teacher + self._activation_bytes(shape)
+        left = ModelShape(config=shape.config, tensors={**shape.tensors, **adapter}) if packed else shape
+        disk = left.size_bytes + 2 * 4 * (MASTERS - 1) * added
+        if device == "cpu":
+            return Cost(disk_bytes=disk, ram_bytes=memory), left
+        return Cost(disk_bytes=disk, ram_bytes=shape.size_bytes, gpu_bytes=memory), left
+
+    def _refuse_unfit(self, packed: bool) -> None:
+        if packed and self.method == "dora":
+            raise StageError(
+                "DoRA cannot be beside packed weights",
+                where="lora_recover.method",
+                why="It scales the whole weight of each output: packed layers would have to be unpacked for it, and vLLM knows no DoRA",
+                remedy="Set method: lora, or put the stage before the one that quantizes",
+            )
+        if packed and self.keep_zeros:
+            raise StageError(
+                "there are no zeros to keep in packed weights",
+                where="lora_recover.keep_zeros",
+                why="They stay as they are, and the adapter stays beside them",
+                remedy="Leave keep_zeros out",
+            )
+
+    def _select(self, layers: Mapping[str, Layer], packed: bool) -> Selection:
+        """Return the layers that get an adapter, by their names in the checkpoint."""
+        selection = select(layers, (), self.include, self.exclude, "lora_recover")
+        refuse_unmatched("lora_recover.ranks", self.ranks, selection.layers)
+        experts = {name: EXPERT for name in selection.layers if packed and ".experts." in name}
+        return selection.without(experts, "lora_recover")
+
+    def _ranks(self, selection: Selection) -> dict[str, int]:
+        """Return the rank beside each layer. Raises StageError for one that is larger than the layer."""
+        found = {}
+        for name, layer in selection.layers.items():
+            matching = [pattern for pattern in self.ranks if fnmatchcase(name, pattern)]
+            rank = self.ranks[max(matching, key=len)] if matching else self.rank
+            if layer.outputs and rank > min(layer.outputs, layer.inputs):
+                raise StageError(
+                    f"rank {rank} is larger than the layer, which is {layer.outputs} x {layer.inputs}",
+                    where=f"lora_recover.{'ranks' if matching else 'rank'}: {name}",
+                    why="A product of that rank would be the whole weight",
+                    remedy=f"Use at most {min(layer.outputs, layer.inputs)}, or give the layer a rank of its own in `ranks`",
+                )
+            found[name] = rank
+        return found
+
+    def _student(self, source: Path, context: Context) -> AdaptedStudent:
+        from optkit.model.checkpoint import Checkpoint
+        from optkit.training.adapted_student import adapt
+        from optkit.training.adapters import AdapterForm, Origin
+        from optkit.training.packed_student import open_packed_student
+        from optkit.training.student import SPARSE, open_student
+
+        packed = bool(Checkpoint(source).quantization)
+        self._refuse_unfit(packed)
+        trust = context.trust_remote_code
+        if packed:
+            student = open_packed_student(source, context.device, context.progress, trust)
+        else:
+            student = open_student(source, context.device, trust)
+        modules = linear_modules(student)
+        selection = self._select({layer.name: layer for layer in modules.values()}, packed)
+        ranks = self._ranks(selection)
+        by_module = {name: ranks[layer.name] for name, layer in modules.items() if layer.name in ranks}
+        form = AdapterForm(by_module, self.alpha / self.rank, self.method == "dora", self.dropout)
+        zeros = None if packed or self.keep_zeros is False else 0.0 if self.keep_zeros else SPARSE
+        origin = None
+        if self.initialization == "loftq" and context.origin:
+            first = Checkpoint(context.origin)
+            origin = Origin(first, first.config.get("model_type") in CONV1D_MODELS, student.tensor_names)
+        return adapt(student, form, zeros, origin, selection.skipped)
+
+    def _details(self, student: Student) -> dict[str, Any]:
+        return student.details()  # type: ignore[attr-defined, no-any-return]
+
+    def _write(self, student: Student, target: Path, context: Context) -> int:
+        from optkit.model.skeleton import stored_dtype
+        from optkit.training.adapters import merge_, write_adapter
+        from optkit.training.student import write_student
+
+        checkpoint = student.checkpoint
+        if not checkpoint.quantization:
+            merge_(student.model)
+            return write_student(student, target)
+        for file in sorted({*checkpoint.files.values(), checkpoint.directory / INDEX}):
+            if file.is_file():
+                link_or_copy(file, target / file.name)
+        copy_companions(checkpoint.directory, target)
+        shutil.copyfile(checkpoint.directory / "config.json", target / "config.json")
+        return write_adapter(student.model, student.config, target / ADAPTER, stored_dtype(checkpoint))  # type: ignore[attr-defined]
