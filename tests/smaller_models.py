@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +37,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2", **SIZES},
     "phi3": {"model_type": "phi3", **SIZES},
     "gpt2": {"model_type": "gpt2", **GPT2},
-    "opt": {"model_type": "opt", **SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt": {"model_type": "opt", "vocab_size": 512, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_attention_heads": 4}
+    | {"num_hidden_layers": 6, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, **MIXTURE, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
 }
+
+
+@cache
+def _models() -> Path:
+    place = tempfile.TemporaryDirectory(prefix="smaller-models-")
+    atexit.register(place.cleanup)
+    return Path(place.name)
+
+
+def made_model(kind: str, **config: Any) -> Path:
+    """Return the directory of a random model, the same one for every test, so copy it before changing it."""
+    directory = _models() / "-".join([kind, *(f"{key}-{value}" for key, value in config.items())])
+    return directory if directory.exists() else save_model(kind, directory, **config)
 
 
 def save_model(kind: str, directory: Path, **config: Any) -> Path:

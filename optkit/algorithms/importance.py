@@ -21,3 +21,40 @@ def block_influence(entering: Tensor, leaving: Tensor) -> float:
 def lowest(values: Sequence[float], count: int) -> list[int]:
     """Return the places of the lowest values, in order of place; of equal ones the first."""
     return sorted(sorted(range(len(values)), key=lambda place: values[place])[:count])
+
+
+def channel_energy(weight: Tensor, matrix: Tensor) -> Tensor:
+    """Return what each input adds to the mean square of a linear layer's outputs if it stood alone, float32 [in].
+
+    weight: float [out, in]; matrix: mean of x x^T of the inputs, float32 [in, in]. Minitron (arXiv:2407.14679) ranks by activations alone;
+    here what reads them counts too.
+    """
+    return matrix.diagonal() * weight.float().square().sum(0)
+
+
+def head_energy(weight: Tensor, matrix: Tensor, size: int) -> Tensor:
+    """Return what each head of `size` inputs adds to the mean square of a linear layer's outputs if it stood alone, float32 [heads]."""
+    heads = weight.shape[1] // size
+    blocks = matrix.unflatten(0, (heads, size)).unflatten(2, (heads, size)).diagonal(dim1=0, dim2=2)  # [size, size, heads]
+    columns = weight.float().unflatten(1, (heads, size))
+    energy: Tensor = torch.einsum("ohi,ijh,ohj->h", columns, blocks, columns)
+    return energy
+
+
+def highest(values: Tensor, count: int) -> Tensor:
+    """Return the places of the highest values, int64 [count], in order of place."""
+    return values.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def compensated(weight: Tensor, matrix: Tensor, kept: Tensor, damping: float = 0.01) -> Tensor:
+    """Return the columns that are kept, float32 [out, kept], changed so that they make up for the others by least squares.
+
+    weight: float [out, in]; matrix: mean of x x^T of the inputs, float32 [in, in]; kept: int64 [kept]. What the kept inputs tell of the
+    removed ones is read off the matrix; `damping` is added to its diagonal, as a fraction of its mean.
+    """
+    gone = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device).index_fill_(0, kept, False).nonzero().squeeze(1)
+    inner = matrix[kept][:, kept].double()
+    inner.diagonal().add_(damping * inner.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
+    told = torch.linalg.solve(inner, matrix[kept][:, gone].double())  # [kept, gone]
+    made: Tensor = weight[:, kept].double() + weight[:, gone].double() @ told.T
+    return made.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,25 +15,45 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.width import Role, Widths, axes_of, changing, narrower_config, narrower_tensors
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.stages.layer_quantizer import out_of_memory
+from optkit.stages.width_fields import KIND, WidthFields
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
     from optkit.stages.block_importance import Chosen
+    from optkit.stages.narrower_blocks import NarrowerBlocks
 
-KIND = "prune_structured"
 FLOATS = ("F64", "F32", "BF16", "F16")
 LESS_MEMORY = f"Lower {KIND}.batch_size, {KIND}.calibration.samples or {KIND}.calibration.sequence_length"
 
 
-class PruneStructured(Transform):
+@dataclass(frozen=True)
+class _Planned:
+    """What goes, known before anything runs."""
+
+    count: int
+    """Decoder blocks."""
+    before: Widths
+    after: Widths
+
+    @property
+    def narrows(self) -> bool:
+        return self.before != self.after
+
+
+class PruneStructured(WidthFields, Transform):
     """Remove whole parts of the model, those that matter least on a text: what is left is a smaller plain checkpoint.
 
-    What is left computes exactly what it did; nothing is retrained, so a stage that distills belongs behind this one. The model that was
-    written is opened anew and compared, block by block, with the parts that it was made of.
+    Whole decoder blocks, channels of the feed-forward layers, heads of the attention, heads of keys and values, channels of the hidden
+    states. Nothing is retrained, so a stage that distills belongs behind this one. What was written is opened anew and compared, block by
+    block, with the parts that it was made of.
     """
 
     remove_layers: float | int | tuple[int, ...] | None = None
@@ -50,8 +71,12 @@ class PruneStructured(Transform):
 
     @model_validator(mode="after")
     def _something(self) -> Self:
-        if self.remove_layers is None:
-            raise ValueError("nothing is asked: set remove_layers")
+        if self.remove_layers is None and not self.narrows:
+            raise ValueError("nothing is asked: set remove_layers, intermediate_size, attention_heads, kv_heads or hidden_size")
+        if self.remove_layers is None and {"layer_importance", "layer_search"} & self.model_fields_set:
+            raise ValueError("layer_importance and layer_search choose blocks to remove: set remove_layers too")
+        if self.kv_method and self.kv_heads is None:
+            raise ValueError("kv_method says how kv_heads are made: set kv_heads too")
         return self
 
     @model_validator(mode="after")
@@ -81,43 +106,82 @@ class PruneStructured(Transform):
 
         started = time.monotonic()
         checkpoint = Checkpoint(source)
-        count = self._count(checkpoint.shape)
+        planned = self._planned(checkpoint.shape)
         skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
-        chosen = self._choose(skeleton, count, source, context)
+        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self._reads_text(planned) else None
+        chosen = self._choose(skeleton, planned.count, tokens, context)
         kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
         names = shallower_tensors(checkpoint.shape, kept)
-        with context.progress.task(KIND, len(names), "tensors") as task, CheckpointWriter(target) as writer:
-            for name, new in names.items():
-                writer.add(new, checkpoint.read_finite(name))
-                task.advance(note=new)
+        blocks = self._narrower(skeleton, planned, kept, names, tokens, context) if planned.narrows else None
+        with context.progress.task(KIND, len(kept), "blocks") as task, CheckpointWriter(target) as writer:
+            if blocks:
+                blocks.write(kept, writer, task)
+            else:
+                for name, new in names.items():
+                    writer.add(new, checkpoint.read_finite(name))
         copy_companions(source, target)
         resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
-        write_config(target, shallower_config(checkpoint.config, kept, resolved))
-        difference = prove(checkpoint, target, kept, context)
-        before, after = _sizes(checkpoint.shape), _sizes(Checkpoint(target).shape)
-        details: dict[str, Any] = {"before": before, "after": after, "largest_difference": difference}
+        config = shallower_config(checkpoint.config, kept, resolved)
+        write_config(target, narrower_config(config, planned.before, planned.after) if planned.narrows else config)
+        proof = prove(checkpoint, target, kept, context, *((blocks.masked_, blocks.hidden) if blocks else ()))
+        before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
+        details: dict[str, Any] = {"before": before, "after": after, "largest_difference": proof}
         details |= self._told(chosen, [block.name for block in skeleton.blocks])
+        if blocks:
+            details |= _widths_told(planned, blocks)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
-            changed=len(chosen.removed),
+            changed=len(chosen.removed) + (len(kept) if blocks else 0),
             details=details,
             notes=(_note(before, after),),
-            calibrated_on=(self.calibration.identity(),) if chosen.scores else (),
+            calibrated_on=() if tokens is None else (self.calibration.identity(),),
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact size that it leaves; which blocks that are is known when it has run, so here the last ones are missing."""
-        blocks, count = block_count(shape.config), self._count(shape)
-        named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - count, blocks)
+        planned, blocks = self._planned(shape), block_count(shape.config)
+        named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
         kept = [index for index in range(blocks) if index not in named]
-        names = shallower_tensors(shape, kept)
-        tensors = {new: shape.tensors[name] for name, new in names.items()}
+        tensors = {new: shape.tensors[name] for name, new in shallower_tensors(shape, kept).items()}
         left = ModelShape(config=shallower_config(shape.config, kept), tensors=tensors)
-        work = max(self._measuring_bytes(shape), 4 * max(shape.block_bytes, shape.outside_bytes))
+        if planned.narrows:
+            narrower = narrower_tensors(left, planned.before, planned.after)
+            left = ModelShape(config=narrower_config(left.config, planned.before, planned.after), tensors=narrower)
+        work = max(self._measuring_bytes(shape, planned), 4 * max(shape.block_bytes, shape.outside_bytes))
         ram = min(left.size_bytes, SHARD_BYTES)
         if device.startswith("cuda"):
             return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=work), left
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + work), left
+
+    def _planned(self, shape: ModelShape) -> _Planned:
+        """Return what goes; raises StageError for what the model does not have or cannot lose."""
+        count = 0 if self.remove_layers is None else self._count(shape)
+        return _Planned(count, *self.widths(shape))
+
+    def _reads_text(self, planned: _Planned) -> bool:
+        if planned.narrows and (not self.pools(planned.before) or changing(planned.before, planned.after) != {Role.KEY}):
+            return True
+        return planned.count > 0 and not isinstance(self.remove_layers, tuple)
+
+    def _narrower(
+        self, skeleton: Skeleton, planned: _Planned, kept: Sequence[int], names: Mapping[str, str], tokens: Tensor | None, context: Context
+    ) -> NarrowerBlocks:
+        """Return the blocks to be written, with the channels of the hidden states chosen."""
+        from optkit.stages.narrower_blocks import NarrowerBlocks
+        from optkit.stages.width_choice import WidthChooser
+
+        def inputs() -> BlockInputs | None:
+            return None if tokens is None else skeleton.capture_inputs(tokens, context.device, self.batch_size)
+
+        with out_of_memory(KIND, context.device, LESS_MEMORY):
+            before, after = planned.before, planned.after
+            axes = axes_of(skeleton.checkpoint.shape, before)
+            chooser = WidthChooser(skeleton, inputs(), axes, before, after, self.pools(before))
+            hidden = None
+            if before.hidden != after.hidden:
+                hidden = chooser.hidden(kept, context.device)
+                chooser.inputs = inputs()
+        return NarrowerBlocks(chooser, names, context.device, self.compensate, LESS_MEMORY, hidden)
 
     def _count(self, shape: ModelShape) -> int:
         """Return how many blocks go; raises StageError where the model has not so many or is left without one."""
@@ -141,18 +205,17 @@ class PruneStructured(Transform):
             raise StageError(f"{count} of {blocks} blocks would leave none", where=where, remedy=f"Remove at most {blocks - 1}")
         return count
 
-    def _choose(self, skeleton: Skeleton, count: int, source: Path, context: Context) -> Chosen:
+    def _choose(self, skeleton: Skeleton, count: int, tokens: Tensor | None, context: Context) -> Chosen:
         from optkit.stages.block_importance import BlockImportance, Chosen
 
-        if isinstance(self.remove_layers, tuple):
-            return Chosen(sorted(self.remove_layers), [])
-        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+        if tokens is None or count == 0 or isinstance(self.remove_layers, tuple):
+            return Chosen(sorted(self.remove_layers) if isinstance(self.remove_layers, tuple) else [], [])
         with out_of_memory(KIND, context.device, LESS_MEMORY):
             importance = BlockImportance(skeleton, tokens, context.device, self.batch_size, context.progress)
             return importance.choose(count, self.layer_importance, self.layer_search)
 
     def _told(self, chosen: Chosen, blocks: Sequence[str]) -> dict[str, Any]:
-        told: dict[str, Any] = {"removed_layers": chosen.removed}
+        told: dict[str, Any] = {"removed_layers": chosen.removed} if chosen.removed else {}
         if chosen.scores and self.layer_search == "contiguous":
             ends = blocks[len(chosen.removed) - 1 :]
             told["run_scores"] = {f"{first} - {last}": score for first, last, score in zip(blocks, ends, chosen.scores, strict=False)}
@@ -162,21 +225,24 @@ class PruneStructured(Transform):
             told["calibration_perplexity"] = chosen.perplexity
         return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
 
-    def _measuring_bytes(self, shape: ModelShape) -> int:
-        """Return the bytes of the hidden states on the text, of what a batch needs in a block, and of the largest part of the model."""
-        if isinstance(self.remove_layers, tuple):
+    def _measuring_bytes(self, shape: ModelShape, planned: _Planned) -> int:
+        """Return the bytes of the hidden states on the text, of what a batch needs in a block, of Hessians, and of the largest part."""
+        if not self._reads_text(planned):
             return 0
         width, blocks = hidden_size(shape.config), block_count(shape.config)
         tokens = self.calibration.samples * self.calibration.sequence_length
-        run = self._count(shape) if self.layer_search == "contiguous" else 1
-        streams = 1 + (run if self.layer_importance == "block_influence" else blocks + 1 - run)
+        streams = 1
+        if planned.count and not isinstance(self.remove_layers, tuple):
+            run = planned.count if self.layer_search == "contiguous" else 1
+            streams += run if self.layer_importance == "block_influence" else blocks + 1 - run
         element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
-        return streams * tokens * width * element + batch + max(shape.block_bytes, shape.outside_bytes)
+        solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if planned.narrows and planned.before.ffn != planned.after.ffn else 0
+        return streams * tokens * width * element + max(batch, solving) + max(shape.block_bytes, shape.outside_bytes)
 
 
-def _sizes(shape: ModelShape) -> dict[str, int]:
+def sizes(shape: ModelShape) -> dict[str, int]:
     """Return parameters, bytes, and bytes that the KV cache takes for each token in the dtype of the weights."""
     attending, _ = attention_of(shape.config, block_count(shape.config))
     bits = next(DTYPE_BITS[info.dtype] for info in shape.tensors.values() if info.dtype in FLOATS)
@@ -184,7 +250,17 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
     return {"parameters": shape.elements, "bytes": shape.size_bytes, "kv_cache_bytes_per_token": cache}
 
 
+def _widths_told(planned: _Planned, blocks: NarrowerBlocks) -> dict[str, Any]:
+    """Return the widths before and after, and which heads and channels of the hidden states are left."""
+    told: dict[str, Any] = {"widths_before": asdict(planned.before), "widths_after": asdict(planned.after)}
+    if planned.before.heads != planned.after.heads:
+        told["heads"] = [left.heads for left in blocks.lefts]
+    if planned.before.key_heads != planned.after.key_heads:
+        told["kv_heads"] = [left.pools for left in blocks.lefts]
+    return told | ({} if blocks.hidden is None else {"hidden_channels": blocks.hidden.tolist()})
+
+
 def _note(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     names = {"parameters": "parameters", "bytes": "bytes of weights", "kv_cache_bytes_per_token": "bytes of KV cache a token"}
     changes = (f"{before[key]:,} -> {after[key]:,} {name}" for key, name in names.items() if before[key])
-    return f"{KIND}: {', '.join(changes)}; distill it before it is used: what was removed is not made up for"
+    return f"{KIND}: {', '.join(changes)}; distill it before it is used"

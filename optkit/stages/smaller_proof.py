@@ -12,6 +12,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.head import logits_behind
 from optkit.model.skeleton import Skeleton
+from optkit.stages.narrower_blocks import only
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,8 @@ def prove(
     length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(context.seed))
     expected, found = (skeleton.capture_inputs(tokens, context.device) for skeleton in (whole, smaller))
+    if channels is not None:
+        expected.hidden = only(expected.hidden, channels)
     difference = 0.0
     for number, index in enumerate(kept):
         whole.load_(whole.blocks[index].name, context.device)
