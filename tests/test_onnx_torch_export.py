@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from optkit.errors import SourceError, StageError
 from optkit.onnx import torch_export
-from optkit.onnx.encoder_heads import encoder_head
+from optkit.onnx.exporters import encoder_task
 from optkit.onnx.torch_export import export_encoder
 from optkit.stage import Context
 from optkit.stages.onnx_quantize import OnnxQuantize
@@ -132,15 +132,15 @@ def test_weights_that_are_not_there(encoder: Encoder, target: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "onnx: LlamaForCausalLM is no encoder.*Take exporter: genai"),
-        ({"architectures": ["BertModel"], "is_decoder": True}, "BertModel is no encoder.*Take exporter: genai"),
+        ({"architectures": ["LlamaForCausalLM"]}, "onnx: LlamaForCausalLM is no encoder.*take exporter: genai"),
+        ({"architectures": ["BertModel"], "model_type": "bert", "is_decoder": True}, "BertModel is no encoder.*Export another model"),
         ({"architectures": ["T5Model"], "is_encoder_decoder": True}, "T5Model is no encoder.*Export another model"),
         ({"model_type": "bert"}, "bert is no encoder"),
     ],
 )
 def test_what_is_no_encoder(config: dict[str, Any], message: str) -> None:
     with pytest.raises(StageError, match=message):
-        encoder_head(config)
+        encoder_task(config)
 
 
 @pytest.mark.slow

@@ -40,6 +40,11 @@ PHRASES = {
 }
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the architecture that config.json names first; empty where it names none."""
+    return str(next(iter(config.get("architectures") or [""])))
+
+
 def phrase_of(tasks: Iterable[Task]) -> str:
     """Return what models of these tasks are, e.g. `an encoder of text`."""
     wanted = frozenset(tasks)
@@ -62,8 +67,7 @@ def loader_of(config: Mapping[str, Any]) -> str:
     """Return the class of transformers that opens a model as what its architecture says, e.g. `AutoModelForCausalLM`."""
     if task_of(config) is Task.FEATURES:
         return "AutoModel"
-    architecture = str(next(iter(config.get("architectures") or [""])))
-    return f"AutoModel{next((head for head in HEADS if architecture.endswith(head)), 'ForCausalLM')}"
+    return f"AutoModel{next((head for head in HEADS if architecture_of(config).endswith(head)), 'ForCausalLM')}"
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:

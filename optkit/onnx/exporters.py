@@ -1,12 +1,13 @@
-"""Which exporter makes the fastest graph of a model that is known to be equal; no torch is needed."""
+"""Which exporter makes the fastest graph of a model that is known to be equal, and which models are encoders; no torch is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from optkit.errors import StageError
+from optkit.model.task import ENCODING, HEADS, Task, architecture_of, task_of
 from optkit.onnx.builder import ARCHITECTURES
-from optkit.onnx.encoder_heads import architecture_of
 
 OPSET = 21
 """Version of ONNX's operators that is written where no other is asked for."""
@@ -17,3 +18,16 @@ OPSETS = {"torch": range(18, 24), "optimum": range(14, 21)}
 def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:
     """Return `genai` for the decoders that it knows, whose attention it fuses; `torch` for all other models."""
     return "genai" if architecture_of(config) in ARCHITECTURES else "torch"
+
+
+def encoder_task(config: Mapping[str, Any]) -> Task:
+    """Return what an encoder (BERT and its kin) is for. Raises StageError for what is none."""
+    task = task_of(config)
+    if task in ENCODING:
+        return task
+    raise StageError(
+        f"{architecture_of(config) or config.get('model_type')} is no encoder that torch exports here",
+        where="onnx",
+        why=f"Those of BERT and its kin end with {', '.join(('Model', *HEADS))}",
+        remedy="It is a causal language model: take exporter: genai" if task is Task.GENERATION else "Export another model",
+    )

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL
+from optkit.model.task import Task, loader_of
 from optkit.model.writer import copy_companions, write_config
-from optkit.onnx.encoder_heads import WHERE, Head, encoder_head
-from optkit.onnx.exporters import OPSET
+from optkit.onnx.exporters import OPSET, encoder_task
 from optkit.onnx.model_file import ModelFile, ModelWriter
 from optkit.onnx.opening import open_model, runtime_errors
 from optkit.onnx.prediction import exported_config
@@ -31,6 +31,8 @@ TRACED = (2, 9)
 """Batch and length of the tokens that the graph is traced with."""
 SHAPES = ((1, 1), (1, 7), (3, 33), (2, 128))
 """Those that the result is compared on."""
+OUTPUTS = {Task.FEATURES: ("last_hidden_state",), Task.CLASSIFICATION: ("logits",)}
+"""What the graph gives."""
 LIMIT = 1e-4
 """How far an output may be from the source's, as a share of its largest value."""
 
@@ -56,10 +58,10 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
     SourceError for a checkpoint that does not fit its architecture; ResourceError when the disk is full.
     """
     checkpoint = Checkpoint(source)
-    head = encoder_head(checkpoint.config)
-    model = _load(source, head, trust_remote_code)
+    outputs = OUTPUTS[encoder_task(checkpoint.config)]
+    model = _load(source, loader_of(checkpoint.config), trust_remote_code)
     inputs = _inputs(model)
-    named = Named(model, inputs, head.outputs).eval()
+    named = Named(model, inputs, outputs).eval()
     positions = checkpoint.shape.positions
     with TemporaryDirectory(prefix=".exported-", dir=target) as work:
         _trace(named, Path(work), opset, positions)
@@ -72,7 +74,7 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
     return {
         "architecture": type(model).__name__,
         "inputs": list(inputs),
-        "outputs": list(head.outputs),
+        "outputs": list(outputs),
         "opset": opset,
         "ir_version": written.proto.ir_version,
         "nodes": written.node_kinds(),
@@ -81,11 +83,11 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
     }
 
 
-def _load(source: Path, head: Head, trust_remote_code: bool) -> nn.Module:
+def _load(source: Path, loader: str, trust_remote_code: bool) -> nn.Module:
     import transformers
 
     with quiet_transformers(), quiet_tools():
-        model, loading = getattr(transformers, head.loader).from_pretrained(
+        model, loading = getattr(transformers, loader).from_pretrained(
             source,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -149,7 +151,7 @@ def _compare(named: Named, target: Path, positions: int | None) -> dict[str, flo
     if not difference <= LIMIT:
         raise StageError(
             f"the graph differs from its source by {difference:.2g} of the largest value, and {LIMIT:.2g} is the limit",
-            where=WHERE,
+            where="onnx",
             why="Its code takes a way that the traced one does not",
         )
     return {"cosine": cosine, "difference": difference}

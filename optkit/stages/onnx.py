@@ -18,11 +18,10 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.shape import ModelShape
-from optkit.model.task import EVERY_TASK, Task
+from optkit.model.task import EVERY_TASK, Task, architecture_of, task_of
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builds import GENAI_BUILDS, installed
-from optkit.onnx.encoder_heads import architecture_of, encoder_head, is_decoder
-from optkit.onnx.exporters import OPSET, OPSETS, exporter_for
+from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
 from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import exported_config, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -132,7 +131,7 @@ class Onnx(Transform):
         """
         shape = Checkpoint(source).shape
         config, chosen = shape.config, self._exporter(shape)
-        encoder = chosen == "torch" and not is_decoder(config)
+        encoder = chosen == "torch" and task_of(config) is not Task.GENERATION
         report = (self._export_encoder if encoder else self._export_decoder)(source, target, context)
         because = () if self.exporter or chosen == "genai" else (f"exported by torch: the exporter genai has no {architecture_of(config)}",)
         return replace(report, details={"exporter": chosen, **report.details}, notes=(*because, *report.notes))
@@ -196,10 +195,10 @@ class Onnx(Transform):
 
     def _refuse_for(self, exporter: str, shape: ModelShape) -> None:
         """Raise StageError for a model or a field that the exporter torch or optimum does not take."""
-        if not is_decoder(shape.config):
+        if task_of(shape.config) is not Task.GENERATION:
             if exporter == "optimum":
                 raise StageError(f"optimum exports decoders here, and {architecture_of(shape.config)} is none", where="onnx", remedy=TORCH)
-            encoder_head(shape.config)
+            encoder_task(shape.config)
             if self.kv_cache is not None:
                 raise StageError("an encoder has no KV cache", where="onnx.kv_cache", remedy="Leave it out")
         if idle := self._idle(exporter):

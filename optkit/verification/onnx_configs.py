@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from optkit.model.task import Task, task_of
+from optkit.model.task import Task, architecture_of, task_of
 from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory, Port
-from optkit.onnx.encoder_heads import architecture_of
 
 CONFIG = "config.json"
 ATTENTION = "GroupQueryAttention"
