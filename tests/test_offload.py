@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from optkit_evals.serving import refuse_other_engines
 from optkit_evals.throughput import Throughput
 from pydantic import ValidationError
 
 from optkit.byte_sizes import size_bytes
-from optkit.errors import OptkitError, RecipeError, StageError
+from optkit.errors import EvalError, OptkitError, RecipeError, StageError
 from optkit.measure import EvalContext
 from optkit.model.placement import Place, Room, Unit, place_by_room, placement_text, stored_units
 from optkit.model.shape import ModelShape, TensorInfo
@@ -72,6 +73,11 @@ def test_fused_experts_are_written_to_the_folder_while_the_model_is_open(tiny_mo
     assert list(folder.iterdir()) == []
 
 
+def test_transformers_own_engine_is_refused(tiny_model: TinyModel) -> None:
+    with pytest.raises(EvalError, match=r"continuous batching does not apply .*offloaded come and go"):
+        refuse_other_engines(opened(tiny_model("llama"), Offload(cpu_memory="300 kB")))
+
+
 def test_throughput_is_measured_as_ever(tiny_model: TinyModel) -> None:
     session = opened(tiny_model("llama"), Offload(cpu_memory="300 kB"))
     grid = Throughput(prompts=(8,), new_tokens=3, repeats=2, warmup=1, limit_s=1)
@@ -98,6 +104,22 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
     assert record["settings"][0]["offload"]["cpu_memory"] == "400 kB"
     again: Any = open_artifact(tmp_path / "out", device="cpu")
     assert any(parameter.is_meta for parameter in again.model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_on_a_gpu_weights_wait_in_main_memory_and_on_disk(tiny_model: TinyModel, kind: str) -> None:
+    place: dict[str, Place] = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.embed_tokens": "cpu"}
+    alone: Any = open_session(tiny_model(kind), (), "cuda")
+    spread: Any = open_session(tiny_model(kind), [Offload(device_map=place)], "cuda")
+    for _ in range(2):
+        assert spread.logits(TOKENS).equal(alone.logits(TOKENS))
+        assert spread.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
+    assert "(pinned) to cuda" in spread.notes[1]
+    assert spread.decode_bytes(2, 9) == alone.decode_bytes(2, 9)
+    small: Any = open_session(tiny_model(kind), [Offload(gpu_memory="300 kB", cpu_memory="200 kB")], "cuda")
+    assert small.logits(TOKENS).equal(alone.logits(TOKENS))
+    assert " in main memory, " in small.notes[0]
 
 
 def shape(tensors: Mapping[str, int] | None = None, **config: object) -> ModelShape:

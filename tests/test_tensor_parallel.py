@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from optkit_evals.serving import refuse_other_engines
 from optkit_evals.throughput import Throughput
 
 from optkit.devices.datasheets import datasheet
@@ -20,6 +21,7 @@ from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.pipeline import open_artifact, plan, run
+from optkit.profiling.run import _check
 from optkit.recipe import load_recipe
 from optkit.roofline.sessions import session_limits
 from optkit.roofline.work import work_of
@@ -70,6 +72,13 @@ def test_what_is_asked_in_vain_is_an_error_as_ever(split_llama: ParallelSession)
     with pytest.raises(EvalError, match=r"600 tokens are more than the model's 512 positions"):
         split_llama.logits(torch.zeros(1, 600, dtype=torch.int64))
     assert split_llama.logits(TOKENS).isfinite().all()
+
+
+def test_what_needs_the_model_in_this_process_is_refused(split_llama: ParallelSession) -> None:
+    with pytest.raises(EvalError, match=r"split over several devices\. torch\.profiler sees this process alone"):
+        _check(split_llama, 4, 2, nvtx=False)
+    with pytest.raises(EvalError, match=r"continuous batching does not apply to this session"):
+        refuse_other_engines(split_llama)
 
 
 def test_throughput_reports_the_memory_of_all_processes(split_llama: ParallelSession) -> None:
@@ -123,6 +132,41 @@ def test_other_architectures(tiny_model: TinyModel, kind: str) -> None:
     torch.testing.assert_close(split.logits(TOKENS), alone.logits(TOKENS), rtol=1e-4, atol=1e-4)
     assert split.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
     split.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [(), (Compile(),), (Compile(mode="reduce-overhead"),)], ids=["plain", "compile", "graphs"])
+def test_two_gpus_compute_what_one_does(tiny_model: TinyModel, settings: tuple[Setting, ...]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    alone: Any = open_session(tiny_model("llama"), (), "cuda")
+    split: Any = open_session(tiny_model("llama"), [TWO, *settings], "cuda")
+    assert split.devices == ("cuda:0", "cuda:1")
+    logits = split.logits(TOKENS)
+    assert logits.device == torch.device("cuda:0")
+    torch.testing.assert_close(logits, alone.logits(TOKENS), rtol=1e-3, atol=1e-3)
+    assert split.generate(TOKENS, 6).equal(alone.generate(TOKENS, 6))
+    grid, context = Throughput(prompts=(8,), new_tokens=3, repeats=2, warmup=1, limit_s=1), EvalContext()
+    rows = {metric.name: metric.value for metric in grid.run(split, context)}
+    assert 0 < rows["peak_memory_bytes"] <= rows["peak_reserved_bytes"]
+    split.close()
+
+
+@pytest.mark.gpu
+def test_more_gpus_than_there_are(tiny_model: TinyModel) -> None:
+    with pytest.raises(StageError, match=r"64 devices were asked for, from cuda on"):
+        open_session(tiny_model("llama"), [TensorParallel(devices=64)], "cuda")
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_split_too(tiny_model: TinyModel) -> None:
+    alone: Any = open_session(tiny_model("llama"))
+    split: Any = open_session(tiny_model("llama"), [TWO, Compile(devices=("cpu",), fullgraph=True)])
+    assert split.compiled
+    assert split.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
+    assert "compile: no graph breaks" in split.notes
+    split.close()
+    assert "compile: no graph breaks" in split.notes
 
 
 @pytest.mark.slow
@@ -234,7 +278,6 @@ def test_a_model_that_is_too_large_even_so(tiny_model: TinyModel, monkeypatch: p
     [
         (Speculative(prompt_lookup=2), "follow one request token by token"),
         (CudaGraphs(), "whole layers on one GPU"),
-        (Compile(devices=("cpu",)), "exchanges partial sums"),
         (Offload(), "where every weight lies"),
     ],
 )

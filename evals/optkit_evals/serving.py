@@ -157,6 +157,8 @@ def refuse_other_engines(session: Any) -> None:
         why = "It would run the model as it is, without the kernels that decode it here"
     elif getattr(session, "speculation", None) is not None:
         why = "It would decode token by token"
+    elif any(parameter.is_meta for parameter in session.model.parameters()):
+        why = "Its CUDA graphs hold the addresses of weights, and those that are offloaded come and go"
     elif session.codes_cache:
         why = "Its KV cache would be one of floats"
     if why:

@@ -31,9 +31,9 @@ class GpuWatch:
             return cls(device, unknown=str(error))
 
     @classmethod
-    def of_all(cls, devices: Sequence[str], find: Callable[[str], Gpu | None] = find_gpu) -> GpuWatch:
+    def of_all(cls, devices: Sequence[str]) -> GpuWatch:
         """Return the watch of one device, or of several that hold a model together."""
-        parts = tuple(cls.of(device, find) for device in dict.fromkeys(devices))
+        parts = tuple(cls.of(device) for device in dict.fromkeys(devices))
         return parts[0] if len(parts) == 1 else SeveralGpus(devices[0], parts=parts)
 
     def read(self) -> None:

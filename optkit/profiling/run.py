@@ -70,6 +70,9 @@ def profile_model(
 def _check(session: Any, prompt: int, new_tokens: int, nvtx: bool) -> None:
     if not hasattr(session, "stream"):
         raise EvalError("it generates no tokens", where=str(session.directory), why="What is traced is a prompt and the tokens after it")
+    if len(getattr(session, "devices", ())) > 1:
+        why = "torch.profiler sees this process alone, and the model runs in others"
+        raise EvalError("its model is split over several devices", where=str(session.directory), why=why, remedy="Profile it without")
     if nvtx and session.device == "cpu":
         raise UsageError("NVTX ranges are marks on a GPU's timeline", where="--nvtx", remedy="Leave it out on a CPU, or use --device cuda")
     if prompt + new_tokens > session.positions:

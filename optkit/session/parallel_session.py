@@ -34,7 +34,6 @@ class ParallelSession:
         self.devices = tuple("cpu" if device == "cpu" else f"cuda:{first + index}" for index in count)
         self.directory, self.device = directory, self.devices[0]
         self.hidden_memory = ""
-        self.compiled = self.decodes_itself = False
         self._trust_remote_code = trust_remote_code
         job = {
             "directory": str(directory.absolute()),
@@ -46,7 +45,8 @@ class ParallelSession:
         told = self._ranks.opened
         self.vocabulary, self.positions = int(told[0]["vocabulary"]), int(told[0]["positions"])
         self.dtype, self.product_dtype = str(told[0]["dtype"]), str(told[0]["product_dtype"])
-        self.codes_cache = bool(told[0]["codes_cache"])
+        self.codes_cache, self.compiled = bool(told[0]["codes_cache"]), bool(told[0]["compiled"])
+        self._said = tuple(told[0]["notes"])
         held = " and ".join(sorted({size_text(each["weights"]) for each in told}))
         how = "processes by gloo" if device == "cpu" else f"GPUs ({', '.join(self.devices)}) by nccl"
         self._note = f"tensor_parallel: {setting.devices} {how}, {held} of weights on each"
@@ -54,8 +54,10 @@ class ParallelSession:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is in force, one sentence each."""
-        return (self._note, *self._ranks.opened[0]["notes"])
+        """What is in force and what fell back so far, one sentence each."""
+        if self._ranks.alive:
+            self._said = tuple(self._ranks.call("notes")[0])
+        return (self._note, *self._said)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -83,6 +83,7 @@ class Rank:
             "product_dtype": session.product_dtype,
             "notes": list(session.notes),
             "codes_cache": session.codes_cache,
+            "compiled": session.compiled,
             "weights": held,
             "probe": [list(probe.shape), probe.double().sum().item()],
         }

@@ -70,6 +70,11 @@ class Ranks:
             self._end()
             raise
 
+    @property
+    def alive(self) -> bool:
+        """Whether they can be called."""
+        return not self._broken
+
     def close(self) -> None:
         """End all of them."""
         self._broken = self._broken or "the session was closed"

@@ -17,13 +17,11 @@ from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.stage import Format, Setting
-from optkit.stages.compile import Compile
 from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.offload import Offload
 from optkit.stages.speculative import Speculative
 
 EXCLUDED: dict[type[Setting], str] = {
-    Compile: "transformers exchanges partial sums between the layers, which what is compiled here does not know",
     CudaGraphs: "The graph computes whole layers on one GPU",
     Offload: "Each of the two says itself where every weight lies",
     Speculative: "The processes follow one request token by token",
@@ -35,7 +33,8 @@ class TensorParallel(Setting):
     """Split the model over several GPUs of one host by transformers' plan for its architecture, with a process for each GPU.
 
     optkit starts the processes when the model is opened and ends them when it is closed. Each holds its share of the heads, of the
-    feed-forward columns and of lm_head, and they exchange partial sums after each block by NCCL (on CPUs by gloo).
+    feed-forward columns and of lm_head, and they exchange partial sums twice in each block by NCCL (on CPUs by gloo). Decoding of few
+    sequences waits for Python more than for GPUs, split or not: put `compile` beside it.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; plans: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
     """
@@ -84,8 +83,6 @@ class TensorParallel(Setting):
 
     def excludes(self, other: Setting, device: str) -> str:
         """Return why it cannot be honoured beside settings that decide themselves how a step runs or where weights lie."""
-        if isinstance(other, Compile) and not other.applies(device):
-            return ""
         return next((why for kind, why in EXCLUDED.items() if isinstance(other, kind)), "")
 
     def device_bytes(self, shape: ModelShape) -> int:
