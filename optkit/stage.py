@@ -43,7 +43,9 @@ class Cost(Frozen):
     ram_bytes: int = 0
     """Peak bytes of main memory."""
     gpu_bytes: int = 0
-    """Peak bytes of GPU memory; 0 when the step runs on the CPU."""
+    """Peak bytes of GPU memory; 0 when the step runs on the CPU. Of several GPUs, those of each."""
+    by_kind: dict[str, int] = {}
+    """What the peak on the device is for, e.g. `{"weights": 538060416, "activations": 812646400}`; empty where the stage does not say."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class Setting(Stage):
     """What it can be applied to when it is opened; the built-in ones know torch models alone."""
     exact: ClassVar[bool] = True
     """Leaves what the model computes as it is, but for the order of rounding."""
+    places_weights: ClassVar[bool] = False
+    """Says where weights lie and nothing else: where the unmodified model has no room alone, it is measured with it too."""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Refuse, before anything runs and without torch, what the model, the device or the installed packages cannot honour.

@@ -16,6 +16,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     sections: list[RenderableType] = [
         title,
         _steps(plan),
+        *_memory(plan),
         _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
         _closing(plan),
         *(Text(line, style="dim") for line in plan.forecasts),
@@ -33,6 +34,13 @@ def _steps(plan: Plan) -> Table:
     for entry in plan.recipe.settings:
         table.add_row(Text(entry.kind), Text("setting", style="dim"))
     return table
+
+
+def _memory(plan: Plan) -> list[RenderableType]:
+    """Return what the peak memory of steps is for, where they say it."""
+    told = [step for step in plan.pending if step.cost.by_kind]
+    lines = [f"{step.kind}: {', '.join(f'{name} {size_text(size)}' for name, size in step.cost.by_kind.items())}" for step in told]
+    return [Text("\n".join(["peak memory by kind", *(f"  {line}" for line in lines)]), style="dim")] if lines else []
 
 
 def _evals(plan: Plan) -> Table:

@@ -80,6 +80,8 @@ class LoraRecover(Trained):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Train adapters as `Trained.run` does; raises also what `predict` does."""
         report = super().run(source, target, context)
+        if "skipped" not in report.details:  # another process than the first
+            return report
         details = dict(report.details)
         skipped: Mapping[str, str] = details.pop("skipped")
         notes: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ class LoraRecover(Trained):
         `Trained.predict` does.
         """
         self._check_positions(shape)
+        self._check_devices(shape, device)
         packed = bool(shape.config.get("quantization_config"))
         self._refuse_unfit(packed)
         linears = linears_of(shape)

@@ -13,9 +13,13 @@ from optkit.environment import cpu_cores, visible_gpus
 from optkit.errors import StageError
 from optkit.frozen import digest
 from optkit.model.shape import ModelShape
+from optkit.model.weights import expert_counts
+from optkit.source.models import model_shape
 from optkit.source.training_text import TrainingText
 from optkit.stage import Context, Cost, Report
 from optkit.stages.teaching import Taught
+from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
+from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
     from optkit.training.data import TrainingData
@@ -158,37 +162,68 @@ class Trained(Taught):
         Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
         """
         self._check_positions(shape)
-        self._check_devices(device)
-        teacher_bytes = self._check_teacher(shape)
-        state = shape.elements * (2 if self.optimizer == "adamw_8bit" else 8)
-        weights = shape.elements * 4
-        memory = 2 * weights + state + teacher_bytes + self._activation_bytes(shape)
+        self._check_devices(shape, device)
+        self._check_teacher(shape)
+        kinds = self._memory(shape, device)
+        weights, state = 4 * shape.elements, OPTIMIZER_BYTES[self.optimizer] * shape.elements
         disk = shape.size_bytes + 2 * (2 * weights + state)
         if device == "cpu":
-            return Cost(disk_bytes=disk, ram_bytes=memory + weights), shape
-        return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=memory), shape
+            return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
+        return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
+
+    def _memory(self, shape: ModelShape, device: str) -> MemoryKinds:
+        """Return the peak memory of each device by kind."""
+        teacher = None
+        if self._has_teacher and self.top_k is None:
+            teacher = model_shape(self.teacher, self._named_teacher()) if self.teacher else shape
+        setup = Setup(
+            positions=self.batch_size * self.sequence_length,
+            length=self.sequence_length,
+            half=self.precision == "bfloat16",
+            checkpointing=self.gradient_checkpointing,
+            accumulation=self.accumulation,
+            optimizer=self.optimizer,
+            teacher=teacher,
+            known_answers=self.top_k is not None,
+            divergence=self.divergence > 0,
+            attention_loss=self.attention > 0,
+            hidden_loss=self.hidden > 0,
+            device=device,
+            devices=self.devices,
+            parallel=self.parallel,
+        )
+        return predicted_memory(shape, setup)
 
     def _activation_bytes(self, shape: ModelShape) -> int:
-        """Return about what the activations of one forward pass take."""
-        config = shape.config.get("text_config") or shape.config
-        width, vocabulary = int(config.get("hidden_size") or config.get("n_embd") or 1), int(config.get("vocab_size") or 1)
-        layers = next((int(config[key]) for key in ("num_hidden_layers", "n_layer") if key in config), 1)
-        wide = int(config.get("intermediate_size") or 4 * width)
-        positions = self.batch_size * self.sequence_length
-        kept = layers * width if self.gradient_checkpointing else layers * (8 * width + 4 * wide)
-        return positions * kept * (2 if self.precision == "bfloat16" else 4) + 5 * min(positions * vocabulary * 4, 2 << 30)
+        """Return about what the forward pass leaves and the loss needs, on a GPU."""
+        kinds = self._memory(shape, "cuda")
+        return kinds.activations + kinds.logits + kinds.computed_weights
 
-    def _check_devices(self, device: str) -> None:
+    def _check_devices(self, shape: ModelShape, device: str) -> None:
+        if self.devices == 1:
+            return
         there = cpu_cores() if device == "cpu" else visible_gpus()
         if self.devices > there:
             raise StageError(
-                f"{self.devices} devices are asked for, and there {'are' if there > 1 else 'is'} {there}",
+                f"{self.devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
                 where=self._kind,
                 why="Each process takes a core of the CPU at least" if device == "cpu" else "Each process takes a GPU of its own",
                 remedy=f"Set `devices` to at most {there}",
             )
-        if self.devices > 1 and ":" in device:
+        if ":" in device:
             raise StageError(f"{self.devices} devices are asked for, and {device} is one", where=self._kind, remedy="Say `--device cuda`")
+        if self.parallel == "fsdp":
+            self._refuse_indivisible(shape)
+
+    def _refuse_indivisible(self, shape: ModelShape) -> None:
+        """Refuse what FSDP2 cannot divide."""
+        if expert_counts(shape.config)[0]:
+            what, why = "experts", "An expert that no token of a device is sent to has no gradient there, which FSDP2 would wait for"
+        elif shape.config.get("quantization_config"):
+            what, why = "packed layers", "FSDP2 gives each device a part of the rows of float weights"
+        else:
+            return
+        raise StageError(f"the weights of {what} cannot be divided", where=self._kind, why=why, remedy="Set `parallel: ddp`")
 
     def _check_positions(self, shape: ModelShape) -> None:
         if shape.positions and self.sequence_length > shape.positions:

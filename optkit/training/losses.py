@@ -29,7 +29,8 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Ten
 
     T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher gets no gradient.
     """
-    total: Tensor = _Divergence.apply(logits, teacher, temperature)
+    with torch.autocast(logits.device.type, enabled=False):  # which takes 16 bits for the sums over tokens
+        total: Tensor = _Divergence.apply(logits, teacher, temperature)
     return total
 
 

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.training.losses import IGNORED, attention_divergence, cross_entropy, hidden_distance
+from optkit.training.memory import LOGIT_BYTES
 from optkit.training.two_parts import TwoParts
-
-LOGIT_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}
-"""Most bytes of float32 logits held together, by the kind of device; the losses hold a few tensors of that size."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,13 @@ class Group(Ranks):
             from torch.nn.parallel import DistributedDataParallel
 
             device_ids = [self.device.index] if self.device.type == "cuda" else None
-            return DistributedDataParallel(objective, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+            return DistributedDataParallel(
+                objective,
+                device_ids=device_ids,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=any(".experts." in name for name, _ in objective.named_parameters()),
+            )
         return self._shard(objective)
 
     @contextmanager
@@ -174,6 +180,8 @@ class Group(Ranks):
                     whole = self.whole(parameter.detach())
                     plain[id(parameter)] = nn.Parameter(whole.cpu() if self.first else whole.new_empty(0), parameter.requires_grad)
                 module._parameters[leaf] = plain[id(parameter)]
+            for leaf, buffer in module._buffers.items():
+                module._buffers[leaf] = buffer.cpu() if buffer is not None else None
 
     def _shard(self, objective: Objective) -> nn.Module:
         """Divide each block's weights, and together those outside of the blocks, among the processes (FSDP2)."""

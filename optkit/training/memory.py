@@ -1,0 +1,271 @@
+"""The peak memory of a training on one of its devices, predicted from shapes alone. No torch is needed.
+
+Counted is what `optkit.training.loop` and `objective` hold: float32 weights, gradients and AdamW states, the casts that autocast keeps
+of weights until the backward pass, what each block keeps for its gradients as transformers writes it, and the logits of as many
+positions as are computed at once. A step has two moments that can be its peak: when the loss is known, with all activations and no
+gradients but those of lm_head, and when all gradients are there. Between them activations go and gradients come, block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from optkit.model.attention import attention_of
+from optkit.model.shape import ModelShape
+from optkit.model.weights import TABLES, expert_counts
+from optkit.training.memory_kinds import MemoryKinds
+
+WIDE = 4
+"""Bytes of what is kept in float32 whatever is computed in."""
+LOGIT_BYTES: Mapping[str, int] = {"cpu": 128 << 20, "cuda": 2 << 30}
+"""Most bytes of float32 logits held together, by the kind of device; the losses hold a few tensors of that size."""
+OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "adamw_8bit": 2}
+GATED, PLAIN = 4, 2
+"""Tensors of the width of the MLP that are kept: with a gate its input, its output, what it is multiplied with and the product."""
+AGAIN = 1.4
+"""What the backward pass of a block holds, as a multiple of what the block keeps for it: gradients of the same widths come as these go."""
+SPELLED_OUT = 5
+"""The same for activations that transformers writes as single operations."""
+MATRICES = (".weight", ".weight_packed", ".qweight")
+"""Ends of the names of a layer's matrix, packed or not."""
+SPELLED_OUT_NAMES = frozenset({"gelu_new", "gelu_fast", "quick_gelu", "gelu_pytorch_tanh_python"})
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the memory of a training, beside the shape of the student."""
+
+    positions: int
+    """Tokens of a forward pass on all devices together."""
+    length: int
+    """Tokens of a sequence."""
+    half: bool
+    """Matrices are multiplied in 16 bits, by autocast."""
+    checkpointing: bool = False
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    trained: int | None = None
+    """Numbers that are trained; None: all of the student's."""
+    teacher: ModelShape | None = None
+    """A teacher that computes beside the student."""
+    known_answers: bool = False
+    """The teacher's answers are read from disk."""
+    divergence: bool = True
+    attention_loss: bool = False
+    hidden_loss: bool = False
+    device: str = "cpu"
+    devices: int = 1
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+
+    @property
+    def computed(self) -> int:
+        """Bytes of a number that matrices are multiplied in."""
+        return 2 if self.half else WIDE
+
+    @property
+    def share(self) -> int:
+        """Positions of a forward pass on one device."""
+        return self.positions // self.devices
+
+    @property
+    def divided(self) -> int:
+        """By how much weights, gradients and optimizer are divided."""
+        return self.devices if self.devices > 1 and self.parallel == "fsdp" else 1
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What the decoder blocks of a model look like."""
+
+    count: int
+    width: int
+    """Of the hidden states."""
+    intermediate: int
+    query_width: int
+    key_width: int
+    """Of keys, and of values."""
+    heads: int
+    readers: int
+    """Matrices of a block that read what a norm wrote."""
+    norms: int
+    centred: bool
+    """They are LayerNorms, which torch computes in one operation."""
+    head_norms: bool
+    """Queries and keys have norms of their own."""
+    kept_of_mlp: int
+    chosen: int
+    """Experts that a token is sent to; 1 where there are none."""
+
+    def kept_bytes(self, setup: Setup) -> int:
+        """Return the bytes that a token leaves in one block for the backward pass."""
+        size, norms = setup.computed, self.norms * (1 if self.centred else 2) * WIDE * self.width
+        inputs = self.readers * size * self.width if setup.half else min(2, self.norms) * WIDE * self.width
+        attention = size * (2 * self.query_width + 2 * self.key_width)
+        attention += 2 * WIDE * (self.query_width + self.key_width) if self.head_norms else 0
+        attention += 3 * WIDE * self.heads * setup.length if setup.attention_loss else 0
+        return norms + inputs + attention + self.chosen * size * self.kept_of_mlp * self.intermediate
+
+
+def predicted_memory(shape: ModelShape, setup: Setup) -> MemoryKinds:
+    """Return the bytes by kind at the moment of a step when most are in use, on each of the devices."""
+    moments = [_loss_is_known(shape, setup), _block_computes_again(shape, setup), _gradients_are_there(shape, setup)]
+    moments += [_is_divided(shape, setup)] if setup.divided > 1 else []
+    return max(moments, key=lambda kinds: kinds.total)
+
+
+def blocks_of(shape: ModelShape) -> Blocks:
+    """Return the blocks of a model, as config.json and the names of tensors tell them."""
+    config = shape.config.get("text_config") or shape.config
+    places = {place for name in shape.tensors if (place := shape.block(name))}
+    attention = attention_of(shape.config, len(places))[0]
+    width = _number(config, "hidden_size", "n_embd", "d_model")
+    first = [(name, info) for name, info in shape.tensors.items() if shape.block(name) == min(places, default=None)]
+    matrices = [name for name, info in first if len(info.shape) >= 2 and ".experts." not in name and name.endswith(MATRICES)]
+    norms = [name for name, _ in first if name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight"))]
+    norms = [name for name in norms if shape.tensors[name].shape == (width,)]
+    experts, chosen = expert_counts(shape.config)
+    gate = any("gate_proj" in name or "gate_up" in name or ".w1." in name for name, _ in first)
+    kind = str(config.get("activation_function") or config.get("hidden_act") or config.get("hidden_activation") or "")
+    return Blocks(
+        count=len(places),
+        width=width,
+        intermediate=(_number(config, "moe_intermediate_size") if experts else 0)
+        or _number(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        or 4 * width,
+        query_width=attention[0].query_width if attention else width,
+        key_width=attention[0].cache_width // 2 if attention else width,
+        heads=_number(config, "num_attention_heads", "n_head", "n_heads") or 1,
+        readers=max(1, len(matrices) - (1 if experts else 2)) + (2 * chosen if experts else 0),
+        norms=len(norms),
+        centred=any(name.removesuffix("weight") + "bias" in shape.tensors for name in norms),
+        head_norms=any("q_norm" in name for name, _ in first),
+        kept_of_mlp=GATED if gate else SPELLED_OUT if kind in SPELLED_OUT_NAMES else PLAIN,
+        chosen=chosen or 1,
+    )
+
+
+def _loss_is_known(shape: ModelShape, setup: Setup) -> MemoryKinds:
+    blocks = blocks_of(shape)
+    head = _head_elements(shape)
+    entering = WIDE * blocks.width
+    kept = entering if setup.checkpointing else blocks.kept_bytes(setup)
+    return MemoryKinds(
+        **_standing(shape, setup),
+        computed_weights=_casts(shape, setup, head),
+        gradients=_standing_gradients(shape, setup, head),
+        activations=(blocks.count * kept + 2 * entering) * setup.share,  # with what lm_head is given, and its gradient
+        logits=_logit_bytes(shape, setup),
+    )
+
+
+def _block_computes_again(shape: ModelShape, setup: Setup) -> MemoryKinds:
+    """The last block does so first, when what all blocks were given is there still."""
+    blocks = blocks_of(shape)
+    head = _head_elements(shape)
+    again = int(AGAIN * blocks.kept_bytes(setup)) + blocks.count * WIDE * blocks.width if setup.checkpointing else 0
+    return MemoryKinds(
+        **_standing(shape, setup),
+        computed_weights=2 * _largest_block(shape) if setup.half else 0,
+        gradients=_standing_gradients(shape, setup, head),
+        activations=again * setup.share,
+    )
+
+
+def _gradients_are_there(shape: ModelShape, setup: Setup) -> MemoryKinds:
+    blocks = blocks_of(shape)
+    trained = _trained(shape, setup)
+    gathered = 2 * _largest_block(shape) * setup.computed if setup.divided > 1 else 0
+    return MemoryKinds(
+        **_standing(shape, setup),
+        computed_weights=gathered,
+        gradients=WIDE * trained // setup.divided + (WIDE * _head_elements(shape) if setup.divided > 1 else 0),
+        activations=blocks.kept_bytes(setup) * setup.share,
+    )
+
+
+def _is_divided(shape: ModelShape, setup: Setup) -> MemoryKinds:
+    """Each device opens the whole model and keeps its part."""
+    standing = _standing(shape, setup)
+    whole = WIDE * shape.elements
+    return MemoryKinds(**{**standing, "weights": whole, "optimizer": 0, "best_weights": 0}, computed_weights=whole // setup.divided)
+
+
+def _standing(shape: ModelShape, setup: Setup) -> dict[str, int]:
+    """Return what is there in every moment."""
+    trained = _trained(shape, setup)
+    frozen = 0 if setup.trained is None else shape.elements
+    teacher = setup.teacher.elements * setup.computed + setup.share * _teacher_widths(setup) if setup.teacher else 0
+    return {
+        "weights": WIDE * trained // setup.divided,
+        "frozen_weights": WIDE * frozen // setup.divided,
+        "teacher": teacher,
+        "optimizer": OPTIMIZER_BYTES[setup.optimizer] * trained // setup.divided,
+        "best_weights": WIDE * trained if setup.device == "cpu" else 0,
+    }
+
+
+def _teacher_widths(setup: Setup) -> int:
+    """Return the bytes that the teacher leaves of a token."""
+    assert setup.teacher is not None
+    blocks = blocks_of(setup.teacher)
+    kept = setup.computed * blocks.width * (blocks.count + 1 if setup.hidden_loss else 1)
+    return kept + (setup.computed * blocks.count * blocks.heads * setup.length if setup.attention_loss else 0)
+
+
+def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
+    """Return the gradients that are there when the loss is known: lm_head's, and all of them where a step has several passes."""
+    all_of_them = WIDE * _trained(shape, setup) // setup.divided
+    of_head = WIDE * head if setup.trained is None else 0
+    if setup.accumulation > 1 or (setup.devices > 1 and setup.divided == 1):  # DDP keeps its buckets
+        return all_of_them + of_head
+    return of_head
+
+
+def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
+    """Return the bytes of weights as they are computed with: autocast's copies, and what FSDP2 gathers."""
+    matrices = sum(info.elements for name, info in shape.tensors.items() if len(info.shape) >= 2 and shape.block(name))
+    if setup.divided > 1:
+        outside = sum(info.elements for name, info in shape.tensors.items() if shape.block(name) is None)
+        return WIDE * outside + (2 * head if setup.half else 0) + 2 * _largest_block(shape) * setup.computed
+    return 2 * (matrices + head) if setup.half else 0
+
+
+def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Return what the loss makes of the logits that are computed at once: three float32 tensors, and the logits of both as they come."""
+    vocabulary = _vocabulary(shape)
+    positions = min(setup.share, max(1, LOGIT_BYTES[setup.device.partition(":")[0]] // (WIDE * vocabulary)))
+    tensors = 3 * WIDE + setup.computed * (2 if setup.divergence and not setup.known_answers else 1)
+    parts = 2 if setup.share > positions else 1  # one part's gradient of lm_head beside the sum of those before
+    again = (parts - 1) * WIDE * _head_elements(shape) if setup.trained is None else 0
+    return positions * vocabulary * tensors + again
+
+
+def _trained(shape: ModelShape, setup: Setup) -> int:
+    return shape.elements if setup.trained is None else setup.trained
+
+
+def _head_elements(shape: ModelShape) -> int:
+    """Return the numbers of the matrix that makes logits."""
+    sizes = [info.elements for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2]
+    named = [info.elements for name, info in shape.tensors.items() if name.removesuffix(".weight").endswith(("lm_head", "embed_out"))]
+    return named[0] if named else max(sizes, default=0)
+
+
+def _largest_block(shape: ModelShape) -> int:
+    sizes: dict[tuple[str, int], int] = {}
+    for name, info in shape.tensors.items():
+        if place := shape.block(name):
+            sizes[place] = sizes.get(place, 0) + info.elements
+    return max(sizes.values(), default=0)
+
+
+def _vocabulary(shape: ModelShape) -> int:
+    config = shape.config.get("text_config") or shape.config
+    tables = [info.shape[0] for name, info in shape.tensors.items() if any(word in name for word in TABLES)]
+    return int(config.get("vocab_size") or max(tables, default=1))
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    return next((int(config[name]) for name in names if config.get(name)), 0)
