@@ -274,7 +274,8 @@ def _settings(todo: Plan) -> list[Setting]:
 
 
 def _baseline(todo: Plan, store: Store, context: Context) -> Subject:
-    return Subject(lambda: materialize(todo, 0, store, context, set()), (), todo.recipe.model.trust_remote_code)
+    settings = [entry.value for entry in todo.baseline_settings]
+    return Subject(lambda: materialize(todo, 0, store, context, set()), settings, todo.recipe.model.trust_remote_code)
 
 
 def _record(todo: Plan, execution: Execution) -> dict[str, Any]:

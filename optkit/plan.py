@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import SerializeAsAny
 
-from optkit.environment import cpu_cores, device_name, package_version
+from optkit.environment import cpu_cores, device_name, gpu_memory_bytes, memory, package_version
 from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
@@ -96,8 +96,10 @@ class Plan(Frozen):
     artifact_key: str
     """The weights together with the settings."""
     baseline_key: str
-    """The unmodified model without settings; equal to `artifact_key` where the recipe changes nothing."""
+    """The unmodified model, without settings but for `baseline_settings`; equal to `artifact_key` where the recipe changes nothing."""
     evals: tuple[PlannedEval, ...]
+    baseline_settings: tuple[SettingEntry, ...] = ()
+    """What the unmodified model is opened with too, because the device has no room for its weights alone."""
     forecasts: tuple[str, ...] = ()
     """What opening the artifact will need where a setting says where its weights lie, one line each."""
 
@@ -147,14 +149,19 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
     for measured in recipe.evals:
         measured.value.check(device)
     settings = settings_identity(recipe.settings)
+    placing = () if _has_room(shape, device) else tuple(entry for entry in recipe.settings if entry.value.places_weights)
+    beside = settings_identity(placing)
+    told = [entry.value.forecast(left, device) for entry in recipe.settings]
+    told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
     return Plan(
         recipe=recipe,
         device=device,
         steps=steps,
         artifact_key=make_artifact_key(steps[-1].key, settings),
-        baseline_key=make_artifact_key(steps[0].key, []),
-        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, settings) for entry in recipe.evals),
-        forecasts=tuple(line for entry in recipe.settings if (line := entry.value.forecast(left, device))),
+        baseline_key=make_artifact_key(steps[0].key, beside),
+        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, settings, beside) for entry in recipe.evals),
+        baseline_settings=placing,
+        forecasts=tuple(filter(None, told)),
     )
 
 
@@ -193,6 +200,12 @@ def settings_identity(settings: Sequence[SettingEntry]) -> list[dict[str, Any]]:
 
 def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
     return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json"), **entry.value.made_with()}
+
+
+def _has_room(shape: ModelShape, device: str) -> bool:
+    """Whether the device could hold the weights; a GPU whose size nobody knows could."""
+    size = memory().total_bytes if device == "cpu" else gpu_memory_bytes(device)
+    return size is None or shape.size_bytes <= size
 
 
 def _check_tasks(recipe: Recipe, shape: ModelShape) -> None:
@@ -307,7 +320,13 @@ def _format_of(shape: ModelShape, directory: Path | None) -> Format:
 
 
 def _plan_eval(
-    entry: EvalEntry, seed: int, store: Store, device: str, steps: Sequence[Step], settings: list[dict[str, Any]]
+    entry: EvalEntry,
+    seed: int,
+    store: Store,
+    device: str,
+    steps: Sequence[Step],
+    settings: list[dict[str, Any]],
+    of_baseline: list[dict[str, Any]],
 ) -> PlannedEval:
     model, weights = steps[0].key, steps[-1].key
     with_baseline = {"baseline": model} if entry.value.compares else {}
@@ -317,8 +336,8 @@ def _plan_eval(
         circumstances = with_baseline | machine | ({"beside": beside} if entry.value.timed else {})
         return make_metric_key(entry, seed, of, applied, circumstances)
 
-    key = metric_key(weights, settings, make_artifact_key(model, []))
-    baseline_key = None if entry.value.compares else metric_key(model, [], make_artifact_key(weights, settings))
+    key = metric_key(weights, settings, make_artifact_key(model, of_baseline))
+    baseline_key = None if entry.value.compares else metric_key(model, of_baseline, make_artifact_key(weights, settings))
     hit = store.get_json(key) is not None
     baseline_hit = baseline_key is None or store.get_json(baseline_key) is not None
     both = hit and baseline_hit

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.offload import Offload
 
 TinyModel = Callable[[str], Path]
+plans = import_module("optkit.plan")
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -120,6 +122,32 @@ def test_on_a_gpu_weights_wait_in_main_memory_and_on_disk(tiny_model: TinyModel,
     small: Any = open_session(tiny_model(kind), [Offload(gpu_memory="300 kB", cpu_memory="200 kB")], "cuda")
     assert small.logits(TOKENS).equal(alone.logits(TOKENS))
     assert " in main memory, " in small.notes[0]
+
+
+def test_an_unmodified_model_without_room_is_measured_with_it_too(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {
+        "model": str(tiny_model("llama")),
+        "name": "spread",
+        "stages": ["bf16", {"offload": {"cpu_memory": "300 kB"}}],
+        "evals": [{"throughput": {"prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1, "isolated": False}}],
+    }
+    with_room = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
+    monkeypatch.setattr(plans, "_has_room", lambda shape, device: False)
+    planned = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
+    assert planned.forecasts[1] == "offload: for the unmodified model too, which has no room on cpu alone"
+    assert planned.baseline_key not in (with_room.baseline_key, planned.artifact_key)
+    assert planned.evals[0].baseline_key != with_room.evals[0].baseline_key
+    scorecard = run(load_recipe(recipe), out=tmp_path / "out", device="cpu", store=tmp_path / "store")
+    assert any(note.startswith("offload: every forward pass copies") for note in scorecard.baseline_notes)
+    alone = plan(load_recipe({**recipe, "stages": ["offload"]}), device="cpu", store=tmp_path / "store")
+    assert alone.baseline_key == alone.artifact_key
+
+
+def test_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "gpu_memory_bytes", {"cuda": 50, "cuda:1": 51, "cuda:2": None}.__getitem__)
+    assert [plans._has_room(shape(), device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [True, False, True, True]
 
 
 def shape(tensors: Mapping[str, int] | None = None, **config: object) -> ModelShape:

@@ -30,6 +30,7 @@ class Offload(Setting):
     """
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    places_weights: ClassVar[bool] = True
 
     device_map: Literal["auto"] | Mapping[str, Place] = "auto"
     """`auto`: what fits is on the GPU, what is outside the decoder blocks first, then block after block; then main memory, then disk. Or

@@ -42,6 +42,7 @@ class TensorParallel(Setting):
     shorthand: ClassVar[str] = "devices"
     requires: ClassVar[tuple[str, ...]] = ("transformers>=5.17",)
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    places_weights: ClassVar[bool] = True
 
     devices: int = Field(ge=2, le=64)
     """GPUs, from the session's device on (`cuda` is the first); on a CPU processes."""
