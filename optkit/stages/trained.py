@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,15 +20,13 @@ from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
 from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
+    from optkit.training.account import Trainee
     from optkit.training.data import TrainingData
     from optkit.training.loop import TrainingOptions, TrainingResult
     from optkit.training.objective import Objective
     from optkit.training.ranks import Ranks
     from optkit.training.student import Student
     from optkit.training.teacher import Teacher
-
-CURVE_POINTS = 200
-"""Most points of the loss curve in a report."""
 
 
 class Trained(Taught):
@@ -126,34 +122,55 @@ class Trained(Taught):
         """Train as one of the processes; the first one writes what was learned."""
         import torch
 
+        from optkit.training.account import account, spending
         from optkit.training.loop import train
 
         torch.manual_seed(context.seed)
         data = self._with_generated(self._data(source, context), source, context)
         options = self._options(data)
-        student = self._student(source, context)
-        details = self._details(student)
-        rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
-        teacher = self._teacher(source, context, data, rows, self.batch_size)
-        objective = self._objective(student, teacher)
-        result = train(
-            objective,
-            data,
-            teacher,
-            options,
-            where=self._kind,
-            progress=context.progress,
-            place=context.workspace,
-            digest=digest({"fields": self.model_dump(mode="json"), "data": data.digest(), "version": self.version}),
-            ranks=ranks,
-        )
+        with spending(context.device) as spent:
+            student = self._student(source, context)
+            details = self._details(student)
+            rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
+            teacher = self._teacher(source, context, data, rows, self.batch_size)
+            objective = self._objective(student, teacher)
+            trainee = self._trainee(student, source, context)
+            result = train(
+                objective,
+                data,
+                teacher,
+                options,
+                where=self._kind,
+                progress=context.progress,
+                place=context.workspace,
+                digest=digest({"fields": self.model_dump(mode="json"), "data": data.digest(), "version": self.version}),
+                ranks=ranks,
+            )
+        predicted = None if student.checkpoint.quantization else self._memory(trainee.shape, context.device, trainee.adapter_elements)
+        record = account(result, trainee, spent, ranks, self.parallel, predicted)
         if not ranks.first:
             return Report(changed=0)
         changed = self._write(student, target, context)
         return Report(
             changed=changed,
-            details=details | training_details(result),
+            details=details | training_details(result) | {"curve": [(each.step, each.loss) for each in record.points]} | record.details(),
             calibrated_on=tuple(text.identity() for text in self.texts),
+        )
+
+    def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
+        from optkit.model.checkpoint import Checkpoint
+        from optkit.training.account import Trainee
+
+        parameters = list(student.model.parameters())
+        trained = sum(each.numel() for each in parameters if each.requires_grad)
+        beside = self._has_teacher and self.top_k is None
+        return Trainee(
+            shape=student.checkpoint.shape,
+            length=self.sequence_length,
+            arithmetic="bf16" if self.precision == "bfloat16" else "fp32",
+            recomputed=self.gradient_checkpointing,
+            adapter_elements=trained if trained < sum(each.numel() for each in parameters) else None,
+            teacher=Checkpoint(self._teacher_directory(source, context)).shape if beside else None,
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
@@ -171,8 +188,8 @@ class Trained(Taught):
             return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
         return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
 
-    def _memory(self, shape: ModelShape, device: str) -> MemoryKinds:
-        """Return the peak memory of each device by kind."""
+    def _memory(self, shape: ModelShape, device: str, trained: int | None = None) -> MemoryKinds:
+        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights, all of them where None."""
         teacher = None
         if self._has_teacher and self.top_k is None:
             teacher = model_shape(self.teacher, self._named_teacher()) if self.teacher else shape
@@ -183,6 +200,7 @@ class Trained(Taught):
             checkpointing=self.gradient_checkpointing,
             accumulation=self.accumulation,
             optimizer=self.optimizer,
+            trained=trained,
             teacher=teacher,
             known_answers=self.top_k is not None,
             divergence=self.divergence > 0,
@@ -283,13 +301,5 @@ def training_details(result: TrainingResult) -> dict[str, Any]:
         "held_out_before": result.first,
         "held_out_after": result.best,
         "held_out": course.held_out,
-        "curve": thinned(course.curve),
         "resumed_at": course.resumed,
     }
-
-
-def thinned(curve: Sequence[float], points: int = CURVE_POINTS) -> list[tuple[int, float]]:
-    """Return (last step, mean loss) of at most `points` groups of steps that are as equal as can be."""
-    count = min(points, len(curve))
-    edges = [index * len(curve) // count for index in range(count + 1)] if count else []
-    return [(end, round(sum(curve[start:end]) / (end - start), 6)) for start, end in pairwise(edges)]

@@ -66,6 +66,8 @@ class Course:
     """Of the steps alone, without held-out losses and checkpoints."""
     curve: list[float] = field(default_factory=list)
     """The loss of each step."""
+    rates: list[float] = field(default_factory=list)
+    """The learning rate of each step."""
     held_out: list[dict[str, float]] = field(default_factory=list)
     """`step`, `total` and each loss by its name, in order."""
     best_step: int = 0
@@ -198,6 +200,7 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         course.step += 1
         course.curve.append(loss)
+        course.rates.append(rate)
         course.step_seconds += time.perf_counter() - started
         self._clock()
         speed = course.step * self._step_tokens / course.step_seconds

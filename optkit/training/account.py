@@ -1,0 +1,109 @@
+"""What a training was: its curve, speed, memory and energy, as the scorecard shows them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from optkit.devices.gpu_watch import GpuWatch
+from optkit.devices.peak_memory import watched_peak
+from optkit.errors import SourceError
+from optkit.model.shape import ModelShape
+from optkit.training.flops import step_flops
+from optkit.training.loop import TrainingResult
+from optkit.training.memory_kinds import MemoryKinds
+from optkit.training.ranks import Ranks
+from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, thinned
+from optkit.training.speed import Speed, peak_of
+
+MOST_JUDGED = 100
+"""Held-out losses of a record."""
+
+
+@dataclass
+class Spent:
+    """What a device was asked for; filled in when the watched work has ended."""
+
+    device: str
+    peak_bytes: int | None = None
+    """Beyond what the process held before, on a CPU."""
+    energy_j: float | None = None
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What was trained."""
+
+    shape: ModelShape
+    length: int
+    """Tokens of a sequence."""
+    arithmetic: str
+    """What matrices were multiplied in: `bf16` or `fp32`."""
+    recomputed: bool
+    adapter_elements: int | None
+    """Numbers of adapters beside frozen weights; None where all weights are trained."""
+    teacher: ModelShape | None
+    """A teacher that computed beside it."""
+
+
+@contextlib.contextmanager
+def spending(device: str) -> Iterator[Spent]:
+    """Watch a device's memory and energy."""
+    spent, gpu = Spent(device), GpuWatch.of(device)
+    before, energy = psutil.Process().memory_info().rss, gpu.energy_j()
+    with watched_peak(device) as peak:
+        yield spent
+    if peak.size_bytes is not None:
+        spent.peak_bytes = peak.size_bytes - before if device == "cpu" else peak.size_bytes
+    after = gpu.energy_j()
+    spent.energy_j = after - energy if energy is not None and after is not None else None
+
+
+def account(
+    result: TrainingResult, trainee: Trainee, spent: Spent, ranks: Ranks, parallel: str, predicted: MemoryKinds | None
+) -> TrainingRecord:
+    """Return the record; every process has to ask for it at the same time."""
+    course = result.course
+    step_tokens = result.tokens // course.step
+    peak = ranks.most(spent.peak_bytes or 0)
+    energy = ranks.sums([spent.energy_j or 0.0])[0]
+    rates = [0.0] * (len(course.curve) - len(course.rates)) + course.rates
+    points = [
+        Point(step=step, tokens=step * step_tokens, loss=loss, learning_rate=rate)
+        for step, (loss, rate) in enumerate(zip(course.curve, rates, strict=True), start=1)
+    ]
+    judged = [Judged(step=int(each["step"]), tokens=int(each["step"]) * step_tokens, loss=each["total"]) for each in course.held_out]
+    stride = -(-len(judged) // MOST_JUDGED)
+    return TrainingRecord(
+        points=thinned(points),
+        judged=tuple(judged[::-1][::stride][::-1]),
+        steps=course.step,
+        tokens=result.tokens,
+        seconds=round(course.step_seconds, 3),
+        devices=ranks.count,
+        parallel=parallel if ranks.count > 1 else None,
+        speed=_speed(result, trainee, spent.device, ranks.count),
+        predicted=predicted,
+        peak_bytes=peak or None,
+        energy_j=energy or None,
+    )
+
+
+def _speed(result: TrainingResult, trainee: Trainee, device: str, devices: int) -> SpeedRecord | None:
+    """Return the speed; None where the operations of the model cannot be counted."""
+    try:
+        flops = step_flops(
+            trainee.shape,
+            trainee.length,
+            recomputed=trainee.recomputed,
+            frozen=trainee.adapter_elements is not None,
+            adapter_elements=trainee.adapter_elements or 0,
+            teacher=trainee.teacher,
+        )
+    except SourceError:
+        return None
+    speed = Speed(result.tokens, result.course.step_seconds, flops, trainee.length, devices, peak_of(device), trainee.arithmetic)
+    return SpeedRecord.model_validate(speed.details())
