@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from optkit import pipeline
+from optkit.artifact import read_artifact
 from optkit.errors import MissingPackageError, RecipeError, StageError
 from optkit.execute import check_packages
 from optkit.model.adapter import read_adapter
@@ -332,6 +334,24 @@ def test_an_adapted_model_takes_no_second_adapter(tiny_model: TinyModel, tmp_pat
         make_plan(load_recipe(recipe(tmp_path, done, RECOVER)).pinned(None), store, "cpu")
     with pytest.raises(StageError, match="cuda_graphs: knows no adapter beside packed weights, and this model has one"):
         make_plan(load_recipe(recipe(tmp_path, done, "cuda_graphs")).pinned(None), store, "cpu")
+
+
+def test_the_artifact_has_its_adapter_everywhere(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+    told = json.dumps(fields)
+    path = recipe(tmp_path, tiny_model("llama"), "rtn: {bits: 3, group_size: 32}", f"lora_recover: {told}")
+    path.write_text(path.read_text() + "evals: [footprint]\n")
+    scorecard = pipeline.run(path, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(read_artifact(tmp_path / "out").record.files)
+    rows = {row.metric.name: row.metric.value for row in scorecard.rows}
+    adapter = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size
+    packed = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert rows["weights_bytes"] == adapter + packed
+    found = pipeline.verify(tmp_path / "out", engines=["transformers"], device="cpu")
+    assert {check.name: check.detail for check in found.checks}["adapter"] == "LoRA of rank 4 at most beside 21 layers"
+    assert [(each.verdict, "peft" in each.packages) for each in found.loading] == [("agrees", True)]
+    (tmp_path / "out" / "adapter" / "adapter_config.json").write_text("{}")
+    damaged = pipeline.verify(tmp_path / "out", engines=[], device="cpu")
+    assert {check.name for check in damaged.checks if not check.ok} == {"digests", "adapter"}
 
 
 def test_it_needs_peft(tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

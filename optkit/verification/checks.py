@@ -7,6 +7,7 @@ from pathlib import Path
 
 from optkit.artifact import OWN_FILES, Artifact
 from optkit.errors import OptkitError
+from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.onnx_file import MODEL, is_onnx
 from optkit.model.shape import BLOCK_COUNTS, place_in_list
@@ -56,7 +57,21 @@ def _check_safetensors(artifact: Artifact) -> tuple[Check, ...]:
         layers,
         check_of("blocks", _problems_of_blocks(checkpoint, count), f"{count} decoder blocks, each with its tensors"),
         check_of("ties", _problems_of_ties(checkpoint), "tie_word_embeddings and the tensors agree"),
+        *_adapter(checkpoint),
     )
+
+
+def _adapter(checkpoint: Checkpoint) -> tuple[Check, ...]:
+    """Check the adapter beside packed weights; nothing where there is none."""
+    try:
+        adapter = read_adapter(checkpoint.directory) if checkpoint.quantization else None
+    except OptkitError as error:
+        return (Check(name="adapter", ok=False, detail=str(error)),)
+    if adapter is None:
+        return ()
+    known = [f".{name}" for name in linear_layers(checkpoint)]
+    strange = [f"{name} is no layer of the checkpoint" for name in adapter.layers if not any(f".{name}".endswith(each) for each in known)]
+    return (check_of("adapter", strange, f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"),)
 
 
 def _digests(artifact: Artifact) -> Check:

@@ -47,6 +47,12 @@ class Engine:
     """It opens ONNX directories and nothing else; the others open safetensors and nothing else."""
     library: str = ""
     """What `optkit env build` calls it, where it stands on packages that ours do not go with: its environment is asked."""
+    adapter_helpers: tuple[str, ...] = ()
+    """Distributions that it needs for an adapter beside packed weights."""
+
+    def needed_for(self, method: str, adapter: bool) -> tuple[str, ...]:
+        """Return the distributions beside its own that it needs for a `quant_method` of config.json, and for an adapter."""
+        return self.helpers.get(method, ()) + (self.adapter_helpers if adapter else ())
 
     def cannot_open(self, onnx: bool) -> str:
         """Return why an artifact, ONNX or not, is none of those that the engine opens; empty where it is one."""
@@ -65,6 +71,7 @@ TRANSFORMERS = Engine(
         "awq": ("gptqmodel",),
         "bitsandbytes": ("bitsandbytes", "accelerate"),
     },
+    adapter_helpers=("peft",),
 )
 VLLM = Engine(
     "vllm",

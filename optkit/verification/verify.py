@@ -13,6 +13,7 @@ from pydantic import computed_field
 from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.frozen import Frozen
+from optkit.model.adapter import ADAPTER, Adapter, read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import rounds_activations
 from optkit.model.task import PHRASES, Task, task_of
@@ -44,6 +45,8 @@ class Weights:
     method: str
     """`quant_method` of config.json; empty for float weights and for ONNX."""
     rounds_activations: bool
+    adapter: Adapter | None = None
+    """What lies beside packed weights."""
 
 
 class Verified(Frozen):
@@ -133,7 +136,8 @@ def _weights_of(artifact: Artifact) -> Weights:
     config = Checkpoint(artifact.directory).config
     quantization = config.get("quantization_config") or {}
     method = str(quantization.get("quant_method", ""))
-    return Weights(False, config, task_of(config) or Task.GENERATION, method, rounds_activations(quantization))
+    adapter = read_adapter(artifact.directory) if method else None
+    return Weights(False, config, task_of(config) or Task.GENERATION, method, rounds_activations(quantization), adapter)
 
 
 def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
@@ -160,7 +164,10 @@ def _request(
         "device": reference.device,
         "quantized": bool(weights.method),
         "trust_remote_code": trusted,
-        "helpers": list(engine.helpers.get(weights.method, ())),
+        "adapter": str((directory / ADAPTER).resolve()) if weights.adapter else "",
+        "adapter_rank": weights.adapter.ranks[-1] if weights.adapter else 0,
+        "dequantize": weights.adapter is not None and weights.method == "compressed-tensors",
+        "helpers": list(engine.needed_for(weights.method, weights.adapter is not None)),
         "likeliest": LIKELIEST,
         "logits": str(folder / f"{engine.name}.logits.f32"),
     }
@@ -170,7 +177,8 @@ def _judge(
     engine: Engine, weights: Weights, answer: Answer, reference: Reference | EncoderReference, tokenizer: Any, logits: Path
 ) -> Loading:
     """Return the loading line of an engine."""
-    others = {name for helpers in engine.helpers.values() for name in helpers} - set(engine.helpers.get(weights.method, ()))
+    every = {name for helpers in (*engine.helpers.values(), engine.adapter_helpers) for name in helpers}
+    others = every - set(engine.needed_for(weights.method, weights.adapter is not None))
     packages = {name: version for name, version in answer.said.get("versions", {}).items() if name not in others}
     version = next((packages[name] for name in engine.distributions if name in packages), "")
     facts = {"engine": engine.name, "version": version, "packages": packages, "seconds": round(answer.seconds, 2)}

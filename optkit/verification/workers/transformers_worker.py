@@ -2,7 +2,7 @@
 
 from typing import Any
 
-PACKAGES = ("transformers", "torch", "compressed-tensors", "gptqmodel", "optimum", "bitsandbytes", "accelerate")
+PACKAGES = ("transformers", "torch", "compressed-tensors", "gptqmodel", "optimum", "bitsandbytes", "accelerate", "peft")
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
@@ -15,7 +15,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
 
-    placed = {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
+    placed: dict[str, Any] = {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
+    if request.get("dequantize"):  # peft finds no weight in a packed layer of compressed-tensors
+        placed["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model, report = getattr(transformers, request.get("loader", "AutoModelForCausalLM")).from_pretrained(
         request["directory"], dtype="auto", trust_remote_code=request["trust_remote_code"], output_loading_info=True, **placed
     )
@@ -23,6 +25,10 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(name for name in map(str, report.get(kind) or ()) if not name.startswith(unused)):
             raise ValueError(f"{len(names)} {kind.replace('_', ' ')}: {', '.join(names[:3])}")
+    if request.get("adapter"):
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, request["adapter"])
     model.eval()
     if "mask" in request:
         return encode(model, request)

@@ -38,11 +38,18 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         max_logprobs=count,
         logprobs_mode="raw_logprobs",
         enforce_eager=True,
+        **({"enable_lora": True, "max_lora_rank": lora_rank(request["adapter_rank"])} if request.get("adapter") else {}),
     )
     wanted = SamplingParams(
         temperature=0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=count, prompt_logprobs=count, detokenize=False
     )
-    (output,) = model.generate([{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False)
+    if request.get("adapter"):
+        from vllm.lora.request import LoRARequest
+
+        options = {"lora_request": LoRARequest("adapter", 1, request["adapter"])}
+    else:
+        options = {}
+    (output,) = model.generate([{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False, **options)
     positions = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
     return {
         "device": str(current_platform.device_type),
@@ -50,3 +57,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         "likeliest": [[[int(token), float(each.logprob)] for token, each in found.items()] for found in positions],
         "generated": list(output.outputs[0].token_ids),
     }
+
+
+def lora_rank(rank: int) -> int:
+    """Return the least `max_lora_rank` that vLLM knows and that holds adapters of a rank."""
+    return next(each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank)
