@@ -43,6 +43,7 @@ STAGES = {
     "precision": "optkit.stages.precision:Precision",
     "prune": "optkit.stages.prune:Prune",
     "prune_structured": "optkit.stages.prune_structured:PruneStructured",
+    "qat": "optkit.stages.qat:Qat",
     "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
     "smoothquant": "optkit.stages.smoothquant:Smoothquant",

@@ -1,0 +1,126 @@
+"""Layers that compute with the weights which their codes will stand for, and learn the weights behind them: quantization-aware training.
+
+    rounded = (clamp(round(w / s) + z, 0, 2^bits - 1) - z) * s
+    d rounded / d w = 1 where nothing was clamped, else 0          straight through (arXiv:1308.3432)
+    d rounded / d s = code - z - w / s where nothing was clamped, else code - z             LSQ (arXiv:1902.08153)
+
+Scales are learned by their logarithm, so that a step of AdamW changes each by the same share; s is rounded to the dtype that it is stored
+in before anything is computed with it. The codes at the end stand for exactly the last `rounded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
+from optkit.training.student import Student
+
+Scales = Literal["learned", "fixed", "recomputed"]
+CELL = 0.49
+"""Weights begin at most so many steps from the point that their code stands for; at half a step they would be between two."""
+
+
+class FakeQuantized(nn.Module):
+    """A linear layer whose weight is on a grid at each call."""
+
+    zeros: Tensor
+    base: Tensor
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, start: QuantizedWeight, grid: Grid, scales: Scales) -> None:
+        """weight: float32 [out, in]; `start` are the codes that it begins with (not where scales are recomputed)."""
+        super().__init__()
+        self.grid, self.scales = grid, scales
+        self.out_features, self.in_features = weight.shape
+        kept = weight if scales == "recomputed" else within_cells(weight, start)
+        self.weight = nn.Parameter(kept.detach().clone())
+        self.bias = bias
+        self.register_buffer("zeros", start.zeros.float().to(weight.device))
+        self.register_buffer("base", start.scales.float().to(weight.device))
+        self.growth = nn.Parameter(torch.zeros_like(self.base), requires_grad=scales == "learned")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        return F.linear(hidden, self.rounded(), self.bias)
+
+    def rounded(self) -> Tensor:
+        """Return the weight that its codes stand for, float32 [out, in]."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            rounded: Tensor = _Rounding.apply(self.weight, *self._scales_and_zeros(), self.grid)
+            return rounded
+
+    @torch.no_grad()
+    def codes(self) -> QuantizedWeight:
+        """Return the codes of now."""
+        scales, zeros = self._scales_and_zeros()
+        scales = self.grid.stored(scales)
+        codes = self.grid.round(self.grid.grouped(self.weight), scales, zeros).flatten(1)
+        return QuantizedWeight(codes.to(torch.uint8), scales, zeros.to(torch.uint8), self.grid.bits)
+
+    def _scales_and_zeros(self) -> tuple[Tensor, Tensor]:
+        if self.scales == "recomputed":
+            return minmax_scales(self.weight.detach(), self.grid)
+        return self.base * self.growth.exp(), self.zeros
+
+
+class _Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
+        grouped, stored = grid.grouped(weight), grid.stored(scales)
+        steps = grid.round(grouped, stored, zeros).sub_(zeros.unsqueeze(-1))
+        position = grouped / stored.unsqueeze(-1)
+        inside = (position + zeros.unsqueeze(-1) - grid.top / 2).abs_() <= (grid.top + 1) / 2
+        ctx.save_for_backward(inside, steps - position.masked_fill_(~inside, 0))
+        return (steps * stored.unsqueeze(-1)).view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inside, of_scale = ctx.saved_tensors
+        grouped = outer.view_as(of_scale)
+        return (grouped * inside).view_as(outer), (grouped * of_scale).sum(-1), None, None
+
+
+def within_cells(weight: Tensor, start: QuantizedWeight) -> Tensor:
+    """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`; the outermost codes have no outer edge."""
+    rows, groups = start.scales.shape
+    scales, zeros = (each.to(weight.device, weight.dtype).unsqueeze(-1) for each in (start.scales, start.zeros))
+    codes = start.codes.to(weight.device).view(rows, groups, -1).to(weight.dtype)
+    position = weight.view(rows, groups, -1) / scales + zeros
+    low = torch.where(codes == 0, -torch.inf, codes - CELL)
+    high = torch.where(codes == (1 << start.bits) - 1, torch.inf, codes + CELL)
+    return ((position.clamp(low, high) - zeros) * scales).view_as(weight)
+
+
+@dataclass(frozen=True)
+class CodedStudent(Student):
+    """A student whose layers compute with codes; what is behind these alone is trained."""
+
+    layers: Mapping[str, FakeQuantized]
+    """By their names in the checkpoint."""
+
+    def codes(self) -> dict[str, QuantizedWeight]:
+        """Return the codes of every layer, on the CPU."""
+        found = {name: layer.codes() for name, layer in self.layers.items()}
+        return {name: QuantizedWeight(each.codes.cpu(), each.scales.cpu(), each.zeros.cpu(), each.bits) for name, each in found.items()}
+
+
+def code_student(
+    student: Student, modules: Mapping[str, str], starts: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], scales: Scales
+) -> CodedStudent:
+    """Put layers with codes in the place of a student's; modules: name in the model -> name in the checkpoint."""
+    student.model.requires_grad_(False)
+    layers = {}
+    for place, name in modules.items():
+        module = student.model.get_submodule(place)
+        stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+        weight = stored if isinstance(module, nn.Linear) else stored.T.contiguous()
+        bias = module.bias if isinstance(module.bias, nn.Parameter) else None
+        layers[name] = FakeQuantized(weight, bias, starts[name], grids[name], scales)
+        parent, _, child = place.rpartition(".")
+        setattr(student.model.get_submodule(parent), child, layers[name])
+    return CodedStudent(student.model, student.checkpoint, student.tensor_names, layers)

@@ -1,0 +1,215 @@
+"""Stage `qat`: what is trained is what is written, and it is better than what it began with."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from optkit.algorithms.grid import Grid, minmax_scales
+from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
+from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.scale_search import search_scales
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.session import open_session
+from optkit.stage import Context, Format, Report
+from optkit.stages.gptq import Gptq
+from optkit.stages.qat import CodeTraining, Qat
+from optkit.stages.rtn import Rtn
+from optkit.training.fake_quantization import FakeQuantized, within_cells
+
+TinyModel = Callable[[str], Path]
+LENGTH = 32
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a text in which each letter says something about the next."""
+    torch.manual_seed(0)
+    follows = torch.randint(97, 123, (26, 3))
+    letters = [97]
+    for choice in torch.randint(0, 3, (40_000,)).tolist():
+        letters.append(int(follows[letters[-1] - 97, choice]))
+    path = tmp_path_factory.mktemp("text") / "chain.txt"
+    path.write_text("".join(map(chr, letters)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def trained_model(tiny_model: TinyModel, text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny Llama that has learned the text."""
+    from optkit.source.training_text import TrainingText
+    from optkit.training.data import read_texts
+
+    source, target = tiny_model("llama"), tmp_path_factory.mktemp("trained") / "llama"
+    data = read_texts([TrainingText(dataset=text)], source, LENGTH, 8, None)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(80):
+        tokens = data.tokens[data.rows(16 * step, 16)]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    from transformers import AutoTokenizer
+
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return target
+
+
+@pytest.fixture
+def fields(text: str) -> dict[str, Any]:
+    training = {"texts": [{"dataset": text}], "sequence_length": LENGTH, "batch_size": 8, "tokens": 40 * 8 * LENGTH, "held_out": 8}
+    training |= {"evaluations": 4, "precision": "float32", "learning_rate": 1e-4}
+    return {"bits": 3, "group_size": 32, "calibration": {"dataset": text, "samples": 16, "sequence_length": LENGTH}, "training": training}
+
+
+def run(stage: Any, source: Path, target: Path) -> Report:
+    target.mkdir()
+    return stage.run(source, target, Context(origin=source))
+
+
+def stored(directory: Path, bits: int) -> dict[str, Tensor]:
+    """Return the weights that the codes of a directory stand for, float32, by layer."""
+    checkpoint = Checkpoint(directory)
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name in checkpoint.tensors:
+        layer, _, leaf = name.rpartition(".")
+        layers.setdefault(layer, {})[leaf] = checkpoint.read(name)
+    read = {"weight_packed": unpack_compressed_tensors, "qweight": unpack_gptq}
+    found = {name: read[leaf](parts, bits) for name, parts in layers.items() for leaf in read if leaf in parts}
+    return {
+        name: weight.dequantize().float() if weight.scales.dtype == torch.float32 else _widened(weight) for name, weight in found.items()
+    }
+
+
+def _widened(weight: Any) -> Tensor:
+
+    return replace(weight, scales=weight.scales.float()).dequantize()
+
+
+def divergence_of(directory: Path, source: Path, data: Tensor) -> float:
+    ours, theirs = (open_session(each).logits(data).log_softmax(-1) for each in (directory, source))
+    return float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"scales": "recomputed", "start": "rtn", "symmetric": False}),
+        ("qwen2", {"bits": 2, "symmetric": False, "scales": "fixed"}),
+        ("gpt2", {"format": "gptq"}),
+        ("mixtral", {"bits": 4}),
+    ],
+)
+def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict[str, Any]
+) -> None:
+    last: dict[str, Tensor] = {}
+    write = CodeTraining._write
+
+    def remember(self: CodeTraining, student: Any, target: Path, context: Context) -> int:
+        last.update({name: layer.rounded().detach() for name, layer in student.layers.items()})
+        return write(self, student, target, context)
+
+    monkeypatch.setattr(CodeTraining, "_write", remember)
+    training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
+    stage = Qat(**{**fields, "training": training, **changes})
+    report = run(stage, tiny_model(kind), tmp_path / "done")
+    found = stored(tmp_path / "done", stage.bits)
+    assert found.keys() == last.keys()
+    assert len(found) == report.changed
+    for name, weight in found.items():
+        assert torch.equal(weight, last[name]), name
+    assert report.details["changed_codes"] > 0
+    assert {each["dataset"] for each in report.calibrated_on} == {fields["calibration"]["dataset"]}
+
+
+def test_it_is_better_than_what_it_begins_with_and_than_rounding(
+    trained_model: Path, tmp_path: Path, fields: dict[str, Any], text: str
+) -> None:
+    from optkit.source.training_text import TrainingText
+    from optkit.training.data import read_texts
+
+    data = read_texts([TrainingText(dataset=text)], trained_model, LENGTH, 8, None)
+    held_out = data.tokens[list(data.held_out)]
+    shared = {name: fields[name] for name in ("bits", "group_size")}
+    report = run(Qat(**fields), trained_model, tmp_path / "qat")
+    run(Gptq(**shared, calibration=fields["calibration"]), trained_model, tmp_path / "gptq")
+    run(Rtn(**shared), trained_model, tmp_path / "rtn")
+    qat, gptq, rtn = (divergence_of(tmp_path / name, trained_model, held_out) for name in ("qat", "gptq", "rtn"))
+    assert qat < 0.75 * gptq
+    assert qat < 0.25 * rtn
+    curve = [loss for _, loss in report.details["curve"]]
+    assert sum(curve[-5:]) < sum(curve[:5])
+    assert report.details["held_out_before"]["divergence"] == pytest.approx(gptq, rel=0.02)
+    assert report.details["held_out_after"]["divergence"] == pytest.approx(qat, rel=0.02)
+
+
+@given(st.integers(0, 1000), st.sampled_from([2, 3, 4, 8]), st.booleans(), st.sampled_from(["minmax", "mse"]))
+def test_it_begins_with_the_codes_that_it_is_given(seed: int, bits: int, symmetric: bool, search: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight, grid = torch.randn(4, 32, generator=generator), Grid(bits, 16, symmetric, torch.float16)
+    start = round_to_nearest(weight, *(minmax_scales if search == "minmax" else search_scales)(weight, grid), grid)
+    moved = torch.randint(-1, 2, start.codes.shape, generator=generator) + start.codes.int()
+    start = type(start)(moved.clamp(0, grid.top).to(torch.uint8), start.scales, start.zeros, bits)
+    layer = FakeQuantized(weight, None, start, grid, "learned")
+    assert torch.equal(layer.codes().codes, start.codes)
+    assert torch.equal(layer.rounded(), start.dequantize())
+    assert torch.equal(layer.codes().dequantize(), layer.rounded())
+    near = within_cells(start.dequantize(), start)
+    assert torch.allclose(near, start.dequantize(), atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gradients_are_those_of_the_formulas(symmetric: bool) -> None:
+    torch.manual_seed(1)
+    weight, grid = torch.randn(3, 16), Grid(3, 8, symmetric)
+    start = round_to_nearest(weight, *search_scales(weight, grid), grid)
+    layer = FakeQuantized(weight, None, start, grid, "learned")
+    layer.weight.data.mul_(1.7)  # some are clamped now
+    outer = torch.randn(3, 16)
+    layer.rounded().backward(outer)
+    held, growth = layer.weight.detach().requires_grad_(), torch.zeros_like(layer.growth).requires_grad_()
+    scales = (layer.base * growth.exp()).unsqueeze(-1)
+    position = held.view(3, 2, 8) / scales + layer.zeros.unsqueeze(-1)
+    rounded = position.round()
+    inside = (rounded >= 0) & (rounded <= 7)
+    through = torch.where(inside, position + (rounded - position).detach(), rounded.clamp(0, 7).detach())
+    ((through - layer.zeros.unsqueeze(-1)) * scales).view(3, 16).backward(outer)
+    assert torch.allclose(layer.weight.grad, held.grad, atol=1e-6)
+    assert torch.allclose(layer.growth.grad, growth.grad, atol=1e-5)
+    assert not inside.all()
+
+
+def test_the_plan_counts_the_training(tiny_model: TinyModel, fields: dict[str, Any]) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    gptq = Gptq(**{name: value for name, value in fields.items() if name != "training"})
+    ours, theirs = Qat(**fields).predict(shape, "cpu"), gptq.predict(shape, "cpu")
+    assert ours[1] == theirs[1]
+    assert ours[0].ram_bytes > theirs[0].ram_bytes
+    assert Qat.leaves(Format.CHECKPOINT) is Format.QUANTIZED
+    long = Qat(**{**fields, "training": {**fields["training"], "sequence_length": 1024}})
+    with pytest.raises(StageError, match="qat.training: sequences of 1,024 tokens, and the model was built for 512"):
+        long.predict(shape, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lm_head": True}, "qat trains the layers of the decoder blocks. Leave lm_head out."),
+        ({"training": {"devices": 2}}, "Input should be 1"),
+        ({"backend": "gptqmodel"}, "Input should be 'optkit'"),
+    ],
+)
+def test_what_it_does_not_do(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Qat(**changes)
