@@ -106,7 +106,8 @@ def main() -> None:
     """Read the order, answer it, and end; at once where the process that waits is gone."""
     with open(int(sys.argv[1]), "w", encoding="utf-8") as file:  # noqa: PTH123
         channel = Channel(file)
-        order = json.loads(sys.stdin.buffer.readline())
+        with open(0, "rb", buffering=0, closefd=False) as orders:  # noqa: PTH123
+            order = json.loads(orders.readline())
         threading.Thread(target=_end_with_parent, daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             try:
@@ -118,8 +119,9 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdin.buffer.read()
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
