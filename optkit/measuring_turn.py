@@ -106,7 +106,7 @@ def main() -> None:
     """Read the order, answer it, and end; at once where the process that waits is gone."""
     with open(int(sys.argv[1]), "w", encoding="utf-8") as file:  # noqa: PTH123
         channel = Channel(file)
-        with open(0, "rb", buffering=0, closefd=False) as orders:  # noqa: PTH123
+        with open(0, "rb", buffering=0, closefd=False) as orders:
             order = json.loads(orders.readline())
         threading.Thread(target=_end_with_parent, daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
