@@ -26,6 +26,8 @@ GATED, PLAIN = 4, 2
 """Tensors of the width of the MLP that are kept: with a gate its input, its output, what it is multiplied with and the product."""
 AGAIN = 1.4
 """What the backward pass of a block holds, as a multiple of what the block keeps for it: gradients of the same widths come as these go."""
+GATHERED = 2
+"""Blocks whose weights FSDP2 holds whole at once: the one that computes and the one that comes next."""
 SPELLED_OUT = 5
 """The same for activations that transformers writes as single operations."""
 MATRICES = (".weight", ".weight_packed", ".qweight")
@@ -176,7 +178,7 @@ def _block_computes_again(shape: ModelShape, setup: Setup) -> MemoryKinds:
 def _gradients_are_there(shape: ModelShape, setup: Setup) -> MemoryKinds:
     blocks = blocks_of(shape)
     trained = _trained(shape, setup)
-    gathered = 2 * _largest_block(shape) * setup.computed if setup.divided > 1 else 0
+    gathered = WIDE * GATHERED * _largest_block(shape) if setup.divided > 1 else 0
     return MemoryKinds(
         **_standing(shape, setup),
         computed_weights=gathered,
@@ -226,10 +228,11 @@ def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
 def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
     """Return the bytes of weights as they are computed with: autocast's copies, and what FSDP2 gathers."""
     matrices = sum(info.elements for name, info in shape.tensors.items() if len(info.shape) >= 2 and shape.block(name))
-    if setup.divided > 1:
-        outside = sum(info.elements for name, info in shape.tensors.items() if shape.block(name) is None)
-        return WIDE * outside + (2 * head if setup.half else 0) + 2 * _largest_block(shape) * setup.computed
-    return 2 * (matrices + head) if setup.half else 0
+    casts = 2 * (matrices + head) if setup.half else 0
+    if setup.divided == 1:
+        return casts
+    outside = sum(info.elements for name, info in shape.tensors.items() if shape.block(name) is None)
+    return casts + WIDE * (outside + GATHERED * _largest_block(shape))
 
 
 def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
