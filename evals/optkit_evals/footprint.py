@@ -16,7 +16,6 @@ from optkit.model.shape import TensorInfo
 from optkit.model.task import EVERY_TASK, Task
 from optkit_evals.onnx_layers import onnx_layers
 from optkit_evals.stored_layers import StoredLayer, bits_per_weight, deployed_bytes
-from optkit_evals.zeros import PLACES, ROWS, share_of_zeros
 
 PACKED = ("weight_packed", "qweight")
 """Names of packed tensors, in compressed-tensors and in gptq and awq."""
@@ -27,21 +26,16 @@ BESIDE = frozenset({
 """Tensors that a packed one needs: they cost bits and stand for no weight."""
 MARKS = frozenset({"weight_scale", "qweight", "SCB"})
 """Tensors that only a quantized layer has."""
-PRUNED = 0.2
-"""The least share of zeros that is worth a row."""
 FOUR_BIT_STATE = "weight.quant_state."
 """How the name of bitsandbytes' JSON about 4-bit weights begins."""
 
 
 class Footprint(Eval):
-    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers.
+    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers."""
 
-    Of a pruned float checkpoint also the share of zeros, which saves no bytes.
-    """
-
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 2
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
-    metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight", "zeros")
+    metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight")
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
         """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""
@@ -55,10 +49,6 @@ class Footprint(Eval):
         if quantized:
             protocol = "tensors of the quantized layers (scales, zero points), per weight of theirs"
             found.append(_metric("bits_per_quantized_weight", bits_per_weight(quantized), "bits", protocol))
-        zeros = None if quantized or is_onnx(session.directory) else share_of_zeros(Checkpoint(session.directory))
-        if zeros is not None and zeros >= PRUNED:
-            protocol = f"weights of the blocks' linear layers that are 0, in {ROWS} rows of each, {PLACES} runs"
-            found.append(Metric(name="zeros", value=zeros, unit="fraction", higher_is_better=True, protocol=protocol))
         return found
 
 
