@@ -14,6 +14,7 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.training.flops import StepFlops, forward_flops, step_flops
+from optkit.training.record import SpeedRecord
 from optkit.training.speed import Speed, peak_of
 
 TinyModel = Callable[[str], Path]
@@ -96,6 +97,7 @@ def test_speed_is_a_share_of_the_rate_of_each_device() -> None:
     assert speed.model_flops_utilization == pytest.approx(3e9 * 50 / 2 / 4e12)
     assert speed.hardware_flops_utilization == pytest.approx(4e9 * 50 / 2 / 4e12)
     assert speed.details()["peak"] == "bf16 of a device, its datasheet"
+    assert SpeedRecord.model_validate(speed.details()).peak_tflops_per_s == speed.details()["peak_tflops_per_s"]
     assert "mfu" not in Speed(1000, 2.0, StepFlops(1e9, 2e9, 0, 0), length=10).details()
 
 

@@ -49,6 +49,8 @@ class SpeedRecord(Frozen):
     """Share of the device's rate: model FLOPs utilization."""
     hfu: float | None = None
     """The same of all that was computed."""
+    peak_tflops_per_s: float | None = None
+    """That rate."""
     peak: str = ""
     """What the device's rate is, and from where."""
 
