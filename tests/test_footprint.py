@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from optkit_evals.footprint import Footprint
+from optkit_evals.zeros import share_of_zeros
 from safetensors.torch import save_file
 
 from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
+from optkit.model.checkpoint import Checkpoint
 from tests.bigram_session import BigramSession
 
 
@@ -117,3 +119,22 @@ def test_a_damaged_file(tiny_model, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(SourceError, match="It was cut off or overwritten"):
         measure(directory)
+
+
+@pytest.mark.parametrize("pruned", [0.1, 0.5, 0.75])
+def test_zeros_of_a_pruned_checkpoint_are_said(tmp_path, pruned):
+    tensors = {f"model.layers.{index}.up_proj.weight": torch.rand(200, 40) + 0.1 for index in range(2)}
+    tensors["embed_tokens.weight"] = torch.zeros(300, 40)
+    for index in range(2):
+        tensors[f"model.layers.{index}.up_proj.weight"][:, : int(40 * pruned)] = 0
+    found = measure(write(tmp_path / "m", tensors))
+    assert found.get("zeros") == (pytest.approx(pruned) if pruned > 0.2 else None)
+    assert found["bits_per_weight"] == 32
+
+
+def test_rows_that_are_looked_at_lie_all_over_a_weight(tmp_path):
+    weight = torch.ones(1000, 8)
+    weight[900:] = 0
+    checkpoint = Checkpoint(write(tmp_path / "m", {"model.layers.0.up_proj.weight": weight}))
+    assert share_of_zeros(checkpoint) == 0.25
+    assert share_of_zeros(Checkpoint(write(tmp_path / "packed", {"up.weight_packed": int32(2, 2)}))) is None

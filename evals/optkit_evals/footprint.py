@@ -9,13 +9,13 @@ from typing import ClassVar
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Opened
-from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.shape import TensorInfo
 from optkit.model.task import EVERY_TASK, Task
 from optkit_evals.onnx_layers import onnx_layers
 from optkit_evals.stored_layers import StoredLayer, bits_per_weight, deployed_bytes
+from optkit_evals.zeros import PLACES, ROWS, share_of_zeros
 
 PACKED = ("weight_packed", "qweight")
 """Names of packed tensors, in compressed-tensors and in gptq and awq."""
@@ -26,16 +26,21 @@ BESIDE = frozenset({
 """Tensors that a packed one needs: they cost bits and stand for no weight."""
 MARKS = frozenset({"weight_scale", "qweight", "SCB"})
 """Tensors that only a quantized layer has."""
+PRUNED = 0.2
+"""The least share of zeros that is worth a row."""
 FOUR_BIT_STATE = "weight.quant_state."
 """How the name of bitsandbytes' JSON about 4-bit weights begins."""
 
 
 class Footprint(Eval):
-    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers."""
+    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers.
 
-    version: ClassVar[int] = 2
+    Of a pruned float checkpoint also the share of zeros, which saves no bytes.
+    """
+
+    version: ClassVar[int] = 3
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
-    metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight")
+    metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight", "zeros")
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
         """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""
@@ -49,6 +54,10 @@ class Footprint(Eval):
         if quantized:
             protocol = "tensors of the quantized layers (scales, zero points), per weight of theirs"
             found.append(_metric("bits_per_quantized_weight", bits_per_weight(quantized), "bits", protocol))
+        zeros = None if quantized or is_onnx(session.directory) else share_of_zeros(Checkpoint(session.directory))
+        if zeros is not None and zeros >= PRUNED:
+            protocol = f"weights of the blocks' linear layers that are 0, in {ROWS} rows of each, {PLACES} runs"
+            found.append(Metric(name="zeros", value=zeros, unit="fraction", higher_is_better=True, protocol=protocol))
         return found
 
 
@@ -58,10 +67,7 @@ def _stored(directory: Path) -> tuple[set[Path], list[StoredLayer]]:
         graph = OnnxFile(directory / MODEL)
         return set(graph.files), list(onnx_layers(graph).values())
     checkpoint = Checkpoint(directory)
-    files, layers = set(checkpoint.files.values()), list(stored_layers(checkpoint).values())
-    if checkpoint.quantization and (adapter := read_adapter(directory)):  # it stands for no weight of its own
-        return files | {adapter.weights}, [*layers, StoredLayer(8 * adapter.size_bytes, 0, quantized=False)]
-    return files, layers
+    return set(checkpoint.files.values()), list(stored_layers(checkpoint).values())
 
 
 def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
