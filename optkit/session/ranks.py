@@ -156,6 +156,8 @@ class Ranks:
             self._processes[index].wait(END_S)
         status = self._processes[index].returncode
         how = f"was ended by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
+        if status is None:
+            how = "says nothing any more"
         memory = "; the system ends a process so when memory runs out" if status == -signal.SIGKILL else ""
         said = [line.strip() for line in self._log(index).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         why = f"Its last words: {said[-1]}" if said else "It said nothing"

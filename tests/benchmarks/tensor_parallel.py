@@ -3,9 +3,10 @@
     python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--model DIRECTORY] [--work DIRECTORY] [--out DIRECTORY] [--limit-s 170]
 
 Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens, the median of 3 repeats after a warm-up,
-by the clocks of the eval `throughput`. The logits of 2 x 64 tokens are compared with those of one GPU: the norm of the difference over
-that of the logits. tensor_parallel.json and tensor_parallel.md in --out ($OUT) are written after each way, so that a limit of time leaves
-what was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to compile; without --only they are left out.
+by the clocks of the eval `throughput` (4 new tokens where weights are offloaded). The logits of 2 x 64 tokens are compared with those of
+one GPU: the norm of the difference over that of the logits. tensor_parallel.json and tensor_parallel.md in --out ($OUT) are written after
+each way, so that a limit of time leaves what was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to compile;
+without --only they are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WAYS: dict[str, Sequence[Setting]] = {
     "one GPU, compile": (Compile(mode="reduce-overhead"),),
 }
 CELLS = ((8, 512), (1, 128), (32, 128))
-NEW_TOKENS, REPEATS = 16, 3
+NEW_TOKENS, FEW_TOKENS, REPEATS = 16, 4, 3
 MOST_ERROR = 0.03
 """Of the logits in bfloat16 through 32 layers, whose partial sums are added in another order."""
 
@@ -86,12 +87,13 @@ def _measured(model: Path, settings: Sequence[Setting], device: str, logits_file
         session: Any = open_session(model, settings, device)
     except Exception as error:
         return {"failure": str(error), "traceback": traceback.format_exc()}
+    offloaded = any(isinstance(setting, Offload) for setting in settings)
     found: dict[str, Any] = {"opened_s": round(time.monotonic() - begin, 1), "cells": []}
     try:
         found |= _logits_checked(session.logits(random_tokens(session, 2, 64, seed=0)), logits_file, first=not settings)
         for batch, prompt in CELLS:
             if time.monotonic() < until:
-                found["cells"].append(_timed(session, batch, prompt))
+                found["cells"].append(_timed(session, batch, prompt, FEW_TOKENS if offloaded else NEW_TOKENS))
         found["notes"] = list(session.notes)
     except Exception as error:
         found |= {"failure": str(error), "traceback": traceback.format_exc()}
@@ -112,24 +114,25 @@ def _logits_checked(logits: Tensor, file: Path, first: bool) -> dict[str, Any]:
     return {"logits_error": error, "same_likeliest_token": same, "logits_agree": error <= MOST_ERROR and bool(logits.isfinite().all())}
 
 
-def _timed(session: Any, batch: int, prompt: int) -> dict[str, Any]:
+def _timed(session: Any, batch: int, prompt: int, new_tokens: int) -> dict[str, Any]:
     tokens = random_tokens(session, batch, prompt, seed=1)
     begin = time.monotonic()
-    answer(session, tokens, NEW_TOKENS)
+    answer(session, tokens, new_tokens)
     warm_up_s = time.monotonic() - begin
     with peak_of(session) as peak:
-        timings = [answer(session, tokens, NEW_TOKENS) for _ in range(REPEATS)]
+        timings = [answer(session, tokens, new_tokens) for _ in range(REPEATS)]
     step_s = statistics.median(gap for each in timings for gap in each.between_tokens_s)
     return {
         "batch": batch,
         "prompt": prompt,
+        "new_tokens": new_tokens,
         "warm_up_s": round(warm_up_s, 2),
         "first_token_s": [each.first_token_s for each in timings],
         "decode_s": [each.decode_s for each in timings],
         "prefill_tokens_per_s": batch * prompt / statistics.median(each.first_token_s for each in timings),
-        "decode_tokens_per_s": batch * (NEW_TOKENS - 1) / statistics.median(each.decode_s for each in timings),
+        "decode_tokens_per_s": batch * (new_tokens - 1) / statistics.median(each.decode_s for each in timings),
         "median_step_s": step_s,
-        "decode_bytes": session.decode_bytes(batch, prompt + NEW_TOKENS // 2),
+        "decode_bytes": session.decode_bytes(batch, prompt + new_tokens // 2),
         "peak_bytes": list(peak.each) or [peak.size_bytes],
     }
 
