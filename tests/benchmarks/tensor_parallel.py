@@ -2,11 +2,11 @@
 
     python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--model DIRECTORY] [--work DIRECTORY] [--out DIRECTORY] [--limit-s 170]
 
-Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens, the median of 3 repeats after a warm-up,
-by the clocks of the eval `throughput` (4 new tokens where weights are offloaded). The logits of 2 x 64 tokens are compared with those of
-one GPU: the norm of the difference over that of the logits. tensor_parallel.json and tensor_parallel.md in --out ($OUT) are written after
-each way, so that a limit of time leaves what was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to compile;
-without --only they are left out.
+Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens (4 where weights are offloaded), the
+median of 3 repeats after a warm-up, by the clocks of the eval `throughput`. The logits of 2 x 64 tokens are compared with those of one
+GPU: the norm of the difference over that of the logits. tensor_parallel.json and tensor_parallel.md in --out ($OUT) are written after each
+way, so that a limit of time leaves what was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to
+compile; without --only they are left out.
 """
 
 from __future__ import annotations
