@@ -162,17 +162,19 @@ class Taught(Transform):
         """Return the data with what the teacher writes beside it."""
         if self.generated is None:
             return data
-        from optkit.training.generated import generated
+        from optkit.training.generated import generated, sequences_at_once
 
+        at_once = sequences_at_once(context.device, data.sequence_length)
         prompts = self._prompts(self.generated, data, source, context)
         about = self._about(source, context) | self.generated.model_dump() | {"seed": context.seed, "length": data.sequence_length}
-        about |= {"prompts": data.tokens_digest()}
+        about |= {"prompts": data.tokens_digest(), "at_once": at_once}
         tokens = generated(
             lambda: self._live_teacher(source, context).model,
             prompts,
             data.sequence_length,
             self.generated.temperature,
             context.seed,
+            at_once,
             _shared(context, "generated", about),
             context.progress,
         )
@@ -202,7 +204,8 @@ class Taught(Transform):
     def _about(self, source: Path, context: Context) -> dict[str, Any]:
         directory = self._teacher_directory(source, context)
         pinned = self.teacher if self.teacher and self.teacher.revision else pin_model(ModelSource(name=str(directory)))
-        return {"teacher": self.teacher.name if self.teacher else "", "revision": pinned.revision}
+        precision = getattr(self, "precision", "float32")
+        return {"teacher": self.teacher.name if self.teacher else "", "revision": pinned.revision, "precision": precision}
 
     def _weights(self) -> LossWeights:
         from optkit.training.objective import LossWeights

@@ -13,8 +13,8 @@ from optkit.progress import Progress
 from optkit.training.checkpoints import write_tensors
 from optkit.training.shared_place import SharedPlace
 
-TOKENS_AT_ONCE = 1 << 19
-"""Tokens that are written side by side, and lie in one file."""
+TOKENS_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 20}
+"""Tokens that are written side by side, and lie in one file, by the kind of device; the KV cache of all of them is in its memory."""
 
 
 def generated(
@@ -23,15 +23,15 @@ def generated(
     length: int,
     temperature: float,
     seed: int,
+    at_once: int,
     shared: SharedPlace,
     progress: Progress,
 ) -> Tensor:
     """Return int64 [prompts, length]: each prompt, int64 [prompts, p], and what the model writes after it, ends of text included.
 
-    What lies in the shared place is not written again. Raises ResourceError on a full disk.
+    `at_once` of them are written side by side. What lies in the shared place is not written again. Raises ResourceError on a full disk.
     """
-    size = max(1, TOKENS_AT_ONCE // length)
-    parts = list(enumerate(prompts.split(size)))
+    parts = list(enumerate(prompts.split(at_once)))
     paths = {number: shared.place / f"generated-{number:05d}.safetensors" for number, _ in parts}
     with shared.alone():
         missing = [(number, some) for number, some in parts if not paths[number].is_file()]
@@ -44,6 +44,11 @@ def generated(
                     write_tensors(paths[number], {"tokens": tokens.to("cpu", torch.int32)})
                     task.advance(len(some))
     return torch.cat([load_file(path)["tokens"].to(torch.int64) for path in paths.values()])
+
+
+def sequences_at_once(device: str, length: int) -> int:
+    """Return how many sequences are written side by side."""
+    return max(1, TOKENS_AT_ONCE["cuda" if device.startswith("cuda") else "cpu"] // length)
 
 
 @torch.no_grad()
