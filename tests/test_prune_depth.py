@@ -155,7 +155,7 @@ def test_sizes_are_told(llama: Path, tmp_path: Path) -> None:
     assert [before[key] for key in ("parameters", "bytes")] == [Checkpoint(llama).shape.elements, Checkpoint(llama).shape.size_bytes]
     assert after["parameters"] == Checkpoint(tmp_path / "target").shape.elements
     assert (before["kv_cache_bytes_per_token"], after["kv_cache_bytes_per_token"]) == (768, 384)
-    assert report.notes[0].startswith(f"prune_structured: {before['parameters']:,} -> {after['parameters']:,} parameters, ")
+    assert report.notes[0].startswith(f"{before['parameters']:,} -> {after['parameters']:,} parameters, ")
     assert "768 -> 384 bytes of KV cache a token; distill it" in report.notes[0].replace(",", "")
 
 

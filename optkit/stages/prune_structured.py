@@ -159,7 +159,8 @@ class PruneStructured(WidthFields, Transform):
         return _Planned(count, *self.widths(shape))
 
     def _reads_text(self, planned: _Planned) -> bool:
-        if planned.narrows and (not self.pools(planned.before) or changing(planned.before, planned.after) != {Role.KEY}):
+        alone = self.pools(planned.before) and changing(planned.before, planned.after) == {Role.KEY}
+        if planned.narrows and (self.compensate or not alone):
             return True
         return planned.count > 0 and not isinstance(self.remove_layers, tuple)
 
@@ -239,7 +240,10 @@ class PruneStructured(WidthFields, Transform):
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
         solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if planned.narrows and planned.before.ffn != planned.after.ffn else 0
-        return streams * tokens * width * element + max(batch, solving) + max(shape.block_bytes, shape.outside_bytes)
+        attended = 0
+        if planned.before.key_heads != planned.after.key_heads and self.compensate:
+            attended = 2 * tokens * planned.before.heads * planned.before.head_size
+        return (streams * tokens * width + attended) * element + max(batch, solving) + max(shape.block_bytes, shape.outside_bytes)
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
@@ -263,4 +267,4 @@ def _widths_told(planned: _Planned, blocks: NarrowerBlocks) -> dict[str, Any]:
 def _note(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     names = {"parameters": "parameters", "bytes": "bytes of weights", "kv_cache_bytes_per_token": "bytes of KV cache a token"}
     changes = (f"{before[key]:,} -> {after[key]:,} {name}" for key, name in names.items() if before[key])
-    return f"{KIND}: {', '.join(changes)}; distill it before it is used"
+    return f"{', '.join(changes)}; distill it before it is used"
