@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optkit import pipeline
+from optkit.recipe import load_recipe
 from optkit.scorecard import Scorecard, StepLine, Training, loss_curves, to_markdown, training_line, trainings
 from optkit.scorecard.training import PANEL
 from optkit.training.memory_kinds import MemoryKinds
@@ -124,3 +128,22 @@ def test_every_curve_can_be_drawn(losses: list[float]) -> None:
     lines = [line.attrib["points"].split() for line in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
     heights = [float(pair.split(",")[1]) for line in lines for pair in line]
     assert max(heights) - min(heights) <= PANEL[1] + 0.2
+
+
+def test_a_run_leaves_the_curve_beside_the_scorecard(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    fields = {"texts": ["python-reference"], "tokens": 2048, "sequence_length": 64, "held_out": 2, "learning_rate": 1e-3, "patience": None}
+    fields |= {"divergence": 0.0, "cross_entropy": 1.0, "precision": "float32", "evaluations": 2}
+    recipe = load_recipe({"name": "tiny", "model": str(tiny_model("llama")), "stages": [{"distill": fields}]})
+    card = pipeline.run(recipe, out=tmp_path / "out", device="cpu", store=tmp_path / "store")
+    (made,) = trainings(card.steps)
+    assert [each.tokens for each in made.record.points] == [512, 1024, 1536, 2048]
+    assert [each.step for each in made.record.judged] == [0, 2, 4]
+    assert made.record.points[-1].learning_rate > 0
+    assert made.record.speed is not None
+    assert made.record.speed.tokens_per_s > 0
+    assert made.record.predicted is not None
+    assert made.record.predicted.total == pipeline.plan(recipe, device="cpu", store=tmp_path / "new").steps[1].cost.ram_bytes
+    assert "distill: loss over tokens" in texts((tmp_path / "out" / "loss_curve.svg").read_text(encoding="utf-8"))
+    assert training_line(made) in (tmp_path / "out" / "scorecard.md").read_text(encoding="utf-8")
+    again = pipeline.run(recipe, out=tmp_path / "out", device="cpu", store=tmp_path / "store")
+    assert trainings(again.steps)[0].record == made.record
