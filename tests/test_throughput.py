@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from optkit_evals import timing
 from optkit_evals.throughput import Throughput
 
 from optkit.devices import peak_memory
+from optkit.devices.cpu_watch import CpuWatch
 from optkit.errors import EvalError, ResourceError
 from optkit.measure import EvalContext, Turn
 from optkit.progress import SilentProgress, SilentTask
@@ -59,6 +61,7 @@ def session() -> BigramSession:
 def clock(session, monkeypatch) -> Clock:
     clock = Clock(session)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(CpuWatch, "others", lambda self, before: 0.0)
     return clock
 
 
@@ -316,3 +319,42 @@ def test_peak_memory_on_a_gpu():
         held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
         del held
     assert peak.size_bytes >= 64 << 20
+
+
+@pytest.mark.parametrize(("disturbed", "kept"), [({2, 3}, 4), ({1}, 4), (set(), 4), (set(range(1, 16)), 16)])
+def test_repeats_that_others_disturb_are_left_out(session, clock, monkeypatch, disturbed, kept):
+    clock.slow_answers = {3 + number: 5.0 for number in disturbed}
+    monkeypatch.setattr(CpuWatch, "others", lambda self, before: 0.5 if clock.answers - 3 in disturbed else 0.05)
+    context = EvalContext(progress=Said())
+    metrics = Throughput(prompts=(4,), new_tokens=3, repeats=4, warmup=1, limit_s=1000).run(session, context)
+    first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
+    assert len(first.samples) == kept
+    told = [note for note in context.notes if "of the cores" in note]
+    if kept == 4:
+        assert first.value == pytest.approx(0.5)
+        wanted = f"{len(disturbed)} repeats are left out, during which other processes used more than 5% of the cores"
+        assert told == [f"throughput, batch 1, prompt 4: {wanted}"] * bool(disturbed)
+    else:
+        said = "other processes used more than 5% of the cores during 15 of 16 repeats; run again with --retime on a quiet machine"
+        assert told == [f"throughput, batch 1, prompt 4: {said}"]
+
+
+def test_what_others_used_is_counted_on_our_cores_alone(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2}, raising=False)
+    monkeypatch.setattr("optkit.devices.cpu_watch.time.process_time", lambda: own_s)
+
+    def write(*rows):
+        lines = [f"cpu{core} {' '.join(map(str, row))}" for core, row in enumerate(rows)]
+        stat.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5"]))
+
+    own_s, idle = 1.0, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    write(idle, idle, idle)
+    watch = CpuWatch(stat)
+    before = watch.now()
+    own_s = 1.0 + 30 / os.sysconf("SC_CLK_TCK")
+    write((30, 0, 0, 70, 0, 0, 0, 0, 0, 0), (100, *idle[1:]), (10, 5, 5, 60, 10, 2, 3, 5, 0, 0))
+    assert watch.others(before) == pytest.approx(30 / 200)
+    write((10, *idle[1:]), idle, idle)
+    assert watch.others(before) == 0.0
+    assert CpuWatch(tmp_path / "none").others(CpuWatch(tmp_path / "none").now()) == 0.0

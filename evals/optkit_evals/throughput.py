@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from optkit.byte_sizes import size_text
+from optkit.devices.cpu_watch import CpuWatch
 from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.devices.peak_memory import Peak, peak_of
 from optkit.environment import describe_environment
@@ -23,6 +24,8 @@ from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, r
 Positive = Annotated[int, Field(ge=1)]
 Answer = Annotated[int, Field(ge=2)]
 
+CALM = 0.05
+"""Share of the cores that other processes may use during a repeat that counts."""
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
@@ -228,11 +231,15 @@ class Throughput(Eval):
             settling = warm_up(session, tokens, cell.new_tokens, self.warmup, limit_s, warming)
         if isinstance(session, ProposingSession) and session.speculation:
             session.speculation.reset()
-        timings: list[Timing] = []
+        timings, calm = list[Timing](), list[Timing]()
+        cpu = CpuWatch() if devices_of(session) == ("cpu",) else None
         with peak_of(session) as peak, uninterrupted():
             before_j = watch.energy_j()
-            while wants_more(timings, repeats, self.interval, limit_s):
+            while self._more(timings, calm, repeats, limit_s):
+                before = cpu.now() if cpu else None
                 timings.append(answer(session, tokens, cell.new_tokens))
+                if not cpu or not before or cpu.others(before) <= CALM:
+                    calm.append(timings[-1])
                 watch.read()
                 task.advance(steps=int(len(timings) <= repeats), note=str(cell))
             after_j = watch.energy_j()
@@ -241,13 +248,30 @@ class Throughput(Eval):
         if peak.each:
             shares = ", ".join(size_text(size) for size in peak.each)
             context.notes.append(f"throughput, {cell}: the peak of memory was {shares} in the processes that hold the model")
+        if len(calm) < repeats:
+            context.warn(
+                f"throughput, {cell}: other processes used more than {CALM:.0%} of the cores during {len(timings) - len(calm)} of"
+                f" {len(timings)} repeats; run again with --retime on a quiet machine"
+            )
+            calm = timings
+        elif len(calm) < len(timings):
+            left_out = (
+                f"{len(timings) - len(calm)} repeats are left out, during which other processes used more than {CALM:.0%} of the cores"
+            )
+            context.notes.append(f"throughput, {cell}: {left_out}")
         settled = "until the times stood still" if settling.settled else "and the times still moved"
         attention = f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
         context.notes.append(
-            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(timings)} repeats{attention}"
+            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(calm)} repeats{attention}"
         )
         used_j = after_j - before_j if after_j is not None and before_j is not None else None
-        return Repeats(tuple(timings), peak, settling, used_j)
+        return Repeats(tuple(calm), peak, settling, used_j)
+
+    def _more(self, timings: Sequence[Timing], calm: Sequence[Timing], repeats: int, limit_s: float) -> bool:
+        """Say whether another repeat is due, of those that others left alone; not beyond the limits of all together."""
+        if len(timings) >= MOST_REPEATS * repeats or (len(timings) >= repeats and sum(each.total_s for each in timings) >= limit_s):
+            return False
+        return wants_more(calm, repeats, self.interval, limit_s)
 
     def _metrics(self, session: Session, cell: Cell, measured: Repeats, protocol: str) -> list[Metric]:
         timings, batch, decoded = measured.timings, cell.batch, cell.new_tokens - 1
@@ -290,6 +314,7 @@ class Throughput(Eval):
             f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until the mean of two moves by"
             f" less than {SETTLED:.0%}, then the mean of {self.repeats} repeats (of their percentiles, for latencies), and of up to"
             f" {MOST_REPEATS} times as many until the intervals of prefill and decode are within {self.interval:.0%};"
+            f" on CPUs no repeat during which others used more than {CALM:.0%} of the cores, where enough are left;"
             f" where two models are compared, half of the unmodified one's repeats come before the other's and half after;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"
