@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from optkit.training.student import Student
 
 EXPERT = "an expert: transformers holds them in one tensor, and adapters are for layers"
-MASTERS = 5
-"""Numbers in memory for each one of an adapter: itself, its gradient, two of AdamW, the best so far."""
+NUMBERS = 4
+"""In a checkpoint for each number of an adapter: itself, the best so far, two of AdamW."""
 
 
 class LoraRecover(Trained):
@@ -73,6 +73,8 @@ class LoraRecover(Trained):
     def _fits_together(self) -> Self:
         if self.method == "dora" and self.initialization == "loftq":
             raise ValueError("DoRA starts from the lengths of the base's weights. Set initialization: zero, or method: lora.")
+        if self.parallel == "fsdp":
+            raise ValueError("adapters are too small to be divided, and what they stand beside gets no gradient. Use `parallel: ddp`.")
         if wrong := [pattern for pattern, rank in self.ranks.items() if rank < 1]:
             raise ValueError(f"ranks are at least 1, and that of `{wrong[0]}` is {self.ranks[wrong[0]]}. `exclude` leaves layers out.")
         return self
@@ -116,15 +118,13 @@ class LoraRecover(Trained):
             )
         }
         added = sum(info.elements for info in adapter.values())
-        whole = sum(each.elements for name, each in shape.tensors.items() if name.removesuffix(".weight") not in linears)
-        whole += sum(layer.outputs * layer.inputs for layer in linears.values())
-        teacher = max(self._check_teacher(shape), whole * (2 if self.precision == "bfloat16" else 4)) if self._has_teacher else 0
-        memory = 4 * whole + 4 * MASTERS * added + teacher + self._activation_bytes(shape)
+        self._check_teacher(shape)
+        kinds = self._memory(_in_floats(shape, linears) if packed else shape, device, added)
         left = ModelShape(config=shape.config, tensors={**shape.tensors, **adapter}) if packed else shape
-        disk = left.size_bytes + 2 * 4 * (MASTERS - 1) * added
+        disk = left.size_bytes + 2 * 4 * NUMBERS * added
         if device == "cpu":
-            return Cost(disk_bytes=disk, ram_bytes=memory), left
-        return Cost(disk_bytes=disk, ram_bytes=shape.size_bytes, gpu_bytes=memory), left
+            return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), left
+        return Cost(disk_bytes=disk, ram_bytes=shape.size_bytes, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), left
 
     def _refuse_unfit(self, packed: bool) -> None:
         if packed and self.method == "dora":
@@ -209,3 +209,11 @@ class LoraRecover(Trained):
         copy_companions(checkpoint.directory, target)
         shutil.copyfile(checkpoint.directory / "config.json", target / "config.json")
         return write_adapter(student.model, student.config, target / ADAPTER, stored_dtype(checkpoint))  # type: ignore[attr-defined]
+
+
+def _in_floats(shape: ModelShape, linears: Mapping[str, Layer]) -> ModelShape:
+    """Return the shape of a quantized model whose layers are dequantized."""
+    packed = tuple(f"{name}." for name in linears)
+    rest = {name: info for name, info in shape.tensors.items() if not name.startswith(packed) or name.endswith(".bias")}
+    floats = {f"{name}.weight": TensorInfo("F32", (layer.outputs, layer.inputs)) for name, layer in linears.items()}
+    return ModelShape({key: value for key, value in shape.config.items() if key != "quantization_config"}, rest | floats)

@@ -22,6 +22,7 @@ from optkit.stages.weight_quantizer import WeightQuantizer, packed_format, packe
 
 if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
+    from optkit.training.account import Trainee
     from optkit.training.fake_quantization import CodedStudent, Scales
     from optkit.training.student import Student
 
@@ -63,6 +64,9 @@ class CodeTraining(Trained):
         modules = {place: layer.name for place, layer in linear_modules(student).items() if layer.name in self._starts}
         grids = {name: packed_grid(job, name) for name in self._starts}
         return code_student(student, modules, self._starts, grids, self._scales)
+
+    def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
+        return replace(super()._trainee(student, source, context), adapter_elements=None)
 
     def _write(self, student: Student, target: Path, context: Context) -> int:
         self._codes.update(student.codes())  # type: ignore[attr-defined]
