@@ -48,3 +48,20 @@ def test_a_hessian_that_is_none() -> None:
     scales = amax_scales(weight, (1, 160), INT8, torch.float32)
     with pytest.raises(ValueError, match="not positive definite"):
         compensated_codes(weight, -torch.eye(160), scales, (1, 160), INT8)
+
+
+@pytest.mark.parametrize("numbers", [FLOAT8, INT8])
+def test_zeros_of_a_pruned_weight_stay(numbers: NumberFormat) -> None:
+    weight, hessian = layer()
+    tile = tile_of("channel", (48, 160))
+    weight[:, ::2] = 0
+    scales = amax_scales(weight, tile, numbers, torch.float32)
+    off = {}
+    for how, codes in {
+        "nearest": quantize(weight, scales, tile, numbers),
+        "compensated": compensated_codes(weight, hessian, scales, tile, numbers),
+    }.items():
+        assert not dequantize(codes, scales, tile)[:, ::2].any()
+        change = dequantize(codes, scales, tile) - weight
+        off[how] = float(((change @ hessian) * change).sum())
+    assert off["compensated"] < off["nearest"]

@@ -243,8 +243,12 @@ def test_what_is_left_out_is_filled_in_where_it_is_read() -> None:
         ("llama", {"include": ("*.up",)}, "prune.include: `*.up` matches none of 21 layers"),
         ("llama", {"exclude": ("*_proj",)}, "prune: no layer is left of 21 in the decoder blocks. Widen `include` or narrow `exclude`"),
         ("llama", {"include": ("lm_head",)}, "prune.include: `lm_head`"),
-        ("llama", {"sparsity": 0.995}, "a sparsity of 0.995 leaves none of the 64 weights of an output. Lower prune.sparsity, or exclude"),
-        ("llama", {"sparsity": 0.002}, "a sparsity of 0.002 leaves all of the 128 weights of an output. Raise prune.sparsity, or exclude"),
+        (
+            "llama",
+            {"sparsity": 0.995},
+            "a sparsity of 0.995 leaves none of the 64 weights of an output. Lower prune.sparsity, or exclude the layer",
+        ),
+        ("llama", {"sparsity": 0.002}, "weights of an output. Raise prune.sparsity, or exclude the layer"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_before_it_runs(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.eight_bit import NumberFormat
-from optkit.algorithms.gptq import GptqOptions, damped_inverse_factor, rounding_order
+from optkit.algorithms.gptq import HELD_STEP, GptqOptions, damped_inverse_factor, rounding_order
+from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -18,14 +19,16 @@ DAMPING = 0.01
 def compensated_codes(weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat) -> Tensor:
     """Return codes [out, in] in the format's dtype, for a weight float32 [out, in] and the Hessian of its inputs, float32 [in, in].
 
-    scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are rounded first. Raises ValueError where no
-    damping makes the Hessian positive definite.
+    scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are rounded first. The zeros of a pruned weight
+    stay. Raises ValueError where no damping makes the Hessian positive definite.
     """
     options = GptqOptions(damping=DAMPING)
     _, factor, _ = damped_inverse_factor(hessian, options)
     order = rounding_order(hessian, options)
     rest = weight.T[order].contiguous()  # [in, out]
     steps = scales.repeat_interleave(tile[0], 0)[: weight.shape[0]].T[torch.div(order, tile[1], rounding_mode="floor")]
+    if (zeros := zeros_of_pruning(weight)) is not None:
+        steps = steps.masked_fill(zeros.T[order], HELD_STEP)
     codes = torch.empty(rest.shape, dtype=numbers.dtype, device=rest.device)
     with one_thread():
         for start in range(0, len(rest), BLOCK):
