@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -100,6 +104,24 @@ def test_ctrl_c_ends_them_at_once(two: Ranks) -> None:
     assert are_gone([each["pid"] for each in two.opened])
     with pytest.raises(StageError, match="Before, it was interrupted"):
         two.call("echo", value=1)
+
+
+def test_a_rank_ends_with_its_parent_before_it_has_imported_torch(tmp_path: Path) -> None:
+    package = tmp_path / "optkit" / "session"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "rank.py").write_text("import time\ntime.sleep(600)\n")  # as long as torch takes, and longer
+    ours, theirs = socket.socketpair()
+    descriptor = str(theirs.fileno())
+    command = [sys.executable, "-P", str(Path(ranks.__file__).with_name("rank_start.py")), descriptor, "0"]
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=variables) as child:
+        theirs.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.5)
+        ours.close()
+        assert child.wait(60) == 1
 
 
 def test_they_end_where_nobody_holds_them_any_more() -> None:

@@ -1,8 +1,8 @@
-"""One process of a model that is split over several: `python -m optkit.session.rank COMMANDS MEMORY`, started by `ranks.py`.
+"""One process of a model that is split over several, started by `ranks.py` through `rank_start.py`.
 
-COMMANDS is the descriptor of a socket. In: one JSON message, the fields of `Job`; then one for each call, which every rank makes, in the
-same order: `{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Out: a message for each: `{"done": ...}` or `{"error": {...}}`. The
-socket's end is the parent's end, and this process ends with it, whatever it waits for. Logits go through MEMORY, a file without a name.
+In: one JSON message, the fields of `Job`; then one for each call, which every rank makes, in the same order:
+`{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Out: a message for each: `{"done": ...}` or `{"error": {...}}`. Logits go through
+a file without a name that both processes have open.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import mmap
 import os
 import queue
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -131,13 +129,8 @@ class Rank:
         return vars(self._peak)
 
 
-def main(commands: int, memory: int) -> None:
-    """Open the model, then do what is asked until the parent is gone."""
-    for descriptor in (commands, memory):
-        os.set_inheritable(descriptor, False)
-    channel = Connection(commands)
-    asked: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
+def serve(channel: Connection, asked: queue.SimpleQueue[dict[str, Any]], memory: int) -> None:
+    """Open the model, then do what is asked; `rank_start.py` ends this process when the parent is gone."""
     job = Job(**asked.get())
     rank: Rank | None = None
     while True:
@@ -154,15 +147,6 @@ def main(commands: int, memory: int) -> None:
         channel.send_bytes(json.dumps(said).encode())
         if rank is None:
             return
-
-
-def _listen(channel: Connection, asked: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Pass on messages; at their end the parent is gone, and so is this process at once, even where it waits for another rank."""
-    try:
-        while True:
-            asked.put(json.loads(channel.recv_bytes()))
-    except (EOFError, OSError):
-        os._exit(1)
 
 
 def _setting(name: str, fields: dict[str, Any]) -> Setting:
@@ -183,7 +167,3 @@ def _described(error: Exception) -> dict[str, str]:
         return {"class": type(error).__name__, "what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
     lines = str(error).strip().splitlines()
     return {"class": "", "what": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -29,7 +29,7 @@ GRACE_S = 10.0
 """How long the others may take once one has failed; then they wait for it in vain."""
 END_S = 2.0
 """How long a rank may take to notice that it is over."""
-PROGRAM = ("-m", "optkit.session.rank")
+PROGRAM = ("-P", str(Path(__file__).with_name("rank_start.py")))
 """What Python runs as a rank, with the descriptors of its socket and of the common memory."""
 PLAIN_ERRORS = ("EvalError", "ResourceError", "SourceError", "StageError")
 
