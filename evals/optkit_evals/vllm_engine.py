@@ -12,6 +12,7 @@ from typing import Any
 
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import Session
+from optkit.model.adapter import read_adapter
 from optkit.verification.engines import ENGINES, ask, install_command, interpreter
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
@@ -58,8 +59,11 @@ def time_vllm(session: Session, asked: Asked) -> tuple[list[Answers], str]:
     Raises EvalError with vLLM's own words, or with its last lines where its process died.
     """
     python = interpreter("vllm", {})
+    adapter = read_adapter(session.directory)
     request = {
         "directory": str(session.directory.absolute()),
+        "adapter": str(adapter.directory.absolute()) if adapter else "",
+        "adapter_rank": adapter.ranks[-1] if adapter else 0,
         "device": session.device,
         "trust_remote_code": False,
         "cells": [list(cell) for cell in asked.cells],

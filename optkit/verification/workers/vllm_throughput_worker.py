@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from vllm_worker import PACKAGES, missing  # type: ignore[import-not-found]
+from vllm_worker import PACKAGES, lora_options, missing, with_adapter  # type: ignore[import-not-found]
 
 __all__ = ["PACKAGES", "answer_to", "missing"]
 
@@ -35,6 +35,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         seed=request["seed"],
         enforce_eager=request["device"] == "cpu",
         **options,
+        **lora_options(request),
     )
     measured = [measure(model.llm_engine, cell, request) for cell in cells]
     return {"dtype": str(model.llm_engine.model_config.dtype).removeprefix("torch."), "cells": measured}
@@ -46,18 +47,19 @@ def measure(engine: Any, cell: list[int], request: dict[str, Any]) -> dict[str, 
     batch, prompt, new = cell
     prompts = [[numbers.randrange(request["vocabulary"]) for _ in range(prompt)] for _ in range(batch)]
     warm: list[float] = []
+    given = with_adapter(request)
     settled = False
     while not settled and len(warm) < request["warmup"] + MOST_FURTHER_RUNS:
-        warm.append(sum(answer(engine, prompts, new)))
+        warm.append(sum(answer(engine, prompts, new, given)))
         if len(warm) >= max(request["warmup"], 3):
             before, now = sum(warm[-3:-1]), sum(warm[-2:])
             settled = abs(now - before) < request["settled"] * before
         if len(warm) > request["warmup"] and sum(warm[request["warmup"] :]) > request["limit_s"]:
             break
-    return {"warmup": len(warm), "settled": settled, "repeats": [answer(engine, prompts, new) for _ in range(request["repeats"])]}
+    return {"warmup": len(warm), "settled": settled, "repeats": [answer(engine, prompts, new, given) for _ in range(request["repeats"])]}
 
 
-def answer(engine: Any, prompts: list[list[int]], new: int) -> list[float]:
+def answer(engine: Any, prompts: list[list[int]], new: int, given: dict[str, Any] | None = None) -> list[float]:
     """Return the seconds until all prompts have their first token, then between the tokens that all of them have."""
     from vllm import SamplingParams
 
@@ -65,7 +67,7 @@ def answer(engine: Any, prompts: list[list[int]], new: int) -> list[float]:
     counts = dict.fromkeys(map(str, range(len(prompts))), 0)
     moments = [time.perf_counter()]
     for name, tokens in zip(counts, prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": tokens}, wanted)
+        engine.add_request(name, {"prompt_token_ids": tokens}, wanted, **(given or {}))
     while engine.has_unfinished_requests():
         for output in engine.step():
             counts[output.request_id] = len(output.outputs[0].token_ids)

