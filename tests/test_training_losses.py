@@ -83,7 +83,7 @@ def gradients(objective_: Objective, tokens: torch.Tensor, targets) -> tuple[flo
     objective_.zero_grad(set_to_none=True)
     found = objective_(tokens, targets)
     found.total.backward()
-    return float(found.total), {name: each.grad.clone() for name, each in objective_.named_parameters() if each.grad is not None}
+    return found.total.item(), {name: each.grad.clone() for name, each in objective_.named_parameters() if each.grad is not None}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2", "opt", "mixtral"])
