@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Opened
+from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.shape import TensorInfo
@@ -67,7 +68,10 @@ def _stored(directory: Path) -> tuple[set[Path], list[StoredLayer]]:
         graph = OnnxFile(directory / MODEL)
         return set(graph.files), list(onnx_layers(graph).values())
     checkpoint = Checkpoint(directory)
-    return set(checkpoint.files.values()), list(stored_layers(checkpoint).values())
+    files, layers = set(checkpoint.files.values()), list(stored_layers(checkpoint).values())
+    if checkpoint.quantization and (adapter := read_adapter(directory)):  # it stands for no weight of its own
+        return files | {adapter.weights}, [*layers, StoredLayer(8 * adapter.size_bytes, 0, quantized=False)]
+    return files, layers
 
 
 def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
