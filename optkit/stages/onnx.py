@@ -154,6 +154,7 @@ class Onnx(Transform):
 
         from optkit.backends.optimum_export import export_with_optimum
         from optkit.onnx.builder import build
+        from optkit.onnx.genai_config import write_genai_config
         from optkit.onnx.genai_tokenizer import agree_on_tokens
         from optkit.onnx.model_file import ModelFile
         from optkit.onnx.parity import PARTS, check_parity, comparable
@@ -166,6 +167,7 @@ class Onnx(Transform):
             made = export_with_optimum(order, context.progress) if order.exporter == "optimum" else build(order, task)
             exported = time.monotonic()
             _write_beside(order)
+            unfit = write_genai_config(target) if order.exporter != "genai" and order.kv_cache else ""
             text, ids = _text(order)
             apart = check_parity(order, torch.tensor(ids), task) if comparable(order) else {}
         disagreement = agree_on_tokens(target, text, ids) if text and (target / GENAI_CONFIG).exists() else ""
@@ -181,7 +183,11 @@ class Onnx(Transform):
             **apart,
             **made,
         }
-        return Report(changed=len(graph.initializers), details=details, notes=(*_notes(order, details), *filter(None, [disagreement])))
+        return Report(
+            changed=len(graph.initializers),
+            details=details,
+            notes=(*_notes(order, details), *filter(None, [_not_for_genai(unfit), disagreement])),
+        )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size of the graph's weights, and the memory of the source in float32 or of the graph as ONNX Runtime holds it."""
@@ -324,6 +330,10 @@ def _choices(order: Order) -> dict[str, Any]:
         "embedding": "the codes of lm_head" if order.shared_embedding else "as in the source",
         "activations": "float" if order.float_activations else "int8",
     }
+
+
+def _not_for_genai(reason: str) -> str:
+    return f"ONNX Runtime GenAI does not run it: {reason}" if reason else ""
 
 
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
