@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from optkit_evals.throughput import Throughput
@@ -24,22 +25,22 @@ from optkit.stages.compile import Compile
 from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.rtn import Rtn
 
-LLAMA_3_8B = {
+LLAMA_3_8B: dict[str, Any] = {
     **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     **{"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
 WAYS: dict[str, list[Setting]] = {"transformers": [], "compile": [Compile(mode="reduce-overhead")], "cuda_graphs": [CudaGraphs()]}
 
 
-def random_model(directory: Path) -> Path:
-    """Write random bfloat16 weights in the shape of Llama-3-8B."""
+def random_model(directory: Path, layers: int = 32) -> Path:
+    """Write random bfloat16 weights in the shape of Llama-3-8B, or of so many of its layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("cuda"):
-            model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B))
+            model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B | {"num_hidden_layers": layers}))
         torch.set_default_dtype(torch.float32)
         model.save_pretrained(directory)
         del model
