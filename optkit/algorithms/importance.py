@@ -46,26 +46,15 @@ def highest(values: Tensor, count: int) -> Tensor:
     return values.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def compensated(weight: Tensor, kept: Tensor, cross: Tensor, inner: Tensor, damping: float = 0.01) -> Tensor:
-    """Return the columns that are kept, float32 [out, kept], changed so that the outputs stay as they were, by least squares.
+def compensated(weight: Tensor, matrix: Tensor, kept: Tensor, damping: float = 0.01) -> Tensor:
+    """Return the columns that are kept, float32 [out, kept], changed so that they make up for the others by least squares.
 
-    weight: float [out, in]; kept: int64 [kept]; cross: mean of x y^T, float32 [in, kept], of the inputs x as they were and y as they are
-    now; inner: mean of y y^T. `damping` of the diagonal of `inner`, as a fraction of its mean, keeps the columns near what they were.
+    weight: float [out, in]; matrix: mean of x x^T of the inputs, float32 [in, in]; kept: int64 [kept]. What the kept inputs tell of the
+    removed ones is read off the matrix; `damping` is added to its diagonal, as a fraction of its mean.
     """
-    left = weight[:, kept].double()
-    solvable = inner.double().clone()
-    solvable.diagonal().add_(damping * solvable.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
-    missing = weight.double() @ cross.double() - left @ inner.double()
-    made: Tensor = left + torch.linalg.solve(solvable, missing.T).T
+    gone = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device).index_fill_(0, kept, False).nonzero().squeeze(1)
+    inner = matrix[kept][:, kept].double()
+    inner.diagonal().add_(damping * inner.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
+    told = torch.linalg.solve(inner, matrix[kept][:, gone].double())  # [kept, gone]
+    made: Tensor = weight[:, kept].double() + weight[:, gone].double() @ told.T
     return made.float()
-
-
-def paired_moments(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of x y^T and y y^T over tokens, float32, for inputs that were x, float [..., in], and are y, float [..., kept].
-
-    Both are divided by the root mean square of x, token by token, so that every token counts the same.
-    """
-    old, new = before.flatten(0, -2).float(), now.flatten(0, -2).float()
-    scale = old.square().mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
-    old, new = old * scale, new * scale
-    return old.T @ new, new.T @ new

@@ -26,11 +26,6 @@ class Left:
     pools: tuple[tuple[int, ...], ...] | None = None
     """For each head of the keys and values, those that it is the mean of (arXiv:2305.13245, section 2.1)."""
 
-    @property
-    def averages(self) -> bool:
-        """Whether a head of keys and values is the mean of several."""
-        return any(len(pool) > 1 for pool in self.pools or ())
-
     def touches(self, axes: tuple[Axis, ...]) -> bool:
         """Whether a tensor with these axes changes."""
         roles = changing(self.before, self.after)

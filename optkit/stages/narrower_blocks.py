@@ -11,7 +11,7 @@ import torch
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.narrowing import Left, is_norm
-from optkit.model.width import Axis, Role
+from optkit.model.width import Axis
 from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.width_choice import WidthChooser
 
@@ -70,8 +70,6 @@ class NarrowerBlocks:
         left, readers = self.chooser.choose(index, self.hidden)
         made = {f"{reader.name}.weight": reader.making_up(left) for reader in readers if self.compensate}
         self.lefts.append(left)
-        if inputs and self.compensate and left.averages:
-            made |= self._pooled_(index, left)
         places = {tensor: name for name, tensor in skeleton.tensor_names.items() if name.startswith(f"{block.name}.")}
         for tensor in skeleton.block_tensors(block):
             whole = made.get(tensor)
@@ -83,17 +81,6 @@ class NarrowerBlocks:
         if inputs:
             self.chooser.advance_(index)
             skeleton.release_(block.name)
-
-    def _pooled_(self, index: int, left: Left) -> dict[str, Tensor]:
-        """Put the pooled heads into a loaded block; return the layer behind them, which makes up for that."""
-        skeleton, prefix = self.skeleton, f"{self.skeleton.blocks[index].name}."
-        before = self.chooser.attended(index)
-        for name, tensor in skeleton.tensor_names.items():
-            axes = self._axes(tensor) or ()
-            if name.startswith(prefix) and any(Role.KEY in axis for axis in axes):
-                written = self._left_of(tensor, skeleton.checkpoint.read_finite(tensor), left)
-                self._spread_(skeleton, name, tensor, written, left)
-        return self.chooser.making_up_for_pools(index, left, before)
 
     def _left_of(self, tensor: str, stored: Tensor, left: Left) -> Tensor:
         """Return what is left of a tensor, in the dtype that the checkpoint has it in."""

@@ -159,8 +159,7 @@ class PruneStructured(WidthFields, Transform):
         return _Planned(count, *self.widths(shape))
 
     def _reads_text(self, planned: _Planned) -> bool:
-        alone = self.pools(planned.before) and changing(planned.before, planned.after) == {Role.KEY}
-        if planned.narrows and (self.compensate or not alone):
+        if planned.narrows and (not self.pools(planned.before) or changing(planned.before, planned.after) != {Role.KEY}):
             return True
         return planned.count > 0 and not isinstance(self.remove_layers, tuple)
 
@@ -240,10 +239,7 @@ class PruneStructured(WidthFields, Transform):
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
         solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if planned.narrows and planned.before.ffn != planned.after.ffn else 0
-        attended = 0
-        if planned.before.key_heads != planned.after.key_heads and self.compensate:
-            attended = 2 * tokens * planned.before.heads * planned.before.head_size
-        return (streams * tokens * width + attended) * element + max(batch, solving) + max(shape.block_bytes, shape.outside_bytes)
+        return streams * tokens * width * element + max(batch, solving) + max(shape.block_bytes, shape.outside_bytes)
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:

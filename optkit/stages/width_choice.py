@@ -11,7 +11,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.hessian import Hessian
-from optkit.algorithms.importance import channel_energy, compensated, head_energy, highest, paired_moments
+from optkit.algorithms.importance import channel_energy, compensated, head_energy, highest
 from optkit.model.narrowing import Left
 from optkit.model.width import Axis, Role, Widths
 from optkit.stages.layer_inputs import S, finite_matrix, watch_inputs
@@ -33,16 +33,6 @@ class _Squares:
         rows = inputs.flatten(0, -2).float()
         scale = rows.square().mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         self.total += (rows.square() / scale).sum(0)
-
-
-class _Given:
-    """Keeps what a layer was given."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Tensor] = []
-
-    def add(self, inputs: Tensor) -> None:
-        self.inputs.append(inputs.detach())
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +58,7 @@ class Reader:
             return None
         places = kept.to(self.matrix.device)
         made = torch.zeros(self.weight.shape, device=places.device)
-        made[:, places] = compensated(self.weight, places, self.matrix[:, places], self.matrix[places][:, places])
+        made[:, places] = compensated(self.weight, self.matrix, places)
         return made.T if isinstance(self.module, Conv1D) else made
 
 
@@ -123,28 +113,6 @@ class WidthChooser:
                 energies = head_energy(reader.weight, reader.matrix, before.head_size).cpu()
         heads, pools = left_heads(energies, before, after, self.pooling)
         return Left(before, after, hidden, ffn, heads, pools), readers
-
-    def attended(self, index: int) -> list[Tensor]:
-        """Return what the heads of a loaded block give, float [batch, sequence, heads * size], for each batch."""
-        given: dict[str, _Given] = {}
-        self._watch(index, self._readers(index, Role.QUERY), given, lambda _: _Given())
-        return next(iter(given.values())).inputs
-
-    def making_up_for_pools(self, index: int, left: Left, before: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the weight of the layer behind the heads, by its tensor, float32, 0 where heads went; the pooled ones are in the block.
-
-        before: what `attended` returned without them. The weight makes the best of what the heads give now.
-        """
-        ((name, module),) = self._readers(index, Role.QUERY).items()
-        weight = _weight(module)
-        channels = left.channels(Role.QUERY) if self.before.heads != self.after.heads else None
-        kept = (torch.arange(weight.shape[1]) if channels is None else channels).to(weight.device)
-        moments = [paired_moments(old, new[..., kept]) for old, new in zip(before, self.attended(index), strict=True)]
-        tokens = sum(old.shape[0] * old.shape[1] for old in before)
-        cross, inner = (sum(each, torch.zeros_like(each[0])) / tokens for each in zip(*moments, strict=True))
-        made = torch.zeros(weight.shape, device=weight.device)
-        made[:, kept] = compensated(weight, kept, cross, inner)
-        return {f"{name}.weight": made.T if isinstance(module, Conv1D) else made}
 
     def advance_(self, index: int) -> None:
         """Replace the inputs of a loaded block by its outputs."""

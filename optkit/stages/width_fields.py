@@ -43,7 +43,7 @@ class WidthFields(Frozen):
     """What `intermediate_size` and `hidden_size` have to be multiples of, for the matrix units of the hardware."""
     compensate: bool = True
     """Change the layers that read what is left of feed-forward channels and heads so that they make up for the rest, by least squares on
-    the text. Without it `pooling` needs no text."""
+    the text."""
 
     @field_validator("intermediate_size", "hidden_size")
     @classmethod
