@@ -33,6 +33,17 @@ class StateCode(Protocol):
 
 
 @dataclass(frozen=True)
+class PlainCode:
+    """The states themselves."""
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        return (states,)
+
+    def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return parts[0].to(dtype)
+
+
+@dataclass(frozen=True)
 class IntegerCode:
     """Codes of 4 or 8 bits with a scale and a zero point for each group of channels; two codes of 4 bits share a byte."""
 

@@ -17,11 +17,11 @@ CacheFactory = Callable[[], Cache]
 
 
 class CodedLayer(CacheLayerMixin):
-    """The coded keys and values of one attention layer; with a window, those of its last `window - 1` tokens."""
+    """The coded keys and values of one attention layer; with a window, those of `window - 1` tokens: the first `sinks` and the last."""
 
-    def __init__(self, keys_code: StateCode, values_code: StateCode, window: int | None = None) -> None:
+    def __init__(self, keys_code: StateCode, values_code: StateCode, window: int | None = None, sinks: int = 0) -> None:
         super().__init__()
-        self.keys_code, self.values_code, self.sliding_window = keys_code, values_code, window
+        self.keys_code, self.values_code, self.sliding_window, self.sinks = keys_code, values_code, window, sinks
         self.is_sliding = window is not None
         self.key_parts: tuple[Tensor, ...] = ()
         self.value_parts: tuple[Tensor, ...] = ()
@@ -39,11 +39,14 @@ class CodedLayer(CacheLayerMixin):
         self.value_parts = _joined(self.value_parts, self.values_code.encode(value_states))
         keys = self.keys_code.decode(self.key_parts, key_states.dtype)
         values = self.values_code.decode(self.value_parts, value_states.dtype)
-        if self.sliding_window is not None:
-            kept = slice(-self.sliding_window + 1, None)
-            self.key_parts = tuple(part[..., kept, :].clone() for part in self.key_parts)
-            self.value_parts = tuple(part[..., kept, :].clone() for part in self.value_parts)
+        if self.sliding_window is not None and keys.shape[-2] >= self.sliding_window:
+            self.key_parts = tuple(self._kept(part) for part in self.key_parts)
+            self.value_parts = tuple(self._kept(part) for part in self.value_parts)
         return keys, values
+
+    def _kept(self, part: Tensor) -> Tensor:
+        last = part[..., part.shape[-2] - ((self.sliding_window or 0) - 1 - self.sinks) :, :]
+        return torch.cat([part[..., : self.sinks, :], last], dim=-2)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens out again, as many as the absolute value says; only without a window."""
@@ -73,19 +76,27 @@ class CodedLayer(CacheLayerMixin):
         return sum(part.nbytes // (part.shape[0] * part.shape[-2]) for part in parts)
 
 
-def coded_cache(config: Any, codes: Sequence[tuple[StateCode, StateCode]] | tuple[StateCode, StateCode], where: str) -> CacheFactory:
+def coded_cache(
+    config: Any,
+    codes: Sequence[tuple[StateCode, StateCode]] | tuple[StateCode, StateCode],
+    where: str,
+    window: int | None = None,
+    sinks: int = 0,
+) -> CacheFactory:
     """Return what makes an empty coded cache for a model: `codes` of keys and values, one pair for all layers or one for each.
+
+    A `window` is for models without windows of their own (`attention_window.see_window_`).
 
     Raises StageError for a model with layers that hold something else than keys and values.
     """
     like = _plain_layers(config, where)
     if not isinstance(codes, tuple) and len(codes) != len(like):
         raise StageError(f"there are scales for {len(codes)} of {len(like)} layers", where=where, remedy="Make the artifact again")
-    windows = [getattr(layer, "sliding_window", None) for layer in like]
+    windows = [window or getattr(layer, "sliding_window", None) for layer in like]
     pairs = [codes] * len(like) if isinstance(codes, tuple) else codes
 
     def make() -> Cache:
-        return Cache(layers=[CodedLayer(keys, values, window) for (keys, values), window in zip(pairs, windows, strict=True)])
+        return Cache(layers=[CodedLayer(keys, values, size, sinks) for (keys, values), size in zip(pairs, windows, strict=True)])
 
     return make
 
