@@ -216,7 +216,9 @@ def test_the_plan_is_transformers_own(tiny_model: TinyModel) -> None:
     from transformers import AutoConfig
 
     for kind in ("llama", "qwen2", "gemma", "gemma3_text", "mixtral", "qwen2_moe", "phi3", "olmo2", "deepseek_v3"):
-        assert stored_plan(kind) == type(AutoConfig.for_model(kind)).base_model_tp_plan, kind
+        theirs = type(AutoConfig.for_model(kind)).base_model_tp_plan
+        own = {name: style for name, style in theirs.items() if "feed_forward" not in name}  # those a quantizer adds when it opens a model
+        assert stored_plan(kind) == own, kind
     for kind in ("gpt2", "opt", "gptj", "gpt_oss"):
         assert stored_plan(kind) == {}, kind
     assert stored_plan("no_such_model") is None

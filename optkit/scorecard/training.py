@@ -17,6 +17,8 @@ MARGIN = (70, 56, 84, 50)
 """Left, top, right and bottom of each panel, in pixels."""
 COLOURS = {"loss": "#4477aa", "judged": "#ee6677", "rate": "#999999"}
 """Of Paul Tol's bright scheme, which colour-blind people can tell apart; https://personal.sron.nl/~pault/."""
+LEAST = 1e-12
+"""A loss nearer to 0 is drawn as 0."""
 WIDE_RANGE = 12
 """Largest loss divided by the smallest from which on the scale is logarithmic."""
 TICKS = 5
@@ -158,7 +160,7 @@ def _rate(record: TrainingRecord, left: int, top: int, across: Callable[[int], f
 
 def _scale(losses: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
     """Return a scale from 0 to 1 around the losses, even or logarithmic, and what stands beside its lines."""
-    low, high = min(losses), max(losses)
+    low, high = (0.0 if abs(loss) < LEAST else loss for loss in (min(losses), max(losses)))
     if low > 0 and high / low >= WIDE_RANGE:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         lines = [part * 10.0**power for power in range(first, last + 1) for part in (1, 2, 5)]
