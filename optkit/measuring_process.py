@@ -26,6 +26,7 @@ from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.frozen import Frozen
 from optkit.measure import Eval, EvalContext, Metric
+from optkit.processes import end_group
 from optkit.progress import Progress, Task
 from optkit.stage import Setting
 
@@ -201,9 +202,4 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    end_group(process)

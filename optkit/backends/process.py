@@ -17,6 +17,7 @@ from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import only_visible
 from optkit.errors import StageError
+from optkit.processes import end_group
 from optkit.progress import Progress, Task
 
 LAUNCH = Path(__file__).with_name("workers") / "launch.py"
@@ -74,7 +75,7 @@ def run_worker(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
         finally:
-            _end(process)
+            end_group(process)
         if details is None:
             raise StageError(
                 _how_it_ended(process.returncode),
@@ -129,16 +130,6 @@ def _variables(environment: Environment, device: str) -> dict[str, str]:
 def _device(device: str) -> str:
     """Return the device as the worker sees it: of the GPUs it sees the one alone."""
     return "cpu" if device == "cpu" else "cuda:0"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a worker with everything that it started."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _how_it_ended(status: int) -> str:

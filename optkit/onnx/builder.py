@@ -18,6 +18,7 @@ from optkit import errors
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
+from optkit.processes import end_group
 from optkit.progress import Task
 
 WORKER = "optkit.onnx.build_worker"
@@ -164,7 +165,7 @@ def _started(request: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Po
                 process.stdin.flush()
             yield process, messages
         finally:
-            _end(process)
+            end_group(process)
 
 
 def _variables() -> dict[str, str]:
@@ -215,13 +216,3 @@ def _ending(status: int) -> str:
 def _last_lines(log: Path, count: int = 3) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return f"Its last words: {' / '.join(lines[-count:])}" if lines else "It said nothing"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a worker with everything that it started."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
