@@ -20,6 +20,7 @@ from typing import Any, Literal
 from optkit import errors
 from optkit.environment import cpu_cores
 from optkit.errors import OptkitError, StageError
+from optkit.processes import end_group
 from optkit.progress import Progress, Task
 from optkit.stage import Context, Report, Transform
 from optkit.training.worker import JOB, MESSAGES, REPORT, Job, end_with_parent
@@ -86,7 +87,7 @@ def _command(directory: Path, devices: int, parallel: Literal["ddp", "fsdp"]) ->
     return [sys.executable, "-m", "optkit.training.launch", *options, "-m", "optkit.training.worker", str(directory)]
 
 
-def _variables(devices: int, device: str) -> dict[str, str]:
+def _variables(devices: int) -> dict[str, str]:
     """Return the environment of the processes: our packages, and each its share of the cores."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))}
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_cores() // devices))
@@ -103,7 +104,7 @@ def _run(command: list[str], directory: Path, devices: int, context: Context) ->
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env=_variables(devices, context.device),
+            env=_variables(devices),
         )
         try:
             with contextlib.ExitStack() as bars:
@@ -160,9 +161,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    end_group(process)
 
 
 def _error(directory: Path, devices: int, where: str) -> OptkitError:
