@@ -12,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from optkit.progress import SilentProgress
+from optkit.source.calibration import Calibration
+
 TinyModel = Callable[[str], Path]
 TinyEncoder = Callable[[str], tuple[Path, Path]]
 VOCABULARY = 512
@@ -51,6 +54,16 @@ CONFIGS: dict[str, dict[str, object]] = {
     "gpt_oss": {"model_type": "gpt_oss", **SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
+
+
+class Warnings(SilentProgress):
+    """Keeps the warnings in `lines`."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def warn(self, line: str) -> None:
+        self.lines.append(line)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -157,6 +170,30 @@ def tiny_onnx(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -
         return directory if directory.exists() else exported(tiny_model(kind), directory, precision)
 
     return make
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Return an empty directory for a stage to fill."""
+    (tmp_path / "target").mkdir()
+    return tmp_path / "target"
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file of 20,000 random letters."""
+    import torch
+
+    codes = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    file = tmp_path_factory.mktemp("text") / "letters.txt"
+    file.write_text("".join(map(chr, codes)), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def text(letters: Path) -> Calibration:
+    """Return a calibration text of 16 sequences of 64 tokens."""
+    return Calibration(dataset=str(letters), samples=16, sequence_length=64)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Stage `auto_bits` on tiny models: budgets that are kept, choices that are offered, and what it says where it cannot work."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,14 @@ from optkit.stages.bit_budget import Choice, make_items
 from optkit.stages.held_out import mean_divergences
 from optkit.stages.rtn import Rtn
 from optkit.stages.selection import layers_of
+from tests.conftest import TinyModel, Warnings
 
-TinyModel = Callable[[str], Path]
 SMALL, MIDDLE, LARGE = (Choice(bits=bits, group_size=32) for bits in (3, 4, 8))  # type: ignore[arg-type]
 
 
-class Lines(SilentProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
-
-
 @pytest.fixture
-def text(tmp_path: Path) -> Calibration:
-    """Return a calibration text of random letters that comes from a file."""
-    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    (tmp_path / "letters.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(tmp_path / "letters.txt"), samples=12, sequence_length=64)
+def text(letters: Path) -> Calibration:
+    return Calibration(dataset=str(letters), samples=12, sequence_length=64)
 
 
 def quantize(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:
@@ -142,7 +130,7 @@ def test_a_single_form_is_kept_where_it_diverges_less(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("optkit.stages.held_out.mean_divergences", lambda *_: [0.2, 0.1])
-    progress = Lines()
+    progress = Warnings()
     fields = {"average_bits": 6, "choices": (SMALL, MIDDLE, LARGE), "calibration": text, "method": "rtn"}
     report = quantize(tiny_model("qwen2"), tmp_path / "out", Context(progress=progress), **fields)
     assert report.details["kept"] == "4 bits, groups of 32"

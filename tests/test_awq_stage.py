@@ -14,7 +14,6 @@ from optkit.algorithms.packing import unpack_awq
 from optkit.errors import RecipeError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
-from optkit.progress import SilentProgress
 from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
@@ -22,25 +21,9 @@ from optkit.stage import Context, Report, Transform
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.rtn import Rtn
-from tests.conftest import TinyModel
+from tests.conftest import TinyModel, Warnings
 
 QKV = ("q_proj", "k_proj", "v_proj")
-
-
-class Warnings(SilentProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Calibration:
-    """Return a calibration text of random letters that comes from a file."""
-    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    (tmp_path / "letters.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(tmp_path / "letters.txt"), samples=16, sequence_length=64)
 
 
 def run(source: Path, target: Path, stage: Transform, context: Context | None = None) -> Report:

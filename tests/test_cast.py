@@ -18,12 +18,6 @@ from optkit.stages.cast import Cast
 CONTEXT = Context()
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    (tmp_path / "target").mkdir()
-    return tmp_path / "target"
-
-
 def cast(source: Path, target: Path, dtype: str) -> Report:
     return Cast(dtype=dtype).run(source, target, CONTEXT)
 

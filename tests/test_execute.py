@@ -10,10 +10,10 @@ from optkit.execute import execute
 from optkit.model.shape import ModelShape
 from optkit.model.writer import copy_companions
 from optkit.plan import make_plan
-from optkit.progress import SilentProgress
 from optkit.recipe import load_recipe
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.store import Store
+from tests.conftest import Warnings
 
 RUNS: list[float] = []
 
@@ -143,18 +143,13 @@ def test_a_stage_finds_the_first_model_and_what_its_last_run_kept(planned):
 
 
 def test_damage_in_the_store_is_mended_and_said(planned):
-    class Said(SilentProgress):
-        warnings: ClassVar[list[str]] = []
-
-        def warn(self, line: str) -> None:
-            self.warnings.append(line)
-
-    execute(*planned({"halve": {}}), Context(progress=Said()))
-    assert Said.warnings == []
+    told = Warnings()
+    execute(*planned({"halve": {}}), Context(progress=told))
+    assert told.lines == []
     plan, store = planned({"halve": {}})
     (store.get(plan.weights_key) / "model.safetensors").write_bytes(b"")
-    execute(*planned({"halve": {}}), Context(progress=Said()))
-    assert Said.warnings == ["halve: its files in the store were changed or lost; they are made again"]
+    execute(*planned({"halve": {}}), Context(progress=told))
+    assert told.lines == ["halve: its files in the store were changed or lost; they are made again"]
     assert store.get(plan.weights_key) is not None
 
 

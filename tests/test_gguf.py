@@ -15,6 +15,7 @@ from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, shortest_float32, tensor_name
 from optkit.source.gguf_tokenizer import import_tokenizer
+from tests.conftest import Warnings
 
 gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
 
@@ -197,15 +198,10 @@ class TestTokenizer:
 
     def test_a_way_of_cutting_that_is_not_known_is_said(self, models, tmp_path):
         header = read_gguf(save_gguf(models["llama"], tmp_path / "model.gguf", "llama", tokenizer__ggml__pre="viking"))
-        warnings = []
-
-        class Listening(SilentProgress):
-            def warn(self, line):
-                warnings.append(line)
-
-        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, Listening())
-        assert len(warnings) == 1
-        assert "the file cuts text by 'viking', which optkit does not know; it is cut as GPT-2 did" in warnings[0]
+        told = Warnings()
+        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, told)
+        assert len(told.lines) == 1
+        assert "the file cuts text by 'viking', which optkit does not know; it is cut as GPT-2 did" in told.lines[0]
 
     def test_a_tokenizer_that_cannot_be_read(self, models, tmp_path):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama")

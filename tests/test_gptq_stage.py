@@ -2,7 +2,6 @@
 
 import shutil
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,15 @@ from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
-from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages import layer_inputs
 from optkit.stages.gptq import Gptq
 from optkit.stages.layer_inputs import HessianCollector
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel, Warnings
 
-TinyModel = Callable[[str], Path]
 SAMPLES, LENGTH = 16, 64
-
-
-class Warnings(SilentProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Calibration:
-    """Return a calibration text of random letters that comes from a file."""
-    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    (tmp_path / "letters.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(tmp_path / "letters.txt"), samples=SAMPLES, sequence_length=LENGTH)
 
 
 def quantize(source: Path, target: Path, stage: Gptq | Rtn, context: Context | None = None) -> Report:

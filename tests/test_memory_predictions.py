@@ -33,12 +33,9 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
-    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    file = tmp_path_factory.mktemp("text") / "letters.txt"
-    file.write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(file), **FEW)
+@pytest.fixture
+def text(letters: Path) -> Calibration:
+    return Calibration(dataset=str(letters), **FEW)
 
 
 STAGES = {

@@ -71,14 +71,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
-    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    file = tmp_path_factory.mktemp("text") / "letters.txt"
-    file.write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(file), samples=16, sequence_length=64)
-
-
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_the_language_model_is_quantized_and_the_rest_stays(

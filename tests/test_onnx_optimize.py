@@ -24,12 +24,6 @@ def llama(tiny_onnx) -> Path:
     return tiny_onnx("llama", "fp32")
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    (tmp_path / "target").mkdir()
-    return tmp_path / "target"
-
-
 def optimize(source: Path, target: Path, **fields: Any) -> Report:
     return OnnxOptimize(**fields).run(source, target, Context())
 

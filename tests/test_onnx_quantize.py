@@ -37,12 +37,6 @@ def llama(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported(tiny_model("llama"), tmp_path_factory.mktemp("exported") / "onnx")
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    (tmp_path / "target").mkdir()
-    return tmp_path / "target"
-
-
 def quantize(source: Path, target: Path, **fields: Any) -> Report:
     return OnnxQuantize(**fields).run(source, target, CONTEXT)
 

@@ -26,12 +26,6 @@ def llama(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Path:
-    (tmp_path / "target").mkdir()
-    return tmp_path / "target"
-
-
-@pytest.fixture
 def product(tmp_path: Path) -> Path:
     weight = np.random.default_rng(0).normal(size=(48, 24)).astype(np.float32)
     return saved(tmp_path / "product", [helper.make_node("MatMul", ["x", "w"], ["logits"], name="product")], {"w": weight}, 48)

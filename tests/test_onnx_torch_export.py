@@ -35,12 +35,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return make
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    (tmp_path / "target").mkdir()
-    return tmp_path / "target"
-
-
 def feeds_for(names: list[str], batch: int, length: int) -> dict[str, NDArray[np.int64]]:
     random = np.random.default_rng(length)
     mask = np.ones((batch, length), np.int64)

@@ -16,7 +16,6 @@ from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
-from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages import block_pruner
@@ -28,25 +27,8 @@ from optkit.stages.selection import Layer, layers_of
 from optkit.stages.sparsity import refuse_unfit
 from optkit.stages.sparsity_allocation import by_outliers, outlier_share
 from optkit.validation import validate
+from tests.conftest import TinyModel, Warnings
 from tests.skeletons import changed_copy, replacing
-
-TinyModel = Callable[[str], Path]
-
-
-class Warnings(SilentProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Calibration:
-    """Return a calibration text of random letters that comes from a file."""
-    letters = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    (tmp_path / "letters.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    return Calibration(dataset=str(tmp_path / "letters.txt"), samples=16, sequence_length=64)
 
 
 def prune(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:

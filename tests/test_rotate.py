@@ -26,12 +26,6 @@ SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hid
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None}
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    (tmp_path / "target").mkdir()
-    return tmp_path / "target"
-
-
 def rotate(source: Path, target: Path, seed: int = 0, **fields: bool) -> Report:
     return Rotate(**fields).run(source, target, Context(seed=seed))
 
