@@ -22,8 +22,6 @@ from optkit.stages.layer_inputs import HessianCollector
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 
-SAMPLES, LENGTH = 16, 64
-
 
 def quantize(source: Path, target: Path, stage: Gptq | Rtn, context: Context | None = None) -> Report:
     target.mkdir()
