@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.eight_bit import FLOAT8, dequantize, float8_values, round_inputs
+from optkit.kernels.eight_bit_linear import EightBitLinear
 
 MULTIPLE = 16
 """`torch._scaled_mm` takes multiples of so many outputs and inputs."""
@@ -20,39 +21,15 @@ CAPABILITY = (8, 9)
 """The first NVIDIA GPUs that multiply 8-bit floats (Ada)."""
 
 
-class Float8Linear(nn.Module):
+class Float8Linear(EightBitLinear):
     """`x W^T + b` with x and W rounded to E4M3; a scale for each output or the whole W, for each token or all of x."""
 
-    codes: Tensor
-    """float8_e4m3fn [out, in]."""
-    scales: Tensor
-    """float32 [out], or [1] for the whole weight."""
-    input_scale: Tensor | None
-    """float32 [1]; None where each token is rounded with a scale of its own."""
-    bias: Tensor | None
+    numbers = FLOAT8
 
     def __init__(self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features, self.in_features = codes.shape
-        self.dtype = dtype
+        super().__init__(codes, scales, input_scale, bias, dtype)
         self.product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 ends at 65504, and 448^2 is 200704
         self.scaled = why_not_scaled(self.out_features, self.in_features, str(codes.device)) is None
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales.float().flatten())
-        self.register_buffer("input_scale", None if input_scale is None else input_scale.float().flatten())
-        self.register_buffer("bias", None if bias is None else bias.float())
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """float [..., in] -> float [..., out]."""
-        rows = hidden.reshape(-1, self.in_features).float()
-        if self.input_scale is None:
-            codes, scales = round_inputs(rows, FLOAT8)
-        else:
-            codes, scales = FLOAT8.round(rows / self.input_scale), self.input_scale
-        product = self._sums(codes).float().mul_(scales).mul_(self.scales)
-        if self.bias is not None:
-            product = product.add_(self.bias)
-        return product.to(self.dtype).view(*hidden.shape[:-1], self.out_features)
 
     def _sums(self, codes: Tensor) -> Tensor:
         """float8 [rows, in] -> float [rows, out]: the sums of products of codes."""

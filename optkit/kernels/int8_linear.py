@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from optkit.algorithms.eight_bit import INT8, round_inputs
+from optkit.algorithms.eight_bit import INT8
+from optkit.kernels.eight_bit_linear import EightBitLinear
 
 CUDA_ROWS = 17
 """`torch._int_mm` on CUDA takes no fewer rows."""
@@ -15,7 +16,7 @@ CUDA_MULTIPLE = 8
 """On CUDA inputs and outputs must be multiples of this."""
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(EightBitLinear):
     """`x W^T + b` with x and W in 8-bit integers, their products summed in 32-bit ones.
 
     Microseconds at 1536 outputs x 576 inputs, one thread (EPYC with AVX-512 VNNI, torch 2.13; best of 20):
@@ -24,35 +25,11 @@ class Int8Linear(nn.Module):
         float32, dense                 50   144   334  1078  8211  33851
     """
 
-    codes: Tensor
-    """int8 [out, in]."""
-    scales: Tensor
-    """float32 [out], or [1] for the whole weight."""
-    input_scale: Tensor | None
-    """float32 [1]; None where each token is rounded with a scale of its own."""
-    bias: Tensor | None
+    numbers = INT8
 
     def __init__(self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features, self.in_features = codes.shape
-        self.dtype = dtype
+        super().__init__(codes, scales, input_scale, bias, dtype)
         self.integers = why_not_integers(self.out_features, self.in_features, str(codes.device)) is None
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales.float().flatten())
-        self.register_buffer("input_scale", None if input_scale is None else input_scale.float().flatten())
-        self.register_buffer("bias", None if bias is None else bias.float())
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """float [..., in] -> float [..., out]."""
-        rows = hidden.reshape(-1, self.in_features).float()
-        if self.input_scale is None:
-            codes, scales = round_inputs(rows, INT8)
-        else:
-            codes, scales = INT8.round(rows / self.input_scale), self.input_scale
-        product = self._sums(codes).mul_(scales).mul_(self.scales)
-        if self.bias is not None:
-            product = product.add_(self.bias)
-        return product.to(self.dtype).view(*hidden.shape[:-1], self.out_features)
 
     def _sums(self, codes: Tensor) -> Tensor:
         """int8 [rows, in] -> float32 [rows, out]: the sums of products of codes."""
