@@ -73,26 +73,16 @@ def torch_has_cuda() -> bool:
 
 def visible_gpus() -> int:
     """Return how many GPUs NVIDIA's driver shows to this process; 0 without a driver."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int()
-    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    driver, count = _driver(), ctypes.c_int()
+    return count.value if driver and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
     """Return that of a GPU, from NVIDIA's driver and without torch, e.g. `(9, 0)`; None for a CPU or without a driver."""
-    if device == "cpu":
+    if (found := _driver_of(device)) is None:
         return None
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return None
-    number, major, minor = (ctypes.c_int() for _ in range(3))
-    index = int(device.partition(":")[2] or 0)
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(number), index):
-        return None
+    driver, number = found
+    major, minor = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, number)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), COMPUTE_CAPABILITY_MINOR, number)
     return major.value, minor.value
@@ -100,17 +90,10 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 
 def gpu_memory_bytes(device: str) -> int | None:
     """Return the memory of a GPU, from NVIDIA's driver and without torch; None for a CPU or without a driver."""
-    if device == "cpu":
+    if (found := _driver_of(device)) is None:
         return None
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return None
-    number, size = ctypes.c_int(), ctypes.c_size_t()
-    index = int(device.partition(":")[2] or 0)
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(number), index) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), number):
-        return None
-    return size.value
+    (driver, number), size = found, ctypes.c_size_t()
+    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), number) == 0 else None
 
 
 def only_visible(device: str) -> dict[str, str]:
@@ -199,6 +182,24 @@ def driver_version(module: Path = Path("/proc/driver/nvidia/version")) -> str | 
         if found:
             return found[1]
     return next(iter(_nvidia_smi("driver_version")), None)
+
+
+def _driver() -> Any:
+    """Return NVIDIA's driver, ready to be asked; None where there is none that works."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def _driver_of(device: str) -> tuple[Any, ctypes.c_int] | None:
+    """Return NVIDIA's driver and its number of a GPU; None for a CPU, without a driver, or where it has no such GPU."""
+    driver = None if device == "cpu" else _driver()
+    number = ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(number), int(device.partition(":")[2] or 0)):
+        return None
+    return driver, number
 
 
 def _nvidia_smi(question: str) -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,43 @@ def test_a_gpu_is_only_chosen_by_a_torch_that_can_use_it(monkeypatch):
     assert environment.best_device() == "cpu"
     monkeypatch.setattr(environment, "torch_has_cuda", lambda: True)
     assert environment.best_device() == "cuda"
+
+
+def made_driver(ready: int = 0) -> SimpleNamespace:
+    """NVIDIA's driver with two GPUs; it answers 0 where it could do what it was asked."""
+
+    def answers(find):
+        def answer(pointer, *asked):
+            pointer._obj.value = find(*asked)
+            return 0
+
+        return answer
+
+    return SimpleNamespace(
+        cuInit=lambda flags: ready,
+        cuDeviceGetCount=answers(lambda: 2),
+        cuDeviceGet=lambda pointer, index: answers(lambda: 10 + index)(pointer) if index < 2 else 101,
+        cuDeviceGetAttribute=answers(lambda attribute, number: {75: 9, 76: number.value - 10}[attribute]),
+        cuDeviceTotalMem_v2=answers(lambda number: number.value << 33),
+    )
+
+
+def test_the_driver_is_asked_about_gpus(monkeypatch):
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: made_driver())
+    assert environment.visible_gpus() == 2
+    assert [environment.compute_capability(device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [None, (9, 0), (9, 1), None]
+    assert [environment.gpu_memory_bytes(device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [None, 10 << 33, 11 << 33, None]
+
+
+@pytest.mark.parametrize("found", [lambda name: made_driver(ready=100), None])
+def test_without_a_driver_that_works_there_are_no_gpus(monkeypatch, found):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(environment.ctypes, "CDLL", found or missing)
+    assert environment.visible_gpus() == 0
+    assert environment.compute_capability("cuda") is None
+    assert environment.gpu_memory_bytes("cuda") is None
 
 
 def test_package_version():
