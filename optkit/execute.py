@@ -14,7 +14,7 @@ from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile
-from optkit.plan import Plan, Step
+from optkit.plan import Plan, Step, check_texts
 from optkit.source.models import import_model, locate_model
 from optkit.stage import Context, Format, Report
 from optkit.store import Store
@@ -50,12 +50,14 @@ class Execution:
 def execute(plan: Plan, store: Store, context: Context) -> Execution:
     """Return the weights of the last transform, running only what the store does not hold.
 
-    Raises MissingPackageError and ResourceError before anything runs, StageError and SourceError from the stages.
+    Raises MissingPackageError, ResourceError and StageError before anything runs, StageError and SourceError from the stages.
     """
     check_packages(plan)
     check_disk(plan, store)
     made: set[str] = set()
     last = len(plan.steps) - 1
+    if first := next((index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), None):
+        check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
     weights = materialize(plan, last, store, context, made)
     outcomes = tuple(_outcomes(plan.steps[1:], store, made))
     in_store = store.get(plan.steps[last].key) == weights

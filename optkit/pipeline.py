@@ -27,7 +27,7 @@ from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
 from optkit.measuring import Measurement, Subject, measure
-from optkit.plan import Plan, PlannedEval, make_plan
+from optkit.plan import Plan, PlannedEval, check_texts, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe import Recipe, load_recipe
 from optkit.registry import stage_class
@@ -52,7 +52,10 @@ def plan(
     """Return what `run` would do: every step with its key, whether the store holds it, and what it will need; computes nothing."""
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = _usable(device)
-    return make_plan(wanted.pinned(data), Store(store or default_store()), chosen)
+    shelf = Store(store or default_store())
+    made = make_plan(wanted.pinned(data), shelf, chosen)
+    check_texts(made, shelf, data)
+    return made
 
 
 def run(

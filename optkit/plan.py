@@ -36,7 +36,7 @@ from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
 from optkit.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.source.models import locate_model, model_key, model_shape
-from optkit.stage import Cost, Format, Transform, check_together
+from optkit.stage import Cost, Format, TextPlace, Transform, check_together
 from optkit.store import Store
 
 _REASONS = {
@@ -163,6 +163,21 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
         baseline_settings=placing,
         forecasts=tuple(filter(None, told)),
     )
+
+
+def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
+    """Let the stages that will run refuse texts that are too short for them, where the texts and the tokenizer are here already.
+
+    `directory` is what the first of them reads; left out, it is looked for. Raises StageError.
+    """
+    there = [step.directory for step in plan.steps if step.directory]
+    directory = directory or (there[-1] if there else None)
+    if directory is None:
+        return
+    place = TextPlace(directory, data, store.root / "counts", plan.recipe.model.trust_remote_code)
+    for step in plan.pending:
+        if step.stage:
+            step.stage.check_texts(place)
 
 
 def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:

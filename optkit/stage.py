@@ -68,6 +68,19 @@ class Context:
 
 
 @dataclass(frozen=True)
+class TextPlace:
+    """Where the texts of a stage, and the tokenizer that reads them, are before it runs."""
+
+    tokenizer: Path
+    """A model directory."""
+    data: Path | None
+    """Directory with local copies of data sets, if the user named one."""
+    counts: Path
+    """Directory, perhaps not there yet, in which it is remembered how many tokens texts have."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
 class Report:
     """What a transform did: counts of modules, the skipped ones with the reason, and numbers worth keeping."""
 
@@ -126,6 +139,15 @@ class Transform(Stage):
         Without a method of its own: the same tensors again, and at most all of them in memory.
         """
         return Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.size_bytes), shape
+
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse, before any stage runs, texts that are too short for it.
+
+        Without a method of its own: those of the stages among its fields. Raises StageError.
+        """
+        for part in vars(self).values():
+            if isinstance(part, Transform):
+                part.check_texts(place)
 
 
 class Setting(Stage):

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from optkit.errors import StageError
 from optkit.source.training_text import TrainingText
-from optkit.training.data import TrainingData, read_texts, split, steps_for
+from optkit.training.budget import Budget
+from optkit.training.data import TrainingData, read_texts, split
 
 END = 0
 """The id of the end-of-text token of the tests' tokenizer."""
@@ -46,7 +47,6 @@ def test_documents_end_and_running_text_runs_on(tiny_model, texts):
     assert data.tokens.flatten().tolist() == expected[0] + expected[1]
     assert data.places[0] == f"{documents}, tokens 0 to 7"
     assert data.places[-1].startswith(f"{running}, tokens ")
-    assert data.training_tokens == len(data.training) * 8
 
 
 @given(sequences=st.integers(3, 60), held_out=st.integers(1, 59), seed=st.integers(0, 9), count=st.integers(1, 200))
@@ -78,7 +78,7 @@ def test_nothing_left_to_train_on():
 
 @pytest.mark.parametrize(("tokens", "epochs", "steps"), [(None, 1, 12), (None, 3, 36), (33, 1, 3), (192, 1, 12), (384, 2, 24)])
 def test_a_budget_of_tokens_is_a_number_of_steps(tokens, epochs, steps):
-    assert steps_for(made(50), tokens, epochs, 4, "distill") == steps
+    assert Budget(4, 4, 2, tokens, epochs, "distill").steps(48) == steps
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_budget_of_tokens_is_a_number_of_steps(tokens, epochs, steps):
 )
 def test_too_little_text(tokens, epochs, sequences, message):
     with pytest.raises(StageError, match=message):
-        steps_for(made(50), tokens, epochs, sequences, "distill")
+        Budget(4, sequences, 2, tokens, epochs, "distill").steps(48)
 
 
 def test_what_a_teacher_wrote_is_trained_on_and_never_held_out():

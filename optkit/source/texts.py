@@ -119,7 +119,7 @@ class TextSource(Frozen):
 
         Raises SourceError where it cannot be found, is empty, or is not what `revision` says.
         """
-        if self._is_local(data):
+        if self.is_local(data):
             return self.model_copy(update={"revision": _digest(self.documents(data))})
         return self.model_copy(update={"revision": self._hub_repo(data).commit(self.revision)})
 
@@ -139,7 +139,7 @@ class TextSource(Frozen):
         documents = self._read(data)
         if not any(document.strip() for document in documents):
             raise SourceError("the text is empty", where=self.where, remedy="Name another data set, split or field")
-        if self.revision and self._is_local(data) and (found := _digest(documents)) != self.revision:
+        if self.revision and self.is_local(data) and (found := _digest(documents)) != self.revision:
             raise SourceError(
                 f"the text is {found} and not {self.revision}",
                 where=self.where,
@@ -155,7 +155,7 @@ class TextSource(Frozen):
     def _read(self, data: Path | None) -> list[str]:
         if self.dataset == "python-reference":
             return python_reference.read_topics(self.split)
-        if not self._is_local(data):
+        if not self.is_local(data):
             return read_hub_text(self._hub_repo(data), hub_name(self.dataset), self.split, self.field, self.revision, self.where)
         if is_file_name(self.dataset):
             path = Path(self.dataset).expanduser()
@@ -170,7 +170,8 @@ class TextSource(Frozen):
             )
         return read_rows(paths[0]) if self.dataset == "wikitext2" else read_records(paths, self.field)
 
-    def _is_local(self, data: Path | None) -> bool:
+    def is_local(self, data: Path | None) -> bool:
+        """Say whether it is read from this machine, and not from the hub."""
         if is_file_name(self.dataset) or self.dataset == "python-reference":
             return True
         if self.revision and not self.revision.startswith(PREFIX):

@@ -35,6 +35,10 @@ class Generated(Frozen):
     prompt_tokens: int = Field(default=4, ge=0)
     """Tokens of the texts that each of its sequences begins with; 0 begins with the tokenizer's first special token."""
 
+    def sequences(self, length: int) -> int:
+        """Return how many sequences of so many tokens it writes."""
+        return max(1, self.tokens // length)
+
 
 class Taught(Transform):
     """What a student is told, and by whom."""
@@ -184,7 +188,7 @@ class Taught(Transform):
         """Return how each generated sequence begins, int64 [sequences, tokens of a prompt]."""
         import torch
 
-        count = max(1, asked.tokens // data.sequence_length)
+        count = asked.sequences(data.sequence_length)
         if asked.prompt_tokens:
             rows = torch.tensor(data.training)
             starts = torch.arange(0, data.sequence_length - asked.prompt_tokens + 1, max(1, asked.prompt_tokens))

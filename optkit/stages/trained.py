@@ -13,9 +13,11 @@ from optkit.frozen import digest
 from optkit.model.shape import ModelShape
 from optkit.model.weights import expert_counts
 from optkit.source.models import model_shape
+from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
-from optkit.stage import Context, Cost, Report
+from optkit.stage import Context, Cost, Report, TextPlace
 from optkit.stages.teaching import Taught
+from optkit.training.budget import Budget
 from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
 from optkit.training.memory_kinds import MemoryKinds
 
@@ -173,6 +175,15 @@ class Trained(Taught):
             teacher=Checkpoint(self._teacher_directory(source, context)).shape if beside else None,
         )
 
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse texts that are too short for the tokens that are asked for, where that can be known; raises as `run` does."""
+        budget, written = self._budget(), 0 if self.generated is None else self.generated.sequences(self.sequence_length)
+        counts = TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code)
+        found = counts.enough_sequences(self.texts, self.sequence_length, budget.least_sequences(written))
+        if found is not None:
+            budget.refuse_nothing_left(found)
+            budget.steps(found - self.held_out + written)
+
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size of the student and of two checkpoints, and the memory of weights, gradients, optimizer and activations.
 
@@ -266,12 +277,15 @@ class Trained(Taught):
         )
 
     def _options(self, data: TrainingData) -> TrainingOptions:
-        from optkit.training.data import steps_for
         from optkit.training.loop import TrainingOptions
 
         same = ("batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes", "evaluations")
         fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes")}
-        return TrainingOptions(steps_for(data, self.tokens, self.epochs, self.batch_size * self.accumulation, self._kind), **fields)
+        return TrainingOptions(self._budget().steps(len(data.training)), **fields)
+
+    def _budget(self) -> Budget:
+        together = self.batch_size * self.accumulation
+        return Budget(self.sequence_length, together, self.held_out, self.tokens, self.epochs, self._kind)
 
     def _objective(self, student: Student, teacher: Teacher | None) -> Objective:
         import torch

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from optkit.errors import StageError
 from optkit.source.calibration import load_tokenizer
 from optkit.source.training_text import TrainingText
+from optkit.training.budget import Budget
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ class TrainingData:
     @property
     def sequence_length(self) -> int:
         return self.tokens.shape[1]
-
-    @property
-    def training_tokens(self) -> int:
-        """Tokens of one epoch."""
-        return len(self.training) * self.sequence_length
 
     def rows(self, start: int, count: int) -> list[int]:
         """Return the rows from number `start` on of the endless order: one epoch after the other, each in an order drawn from the seed."""
@@ -94,34 +89,8 @@ def read_texts(
 
 def split(tokens: Tensor, places: Sequence[str], held_out: int, seed: int, where: str) -> TrainingData:
     """Hold out `held_out` of int64 [sequences, sequence_length], evenly spread. Raises StageError where nothing would be left."""
-    total = len(tokens)
-    if total <= held_out:
-        raise StageError(
-            f"the texts give {total:,} sequences of {tokens.shape[1]:,} tokens, and {held_out:,} are to be held out",
-            where=where,
-            why="Nothing is left to train on",
-            remedy="Name more texts, or lower `held_out` or `sequence_length`",
-        )
+    total, length = tokens.shape
+    Budget(length, 1, held_out, where=where).refuse_nothing_left(total)
     judged = {(2 * index + 1) * total // (2 * held_out) for index in range(held_out)}
     training = tuple(row for row in range(total) if row not in judged)
     return TrainingData(tokens, tuple(places), training, tuple(sorted(judged)), seed)
-
-
-def steps_for(data: TrainingData, tokens: int | None, epochs: int, sequences_per_step: int, where: str) -> int:
-    """Return how many optimizer steps a budget of tokens is, the whole text `epochs` times where it is None.
-
-    Raises StageError where the text is too short for it.
-    """
-    step_tokens = sequences_per_step * data.sequence_length
-    available = data.training_tokens * epochs
-    steps = available // step_tokens if tokens is None else -(-tokens // step_tokens)
-    if steps == 0 or steps * step_tokens > available:
-        wanted = steps * step_tokens or step_tokens
-        raise StageError(
-            f"{wanted:,} tokens are asked for, and the texts have {data.training_tokens:,} to train on"
-            + (f", {available:,} in {epochs} epochs" if epochs > 1 else ""),
-            where=where,
-            why=f"A step takes {step_tokens:,}",
-            remedy=f"Set `epochs: {-(-wanted // data.training_tokens)}`, name more texts, or lower `tokens`",
-        )
-    return steps

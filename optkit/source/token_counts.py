@@ -1,0 +1,133 @@
+"""How many tokens texts have, as far as it has to be known, for plans: with the library `tokenizers` alone, and remembered.
+
+Counting stops when there are enough. Where there seem to be too few, all are counted as the training will, which loads transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from optkit.atomic import write_text_atomically
+from optkit.frozen import digest
+from optkit.source.calibration import load_tokenizer
+from optkit.source.digests import sha256_of
+from optkit.source.training_text import TrainingText
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+PIECE_CHARACTERS = 1 << 16
+"""A text that runs on is cut into such pieces to be counted; a cut makes a token or two more."""
+PIECES_AT_ONCE = 16
+DOCUMENTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class _Count:
+    """What is known of a text."""
+
+    tokens: int
+    whole: bool
+    """All of it was counted."""
+    exact: bool
+    """As the training counts."""
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Counts the tokens of texts that are on this machine."""
+
+    directory: Path
+    """With the tokenizer."""
+    data: Path | None
+    cache: Path
+    """Directory, perhaps not there yet, of what was counted before."""
+    trust_remote_code: bool = False
+
+    def enough_sequences(self, texts: tuple[TrainingText, ...], length: int, wanted: int) -> int | None:
+        """Return at least `wanted` where the texts give so many sequences of `length` tokens, else exactly how many they give.
+
+        None where that cannot be said before the training: a text lies on the hub, or there is no tokenizer.json.
+        """
+        local = [text for text in texts if text.is_local(self.data)]
+        if not (self.directory / TOKENIZER).is_file():
+            return None
+        found = 0
+        for text in local:
+            found += self._count(text, (wanted - found) * length).tokens // length
+            if found >= wanted:
+                return found
+        return sum(self._exact(text) // length for text in texts) if len(local) == len(texts) else None
+
+    def _count(self, text: TrainingText, wanted: int) -> _Count:
+        """Count the tokens of a text until there are `wanted`."""
+        known = self._known(text)
+        if known and (known.whole or known.tokens >= wanted):
+            return known
+        tokens = 0
+        for some in self._pieces(text):
+            tokens += some
+            if tokens >= wanted:
+                return self._keep(text, _Count(tokens, whole=False, exact=False))
+        return self._keep(text, _Count(tokens, whole=True, exact=False))
+
+    def _exact(self, text: TrainingText) -> int:
+        """Return how many tokens the training will find."""
+        known = self._known(text)
+        if known and known.exact:
+            return known.tokens
+        found = len(text.token_ids(load_tokenizer(self.directory, self.trust_remote_code), self.data))
+        return self._keep(text, _Count(found, whole=True, exact=True)).tokens
+
+    def _pieces(self, text: TrainingText) -> Iterator[int]:
+        """Yield the tokens of one part of a text after the other."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.directory / TOKENIZER))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if text.packs_documents:
+            parts, at_once = [document for document in text.documents(self.data) if document.strip()], DOCUMENTS_AT_ONCE
+        else:
+            whole, at_once = text.joined(self.data), PIECES_AT_ONCE
+            parts = [whole[start : start + PIECE_CHARACTERS] for start in range(0, len(whole), PIECE_CHARACTERS)]
+        ends = int(text.packs_documents and self._has_end())
+        for start in range(0, len(parts), at_once):
+            some = tokenizer.encode_batch_fast(parts[start : start + at_once], add_special_tokens=text.packs_documents)
+            yield sum(len(each) + ends for each in some)
+
+    def _has_end(self) -> bool:
+        """Say whether documents are ended by a token."""
+        return bool(self._config().get("eos_token"))
+
+    def _config(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.directory / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _file(self, text: TrainingText) -> Path:
+        tokenizer = {"file": sha256_of(self.directory / TOKENIZER), "config": self._config()}
+        named = {"text": text.identity(), "field": text.field, "documents": text.packs_documents}
+        return self.cache / f"{digest(named | tokenizer)}.json"
+
+    def _known(self, text: TrainingText) -> _Count | None:
+        if not text.revision:
+            return None
+        # Only a memory: where it is damaged, the text is counted again.
+        try:
+            return _Count(**json.loads(self._file(text).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _keep(self, text: TrainingText, count: _Count) -> _Count:
+        if text.revision:
+            # Where nothing can be written, the next plan counts again; that is all that is lost.
+            with contextlib.suppress(OSError):
+                self.cache.mkdir(parents=True, exist_ok=True)
+                write_text_atomically(self._file(text), json.dumps(asdict(count)))
+        return count
