@@ -21,7 +21,7 @@ from optkit.kernels.cpu.coded_linear import CodedLinear
 from optkit.kernels.int4 import CPU_TILES, Int4Linear
 from optkit.kernels.packed import PackedLinear
 from optkit.measure import Session
-from optkit.session import open_session, torch_session
+from optkit.session import cast_logits, open_session
 from optkit.stage import Setting
 from optkit.stages.attention import Attention
 from optkit.stages.compile import Compile
@@ -65,7 +65,7 @@ def test_logits_and_tokens_are_those_of_transformers(kind: str, tiny_model: Tiny
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "opt"])
 def test_logits_in_slices_are_the_same(kind: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_session, "LOGITS_BYTES", 5 * 2 * 512 * 2)
+    monkeypatch.setattr(cast_logits, "LOGITS_BYTES", 5 * 2 * 512 * 2)
     tokens = prompt(2, 12)
     with torch.no_grad():
         expected = reference(tiny_model(kind), dtype=torch.bfloat16)(tokens).logits.float()
@@ -371,7 +371,7 @@ def test_a_stream_ends_when_the_session_is_closed(tiny_model: TinyModel) -> None
     session.close()
     with pytest.raises(OptkitError, match="the session was closed"):
         next(stream)
-    assert session._idle is None
+    assert session._static.idle is None
 
 
 @pytest.mark.slow

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optkit.errors import EvalError
 from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.genai import GenaiModel
 from optkit.onnx.opening import import_runtime
 from optkit.onnx.runtime import OnnxRunner
-from optkit.session.tokenizer import encode, open_tokenizer
+from optkit.session.generating import NO_POSITIONS, GeneratingSession
 
 Engine = Literal["onnxruntime", "onnxruntime-genai"]
-NO_POSITIONS = 1 << 31
 
 
-class OnnxSession:
+class OnnxSession(GeneratingSession):
     """An opened ONNX directory; implements `optkit.measure.Session`."""
 
     def __init__(
@@ -40,8 +38,7 @@ class OnnxSession:
         `engine` is what generates; where that is GenAI, `OnnxRunner` opens the model only when logits are asked for. Raises what
         `GenaiModel` raises.
         """
-        self.directory, self.device = Path(directory), device
-        self._trust_remote_code = trust_remote_code
+        super().__init__(Path(directory), device, trust_remote_code)
         self._model = OnnxDirectory(self.directory)
         self._open = partial(OnnxRunner, self._model, device, threads, providers)
         self._genai = GenaiModel(self._model, device, threads) if engine == "onnxruntime-genai" else None
@@ -65,34 +62,20 @@ class OnnxSession:
         """What the graph computes its states in, e.g. `float16`."""
         return next((layer.past.dtype for layer in self._model.cache if "float" in layer.past.dtype), None) or self.runner.logits_port.dtype
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the directory; raises SourceError where there is none."""
-        return open_tokenizer(self.directory, self._trust_remote_code)
-
-    def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
-        return encode(self.tokenizer, text)
-
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
-        self._check(tokens, 0)
+        self._check_length(tokens, 0)
         return self.runner.logits(tokens)
-
-    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
-        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
-        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
-        return torch.cat([tokens.to(self.device), *steps], dim=1)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
-        self._check(tokens, new_tokens)
+        self._check_length(tokens, new_tokens)
         if self._genai:
             found = self._genai.stream(tokens.cpu().numpy().astype(np.int32), new_tokens)
             return (torch.from_numpy(chosen).to(self.device) for chosen in found)
@@ -134,15 +117,6 @@ class OnnxSession:
         chosen = logits.argmax(-1)
         torch.cuda.synchronize(chosen.device)
         return chosen
-
-    def _check(self, tokens: Tensor, new_tokens: int) -> None:
-        length = tokens.shape[1] + new_tokens
-        if length > self.positions:
-            raise EvalError(
-                f"{length:,} tokens are more than the model's {self.positions:,} positions",
-                where=str(self.directory),
-                remedy="Use a shorter window or prompt",
-            )
 
     def _notes(self) -> Iterator[str]:
         version = import_runtime(str(self.directory)).__version__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import Tensor
 from optkit.byte_sizes import size_text
 from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
+from optkit.session.generating import GeneratingSession
 from optkit.session.ranks import Ranks
-from optkit.session.tokenizer import encode, open_tokenizer
 from optkit.stage import Setting
 from optkit.stages.tensor_parallel import TensorParallel
 
 
-class ParallelSession:
+class ParallelSession(GeneratingSession):
     """Implements `optkit.measure.Session`; every call is made by all ranks, and rank 0 gives the result."""
 
     def __init__(
@@ -32,9 +31,7 @@ class ParallelSession:
         first = int(device.partition(":")[2] or 0)
         count = range(setting.devices)
         self.devices = tuple("cpu" if device == "cpu" else f"cuda:{first + index}" for index in count)
-        self.directory, self.device = directory, self.devices[0]
-        self.hidden_memory = ""
-        self._trust_remote_code = trust_remote_code
+        super().__init__(directory, self.devices[0], trust_remote_code)
         job = {
             "directory": str(directory.absolute()),
             "settings": [(f"{type(each).__module__}:{type(each).__qualname__}", each.model_dump(mode="json")) for each in settings],
@@ -50,7 +47,7 @@ class ParallelSession:
         held = " and ".join(sorted({size_text(each["weights"]) for each in told}))
         how = "processes by gloo" if device == "cpu" else f"GPUs ({', '.join(self.devices)}) by nccl"
         self._note = f"tensor_parallel: {setting.devices} {how}, {held} of weights on each"
-        self._check(told)
+        self._check_alike(told)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -58,15 +55,6 @@ class ParallelSession:
         if self._ranks.alive:
             self._said = tuple(self._ranks.call("notes")[0])
         return (self._note, *self._said)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the directory; raises SourceError where there is none."""
-        return open_tokenizer(self.directory, self._trust_remote_code)
-
-    def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
-        return encode(self.tokenizer, text)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the first device. Raises what one device raises."""
@@ -77,11 +65,6 @@ class ParallelSession:
             found = view.clone() if self.device == "cpu" else view.to(self.device)
             del view
         return found.reshape(shape)
-
-    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
-        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
-        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
-        return torch.cat([tokens.to(self.device), *steps], dim=1)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield the greedy tokens, int64 [batch], each when all devices have finished it."""
@@ -119,7 +102,7 @@ class ParallelSession:
         for _ in range(new_tokens):
             yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64, device=self.device)
 
-    def _check(self, told: Sequence[dict[str, Any]]) -> None:
+    def _check_alike(self, told: Sequence[dict[str, Any]]) -> None:
         """Raise StageError where the ranks do not compute the same logits of a few tokens, or not those of a whole vocabulary."""
         shape, total = told[0]["probe"]
         if shape[-1] != self.vocabulary or any(each["probe"] != [shape, total] for each in told):

@@ -11,25 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from optkit.errors import EvalError, OptkitError, StageError
+from optkit.errors import OptkitError, StageError
 from optkit.model.memory import return_freed_memory
+from optkit.session.cast_logits import cast_logits
+from optkit.session.generating import NO_POSITIONS, GeneratingSession
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_cache, speculate
-from optkit.session.tokenizer import encode, open_tokenizer
+from optkit.session.static_caches import StaticCaches
 from optkit.stages.compile import RECOMPILE_LIMIT, times_given_up
 
 if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch
 
-LOGITS_BYTES = 64 << 20
-"""Most bytes of logits that are computed at once where they have to be cast to float32."""
-CACHE_STEP = 128
-"""A static cache is as long as the next multiple of this, so that requests of like lengths share one compiled step."""
-NO_POSITIONS = 1 << 31
 REMEDY = "Lower the batch, the prompt or the new tokens"
 UNCOMPILED = f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: ask for fewer batches and lengths"
 
@@ -59,7 +55,7 @@ class Decoder(Protocol):
         ...
 
 
-class TorchSession:
+class TorchSession(GeneratingSession):
     """An opened model; implements `optkit.measure.Session`."""
 
     def __init__(
@@ -72,14 +68,12 @@ class TorchSession:
         new_cache: Callable[[], Cache] | None = None,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.directory, self.device = directory, device
-        self.hidden_memory = ""
+        super().__init__(directory, device, trust_remote_code)
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
         self._opened: PreTrainedModel | None = model
         self._new_cache, self._computing = new_cache, computing
-        self._trust_remote_code = trust_remote_code
         self._compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._compiles = self._compiled or getattr(model.config, "_attn_implementation", "") == "flex_attention"
         self._notes, self._given_up_before = notes, times_given_up()
@@ -91,7 +85,7 @@ class TorchSession:
         self.choose: Callable[[Tensor], Tensor] = likeliest
         """What takes the next tokens, int64 [batch, 1], from the logits of the last ones."""
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        self._idle: tuple[tuple[int, int], StaticCache] | None = None
+        self._static = StaticCaches(model.config, self.positions)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -138,45 +132,31 @@ class TorchSession:
             rounded = kind == "cuda" and self.dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
         return "tf32" if rounded else self.dtype
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the directory; raises SourceError where there is none."""
-        return open_tokenizer(self.directory, self._trust_remote_code)
-
-    def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
-        return encode(self.tokenizer, text)
-
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; attention sees keys and values as a cache of codes holds them.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
-        self._check(tokens, 0)
+        self._check_length(tokens, 0)
         tokens = tokens.to(self.device)
         batch, sequence = tokens.shape
         with self._memory(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"), self._no_gradients():
             if self.model.dtype == torch.float32:
                 whole: Tensor = self.model.forward(input_ids=tokens, **self._attended()).logits
                 return whole.float()
-            return self._cast_logits(tokens)
-
-    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
-        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
-        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
-        return torch.cat([tokens.to(self.device), *steps], dim=1)
+            return cast_logits(self.model, tokens, self.vocabulary, self._attended())
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
-        self._check(tokens, new_tokens)
+        self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=True)
 
     def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield what `stream` yields, each when its work is queued on the current CUDA stream, without waiting for the device."""
-        self._check(tokens, new_tokens)
+        self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
     def step(self, tokens: Tensor, cache: Cache, *, last: bool = False) -> Tensor:
@@ -241,7 +221,7 @@ class TorchSession:
         """
         from optkit.session.attention_kernels import kernels_text, watched_attention
 
-        self._check(tokens, 1)
+        self._check_length(tokens, 1)
         tokens = tokens.to(self.device)
         batch, prompt = tokens.shape
         found = []
@@ -259,7 +239,8 @@ class TorchSession:
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
         delete_offloaded(self._opened)
-        self._opened = self._idle = self._proposer = self._decoder = None
+        self._opened = self._proposer = self._decoder = None
+        self._static.close()
         self.__dict__.pop("_one_token_cache", None)
         if self._compiling:
             self._compiling.close()
@@ -303,48 +284,13 @@ class TorchSession:
                     step = steps.next() if count else steps.prompt(tokens)
                 yield step
 
-    @contextmanager
-    def _cache(self, batch: int, length: int) -> Iterator[Cache]:
-        """Lend an empty KV cache; a static one is kept for the next request, and no other stream gets it meanwhile."""
-        if not self._compiled:
-            yield self.new_cache()
-            return
-        shape = (batch, min(-(-length // CACHE_STEP) * CACHE_STEP, self.positions))
-        idle, self._idle = self._idle, None
-        cache = idle[1] if idle and idle[0] == shape else _static_cache(self.model.config, shape[1])
-        del idle
-        cache.reset()
-        try:
-            yield cache
-        finally:
-            if self._opened is not None:
-                self._idle = (shape, cache)
+    def _cache(self, batch: int, length: int) -> AbstractContextManager[Cache]:
+        """Lend an empty KV cache for `batch` sequences of `length` tokens."""
+        return self._static.lend(batch, length) if self._compiled else nullcontext(self.new_cache())
 
     def _attended(self) -> dict[str, Any]:
         """Return how the model is called for logits: a cache of codes has to be there, or they would be those of another model."""
         return {"past_key_values": self._new_cache(), "use_cache": True} if self._new_cache else {"use_cache": False}
-
-    def _cast_logits(self, tokens: Tensor) -> Tensor:
-        """Return float32 logits with at most `LOGITS_BYTES` of others beside them: the part after the base model runs on slices.
-
-        A model that does not call its base model as a whole (OPT) computes all of them at once.
-        """
-        model = self.model
-        output = model.base_model(input_ids=tokens, **self._attended())
-        hidden: Tensor = output.last_hidden_state
-        batch, sequence = tokens.shape
-        logits = torch.empty(batch, sequence, self.vocabulary, dtype=torch.float32, device=hidden.device)
-        width = max(1, LOGITS_BYTES // (batch * self.vocabulary * hidden.element_size()))
-        for start in range(0, sequence, width):
-            part = slice(start, start + width)
-            output.last_hidden_state = hidden[:, part]
-            with _returning(model.base_model, output) as calls:
-                sliced = model.forward(input_ids=tokens[:, part], use_cache=False).logits
-            if not calls:
-                whole: Tensor = model.forward(input_ids=tokens, **self._attended()).logits
-                return whole.float()
-            logits[:, part] = sliced
-        return logits
 
     @cached_property
     def _one_token_cache(self) -> Cache:
@@ -353,15 +299,6 @@ class TorchSession:
         with self._no_gradients():
             self.model.forward(input_ids=token, past_key_values=cache, use_cache=True, **self._last_only)
         return cache
-
-    def _check(self, tokens: Tensor, new_tokens: int) -> None:
-        length = tokens.shape[1] + new_tokens
-        if length > self.positions:
-            raise EvalError(
-                f"{length:,} tokens are more than the model's {self.positions:,} positions",
-                where=str(self.directory),
-                remedy="Use a shorter window or prompt",
-            )
 
     def _memory(self, what: str, remedy: str) -> AbstractContextManager[None]:
         return memory_errors(f"{what} on {self.device}", str(self.directory), remedy)
@@ -389,33 +326,3 @@ class TorchSession:
 def likeliest(logits: Tensor) -> Tensor:
     """float [batch, sequence, vocabulary] -> the likeliest last tokens, int64 [batch, 1]."""
     return logits[:, -1:].argmax(-1)
-
-
-@contextmanager
-def _returning(module: Any, output: Any) -> Iterator[list[Any]]:
-    """Let a module return an output that was computed before; yields the list of its calls."""
-    calls: list[Any] = []
-
-    def forward(*_: Any, **__: Any) -> Any:
-        calls.append(output)
-        return output
-
-    replaced = vars(module).get("forward")  # hooks put one there
-    module.forward = forward
-    try:
-        yield calls
-    finally:
-        if replaced is None:
-            del module.forward
-        else:
-            module.forward = replaced
-
-
-def _static_cache(config: Any, length: int) -> StaticCache:
-    """Return a static cache whose sliding layers are of full length too.
-
-    Those of transformers count tokens in a Python integer, so the step would be compiled anew for every token. The mask keeps the window.
-    """
-    cache = StaticCache(config=config, max_cache_len=length)
-    cache.layers = [StaticLayer(length) if isinstance(layer, StaticSlidingWindowLayer) else layer for layer in cache.layers]
-    return cache

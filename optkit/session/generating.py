@@ -1,0 +1,60 @@
+"""What the sessions of causal language models share: a tokenizer, greedy generation from a stream of tokens, and a limit of positions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.errors import EvalError
+from optkit.session.tokenizer import encode, open_tokenizer
+
+NO_POSITIONS = 1 << 31
+
+
+class GeneratingSession(ABC):
+    """An opened model that generates, without what runs it; who inherits it sets `vocabulary` and `positions`."""
+
+    vocabulary: int
+    positions: int
+    hidden_memory = ""
+
+    def __init__(self, directory: Path, device: str, trust_remote_code: bool) -> None:
+        self.directory, self.device = directory, device
+        self._trust_remote_code = trust_remote_code
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the directory; raises SourceError where there is none."""
+        return open_tokenizer(self.directory, self._trust_remote_code)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+        return encode(self.tokenizer, text)
+
+    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
+        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
+        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
+        return torch.cat([tokens.to(self.device), *steps], dim=1)
+
+    @abstractmethod
+    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+
+    def _check_length(self, tokens: Tensor, new_tokens: int) -> None:
+        """Raise EvalError where a prompt, int64 [batch, prompt], and what is to follow are more tokens than positions."""
+        length = tokens.shape[1] + new_tokens
+        if length > self.positions:
+            raise EvalError(
+                f"{length:,} tokens are more than the model's {self.positions:,} positions",
+                where=str(self.directory),
+                remedy="Use a shorter window or prompt",
+            )
