@@ -281,7 +281,7 @@ def _plan_steps(
 ) -> tuple[tuple[Step, ...], ModelShape]:
     """Return the steps, and the shape of the model that the last of them leaves."""
     cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=min(shape.size_bytes, SHARD_BYTES))
-    steps = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)]
+    steps, origin = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)], shape
     for entry in recipe.transforms:
         before = steps[-1]
         if before.format not in entry.value.accepts:
@@ -292,7 +292,7 @@ def _plan_steps(
                 remedy=_remedy(entry.value, before.format),
             )
         key = make_step_key(entry, before.key, recipe.seed)
-        cost, shape = entry.value.predict(shape, device)
+        cost, shape = entry.value.predict_beside(shape, device, origin)
         steps.append(_step(entry.kind, entry.value, key, before.key, store.get(key), entry.value.leaves(before.format), cost, shape))
     return tuple(steps), shape
 

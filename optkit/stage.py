@@ -140,6 +140,10 @@ class Transform(Stage):
         """
         return Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.size_bytes), shape
 
+    def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
+        """Return what `predict` does, for stages with `reads_origin`: `origin` is the shape of the model that the recipe starts from."""
+        return self.predict(shape, device)
+
     def check_texts(self, place: TextPlace) -> None:
         """Refuse, before any stage runs, texts that are too short for it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ import torch
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.plan import make_plan
 from optkit.progress import SilentProgress
+from optkit.recipe import load_recipe
 from optkit.stages.distill import Distill
+from optkit.store import Store
 from optkit.training.data import split
 from optkit.training.loop import TrainingOptions, train
 from optkit.training.memory import Setup, predicted_memory
@@ -139,6 +143,19 @@ def test_the_plan_says_what_a_training_takes(model: Callable[[str], Path]) -> No
     on_cpu = Distill(precision="float32").predict(shape, "cpu")[0]
     assert on_cpu.ram_bytes == sum(on_cpu.by_kind.values())
     assert on_cpu.gpu_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["distill", "lora_recover"])
+def test_the_teacher_of_a_pruned_student_is_the_whole_model(model: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    source = model("wide_llama")
+    pruned = {"remove_layers": [1, 2, 3], "calibration": "python-reference"}
+    fields = {"precision": "float32", "sequence_length": 8, "texts": ["python-reference"]}
+    stages: list[Any] = [{"prune_structured": pruned}, {kind: fields}]
+    recipe = load_recipe({"name": "r", "model": str(source), "stages": stages})
+    cost = make_plan(recipe.pinned(None), Store(tmp_path), "cpu").steps[-1].cost
+    whole = 4 * Checkpoint(source).shape.elements
+    assert whole <= cost.by_kind["teacher"] < 1.01 * whole
+    assert cost.by_kind["weights" if kind == "distill" else "frozen weights"] < 0.8 * whole
 
 
 def test_what_fsdp_cannot_divide_is_refused(model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

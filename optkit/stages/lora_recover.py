@@ -96,11 +96,11 @@ class LoraRecover(Trained):
             )
         return replace(report, skipped=skipped, details=details, notes=(*report.notes, *notes))
 
-    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+    def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
         """Return the weights and the adapter that it leaves, and the memory of a float32 model, teacher, adapters and activations.
 
         Raises StageError for patterns that match nothing, a rank larger than a layer, what packed weights do not allow, and what
-        `Trained.predict` does.
+        `Trained.predict_beside` does.
         """
         self._check_positions(shape)
         self._check_devices(shape, device)
@@ -119,7 +119,8 @@ class LoraRecover(Trained):
         }
         added = sum(info.elements for info in adapter.values())
         self._check_teacher(shape)
-        kinds = self._memory(_in_floats(shape, linears) if packed else shape, device, added)
+        start = None if origin.config.get("quantization_config") else origin
+        kinds = self._memory(_in_floats(shape, linears) if packed else shape, device, added, start)
         left = ModelShape(config=shape.config, tensors={**shape.tensors, **adapter}) if packed else shape
         disk = left.size_bytes + 2 * 4 * NUMBERS * added
         if device == "cpu":

@@ -148,7 +148,8 @@ class Trained(Taught):
                 digest=digest({"fields": self.model_dump(mode="json"), "data": data.digest(), "version": self.version}),
                 ranks=ranks,
             )
-        predicted = None if student.checkpoint.quantization else self._memory(trainee.shape, context.device, trainee.adapter_elements)
+        expected = (trainee.shape, context.device, trainee.adapter_elements, trainee.teacher)
+        predicted = None if student.checkpoint.quantization else self._memory(*expected)
         record = account(result, trainee, spent, ranks, self.parallel, predicted)
         if not ranks.first:
             return Report(changed=0)
@@ -185,6 +186,10 @@ class Trained(Taught):
             budget.steps(found - self.held_out + written)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what `predict_beside` does where the recipe starts from the student."""
+        return self.predict_beside(shape, device, shape)
+
+    def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
         """Return the size of the student and of two checkpoints, and the memory of weights, gradients, optimizer and activations.
 
         Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
@@ -192,18 +197,21 @@ class Trained(Taught):
         self._check_positions(shape)
         self._check_devices(shape, device)
         self._check_teacher(shape)
-        kinds = self._memory(shape, device)
+        kinds = self._memory(shape, device, origin=origin)
         weights, state = 4 * shape.elements, OPTIMIZER_BYTES[self.optimizer] * shape.elements
         disk = shape.size_bytes + 2 * (2 * weights + state)
         if device == "cpu":
             return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
         return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
 
-    def _memory(self, shape: ModelShape, device: str, trained: int | None = None) -> MemoryKinds:
-        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights, all of them where None."""
+    def _memory(self, shape: ModelShape, device: str, trained: int | None = None, origin: ModelShape | None = None) -> MemoryKinds:
+        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights, all of them where None.
+
+        `origin` is the model that the recipe starts from, the student itself where None.
+        """
         teacher = None
         if self._has_teacher and self.top_k is None:
-            teacher = model_shape(self.teacher, self._named_teacher()) if self.teacher else shape
+            teacher = model_shape(self.teacher, self._named_teacher()) if self.teacher else origin or shape
         setup = Setup(
             positions=self.batch_size * self.sequence_length,
             length=self.sequence_length,
