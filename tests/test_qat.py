@@ -1,5 +1,6 @@
 """Stage `qat`: what is trained is what is written, and it is better than what it began with."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context, Format, Report
 from optkit.stages.gptq import Gptq
-from optkit.stages.qat import CodeTraining, Qat
+from optkit.stages.qat import CodesTraining, Qat
 from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized, within_cells
 
@@ -114,13 +115,13 @@ def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict[str, Any]
 ) -> None:
     last: dict[str, Tensor] = {}
-    write = CodeTraining._write
+    write = CodesTraining._write
 
-    def remember(self: CodeTraining, student: Any, target: Path, context: Context) -> int:
+    def remember(self: CodesTraining, student: Any, target: Path, context: Context) -> int:
         last.update({name: layer.rounded().detach() for name, layer in student.layers.items()})
         return write(self, student, target, context)
 
-    monkeypatch.setattr(CodeTraining, "_write", remember)
+    monkeypatch.setattr(CodesTraining, "_write", remember)
     training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
     stage = Qat(**{**fields, "training": training, **changes})
     report = run(stage, tiny_model(kind), tmp_path / "done")
@@ -131,6 +132,92 @@ def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
         assert torch.equal(weight, last[name]), name
     assert report.details["changed_codes"] > 0
     assert {each["dataset"] for each in report.calibrated_on} == {fields["calibration"]["dataset"]}
+
+
+W8A8 = {"bits": 8, "group_size": None, "activations": "dynamic"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    trained: dict[str, FakeQuantized] = {}
+    write = CodesTraining._write
+
+    def remember(self: CodesTraining, student: Any, target: Path, context: Context) -> int:
+        trained.update(student.layers)
+        return write(self, student, target, context)
+
+    monkeypatch.setattr(CodesTraining, "_write", remember)
+    training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
+    source, stage = tiny_model(kind), Qat(**{**fields, **W8A8, "training": training, "start": "rtn"})
+    shape = Checkpoint(source).shape
+    report = run(stage, source, tmp_path / "done")
+    done = Checkpoint(tmp_path / "done")
+    assert stage.predict(shape, "cpu")[1].tensors == done.tensors
+    assert report.details["changed_codes"] > 0
+    model: Any = open_session(tmp_path / "done", dtype="float32").model
+    for name, layer in trained.items():
+        codes, scales = done.read(f"{name}.weight"), done.read(f"{name}.weight_scale")
+        assert codes.dtype == torch.int8
+        assert torch.equal(codes * scales.float(), layer.rounded()), name
+        hidden = torch.randn(7, layer.in_features)
+        assert torch.allclose(model.get_submodule(name)(hidden), layer(hidden), atol=1e-5), name
+    group = done.config["quantization_config"]["config_groups"]["group_0"]
+    assert group["format"] == "int-quantized"
+    assert group["input_activations"] == {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
+    weight, grid = torch.randn(3, 16), Grid(8, None, True)
+    start = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+    layer, hidden = FakeQuantized(weight, None, start, grid, "fixed", rounds_inputs=True), torch.randn(5, 16, requires_grad=True)
+    outer = torch.randn(5, 3)
+    found = layer(hidden)
+    found.backward(outer)
+    steps = 2 * hidden.detach().abs().amax(-1, keepdim=True) / 255
+    rounded = (hidden.detach() / steps).round().clamp(-128, 127) * steps
+    assert torch.allclose(found, rounded @ layer.rounded().T, atol=1e-5)
+    assert torch.allclose(hidden.grad, outer @ layer.rounded(), atol=1e-6)
+    assert torch.allclose(layer.weight.grad, outer.T @ rounded, atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_two_processes_end_in_the_codes_of_one(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], parallel: str) -> None:
+    training = {**fields["training"], "tokens": 6 * 8 * LENGTH, "learning_rate": 1e-3, "parallel": parallel}
+    shared = {**fields, "start": "rtn"}
+    one = run(Qat(**{**shared, "training": training}), tiny_model("llama"), tmp_path / "one")
+    two = run(Qat(**{**shared, "training": {**training, "devices": 2}}), tiny_model("llama"), tmp_path / "two")
+    assert dict(two.details["curve"]) == pytest.approx(dict(one.details["curve"]), rel=1e-4)
+    expected, found = stored(tmp_path / "one", 3), stored(tmp_path / "two", 3)
+    differ = [float((found[name] - weight).abs().gt(1e-3).float().mean()) for name, weight in expected.items()]
+    assert found.keys() == expected.keys()
+    assert max(differ) < 0.01  # weights that lie between two codes
+
+
+def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, place = tiny_model("llama"), tmp_path / "work"
+    stage = Qat(**{**fields, "training": {**fields["training"], "tokens": 4 * 8 * LENGTH}})
+    whole = run(stage, source, tmp_path / "whole")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CodesTraining, "_write", killed)
+        stage.run(source, tmp_path / "first", Context(origin=source, workspace=place))
+    monkeypatch.setattr(Qat, "_starts", killed)
+    report = stage.run(source, tmp_path / "second", Context(origin=source, workspace=place))
+    assert report.calibrated_on == whole.calibrated_on
+    assert report.details["losses"] == whole.details["losses"]
+    expected = stored(tmp_path / "whole", 3)
+    for name, weight in stored(tmp_path / "second", 3).items():
+        assert torch.equal(weight, expected[name]), name
 
 
 def test_it_is_better_than_what_it_begins_with_and_than_rounding(
@@ -206,7 +293,8 @@ def test_the_plan_counts_the_training(tiny_model: TinyModel, fields: dict[str, A
     ("changes", "said"),
     [
         ({"lm_head": True}, "qat trains the layers of the decoder blocks. Leave lm_head out."),
-        ({"training": {"devices": 2}}, "Input should be 1"),
+        ({"activations": "dynamic"}, "set bits: 8, group_size: null, symmetric: true and format: compressed-tensors"),
+        ({"activations": "dynamic", "bits": 8, "group_size": None, "overrides": {"*": {"bits": 4}}}, "without other bits or groups"),
         ({"backend": "gptqmodel"}, "Input should be 'optkit'"),
     ],
 )

@@ -72,6 +72,10 @@ class QuantizedWeight:
         steps = self.codes.view(rows, groups, -1).to(self.scales.dtype) - self.zeros.to(self.scales.dtype).unsqueeze(-1)
         return (steps * self.scales.unsqueeze(-1)).view(rows, -1)
 
+    def on_cpu(self) -> QuantizedWeight:
+        """Return it in main memory."""
+        return QuantizedWeight(self.codes.cpu(), self.scales.cpu(), self.zeros.cpu(), self.bits)
+
     def rows(self, sizes: list[int]) -> list[QuantizedWeight]:
         """Cut the output channels into parts of the given sizes."""
         parts = zip(self.codes.split(sizes), self.scales.split(sizes), self.zeros.split(sizes), strict=True)

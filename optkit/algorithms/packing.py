@@ -98,6 +98,11 @@ def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> Quant
     return QuantizedWeight(unpack(tensors["weight_packed"], bits, columns, 1), scales, zeros, bits)
 
 
+def signed_codes(weight: QuantizedWeight) -> Tensor:
+    """Return the codes of a symmetric grid as int8 [out, in], from -2^(bits - 1) to 2^(bits - 1) - 1, as int-quantized has them."""
+    return (weight.codes.to(torch.int16) - (1 << (weight.bits - 1))).to(torch.int8)
+
+
 def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of one linear layer in GPTQ's format; its zero points must be at least 1."""
     if not bool((weight.zeros > 0).all()):

@@ -13,7 +13,7 @@ from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.foreign import Backed
 from optkit.stages.layer_format import HEAD
-from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.layer_quantizer import Job, out_of_memory
 from optkit.stages.packed_format import PackedFormat, PackQuantized
 from optkit.stages.selection import Layer, by_block, stacks
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
@@ -65,7 +65,7 @@ class Gptq(Backed, WeightQuantizer):
         form = super()._format(layer)
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
         from optkit.stages.layer_inputs import HessianCollector
 
         device, skeleton = job.context.device, job.skeleton
@@ -85,7 +85,7 @@ class Gptq(Backed, WeightQuantizer):
                 if index + 1 < len(skeleton.blocks) or job.head:
                     collector.advance_()
                 skeleton.release_(block.name)
-            yield BlockOutput(self._packed(job, quantized))
+            yield quantized
         job.inputs = inputs
         self._tell_zeros(job)
         if few := job.details["rounded_to_nearest"]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from optkit.environment import package_version
 from optkit.model.shape import TensorInfo
+from optkit.stages.eight_bit_format import Activations, EightBitFormat, Number, Scales
 from optkit.stages.layer_format import COMPRESSED_TENSORS, HEAD, LayerFormat
 
 if TYPE_CHECKING:
@@ -160,6 +161,28 @@ class GptqPacked:
         from optkit.algorithms.packing import pack_gptq
 
         return pack_gptq(weight)
+
+
+@dataclass(frozen=True)
+class IntQuantized(EightBitFormat):
+    """int-quantized of compressed-tensors: 8-bit codes, a scale for each output channel, inputs rounded with a scale for each token."""
+
+    number: Number = "int"
+    scales: Scales = "channel"
+    activations: Activations = "dynamic"
+    bits: ClassVar[int] = 8
+    group_size: ClassVar[int | None] = None
+    symmetric: ClassVar[bool] = True
+
+    def scale_dtype(self, weight_dtype: str) -> str:
+        """Return the dtype of the weights."""
+        return weight_dtype
+
+    def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer by their last name."""
+        from optkit.algorithms.packing import signed_codes
+
+        return {"weight": signed_codes(weight), "weight_scale": weight.scales.to(scale_dtype).contiguous()}
 
 
 def words(count: int, bits: int) -> int:

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
 from optkit.model.shape import ModelShape
-from optkit.stage import Context
+from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq
-from optkit.stages.layer_quantizer import BlockOutput, Job
-from optkit.stages.packed_format import GPTQ
+from optkit.stages.layer_quantizer import Job
+from optkit.stages.overrides import Override
+from optkit.stages.packed_format import GPTQ, IntQuantized, PackedFormat
 from optkit.stages.rtn import Rtn
 from optkit.stages.selection import Layer
 from optkit.stages.student_layers import linear_modules
 from optkit.stages.trained import Trained
-from optkit.stages.weight_quantizer import WeightQuantizer, packed_format, packed_grid
+from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
 if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.training.account import Trainee
-    from optkit.training.fake_quantization import CodedStudent, Scales
+    from optkit.training.fake_quantization import CodedStudent
     from optkit.training.student import Student
 
 COPIES = 3
 """Float32 copies of a layer's weight, beside what any training has, that lie between its forward and its backward pass."""
+BEGIN, END = "begin.safetensors", "end.safetensors"
+"""Codes in front of the training, and after it."""
 
 
 class CodeTraining(Trained):
@@ -35,42 +40,38 @@ class CodeTraining(Trained):
 
     learning_rate: float = Field(default=2e-5, gt=0)
     """Highest learning rate; that of the scales is for their logarithm."""
-    devices: Literal[1] = 1  # type: ignore[assignment]
-    """One."""
-    _job: Job | None = PrivateAttr(default=None)
-    _starts: Mapping[str, QuantizedWeight] = PrivateAttr(default_factory=dict)
-    _scales: Scales = PrivateAttr(default="learned")
-    _codes: dict[str, QuantizedWeight] = PrivateAttr(default_factory=dict)
 
     @property
     def _kind(self) -> str:
         return "qat.training"
 
-    def train(self, job: Job, starts: Mapping[str, QuantizedWeight], scales: Scales) -> dict[str, QuantizedWeight]:
-        """Return the codes after the training, by layer; what is known of it goes into the job. Raises what `Trained.run` raises."""
-        training = self.model_copy()
-        training._job, training._starts, training._scales, training._codes = job, starts, scales, {}
-        report = training.run(job.source, job.source, job.context)
-        job.details |= report.details
-        job.calibrated_on = (*job.calibrated_on, *report.calibrated_on)
-        return training._codes
+
+class CodesTraining(CodeTraining):
+    """The training itself, by one process or several: what `Qat` adds to the user's fields."""
+
+    codes: Path
+    """File with the codes to begin with."""
+    scales: Literal["learned", "fixed", "recomputed"]
+    rounds_inputs: bool
 
     def _student(self, source: Path, context: Context) -> CodedStudent:
+        from optkit.training.code_files import read_codes
         from optkit.training.fake_quantization import code_student
 
-        assert self._job is not None
-        job = self._job
         student = super()._student(source, context)
-        modules = {place: layer.name for place, layer in linear_modules(student).items() if layer.name in self._starts}
-        grids = {name: packed_grid(job, name) for name in self._starts}
-        return code_student(student, modules, self._starts, grids, self._scales)
+        starts, grids, _ = read_codes(self.codes)
+        modules = {place: layer.name for place, layer in linear_modules(student).items() if layer.name in starts}
+        return code_student(student, modules, starts, grids, self.scales, self.rounds_inputs)
 
     def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
         return replace(super()._trainee(student, source, context), adapter_elements=None)
 
     def _write(self, student: Student, target: Path, context: Context) -> int:
-        self._codes.update(student.codes())  # type: ignore[attr-defined]
-        return len(self._codes)
+        from optkit.training.code_files import write_codes
+
+        codes = student.codes()  # type: ignore[attr-defined]
+        write_codes(target / END, codes, {name: layer.grid for name, layer in student.layers.items()}, {})  # type: ignore[attr-defined]
+        return len(codes)
 
 
 class Qat(Gptq):
@@ -81,6 +82,7 @@ class Qat(Gptq):
     """
 
     reads_origin: ClassVar[bool] = True
+    version: ClassVar[int] = 2
 
     training: CodeTraining = CodeTraining()
     """Texts, tokens, losses and the rest of the training."""
@@ -88,6 +90,9 @@ class Qat(Gptq):
     """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared error, without calibration."""
     scales: Literal["learned", "fixed", "recomputed"] = "learned"
     """`learned` with the weights; `fixed`: those of the start; `recomputed`: at each step those that reach every weight of a group."""
+    activations: Literal["none", "dynamic"] = "none"
+    """`dynamic`: engines round the inputs of the layers to 8 bits too, with a scale for each token, and so does the training (W8A8; with
+    `bits: 8` and `group_size: null`)."""
     backend: Literal["optkit"] = "optkit"  # type: ignore[assignment]
     """optkit alone."""
 
@@ -97,41 +102,100 @@ class Qat(Gptq):
             raise ValueError("qat trains the layers of the decoder blocks. Leave lm_head out.")
         return self
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
-        starts = self._starts(job)
-        if job.context.device != "cpu":
-            import torch
+    @model_validator(mode="after")
+    def _opened_with_rounded_inputs(self) -> Self:
+        if self.activations == "none":
+            return self
+        changes = [each for each in self.overrides.values() if isinstance(each, Override)]
+        others = any(each.bits or each.group_size or each.symmetric is not None for each in changes)
+        if others or self.format == GPTQ or (self.bits, self.group_size, self.symmetric) != (8, None, True):
+            raise ValueError(
+                "with rounded inputs engines open 8-bit codes with a scale for each output channel: set bits: 8, group_size: null,"
+                " symmetric: true and format: compressed-tensors, without other bits or groups in overrides, or activations: none"
+            )
+        return self
 
-            torch.cuda.empty_cache()
-        trained = self.training.train(job, starts, self.scales)
-        changed = sum(int((trained[name].codes != start.codes.cpu()).sum()) for name, start in starts.items())
-        job.details["changed_codes"] = round(changed / sum(start.codes.numel() for start in starts.values()), 4)
+    def _format(self, layer: Layer) -> PackedFormat:
+        return super()._format(layer) if self.activations == "none" else IntQuantized()
+
+    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+        from optkit.training.code_files import read_codes
+
+        with _place(job.context) as place:
+            begin, facts = self._begin(job, place / BEGIN)
+            fields = {"codes": place / BEGIN, "scales": self.scales, "rounds_inputs": self.activations == "dynamic"}
+            training = CodesTraining.model_validate(self.training.model_dump() | fields)
+            report = training.run(job.source, place, job.context)
+            trained, _, _ = read_codes(place / END)
+        job.details |= facts["details"] | report.details
+        job.notes[:] = facts["notes"]
+        job.calibrated_on = (*facts["calibrated_on"], *report.calibrated_on)
+        changed = sum(int((trained[name].codes != start.codes).sum()) for name, start in begin.items())
+        job.details["changed_codes"] = round(changed / sum(start.codes.numel() for start in begin.values()), 4)
         for index in range(len(job.skeleton.blocks)):
-            yield BlockOutput(self._packed(job, {name: trained[name] for name in job.modules(index)}))
+            yield {name: trained[name] for name in job.modules(index)}
 
-    def _starts(self, job: Job) -> dict[str, QuantizedWeight]:
-        """Return the codes to begin with."""
-        from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
+    def _begin(self, job: Job, path: Path) -> tuple[dict[str, QuantizedWeight], Mapping[str, Any]]:
+        """Return the codes to begin with, and what is known of them; a run that was killed has left them at the path."""
+        from optkit.training.code_files import read_codes, write_codes
 
+        if not path.is_file():
+            starts = {name: weight.on_cpu() for block in self._starts(job) for name, weight in block.items()}
+            facts = {"details": job.details, "notes": job.notes, "calibrated_on": job.calibrated_on}
+            write_codes(path, starts, {name: packed_grid(job, name) for name in starts}, facts)
+            job.inputs = None
+            _give_back(job.context.device)
+        layers, _, facts = read_codes(path)
+        return layers, facts
+
+    def _starts(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+        """Yield the codes to begin with, block by block."""
         if self.start == "gptq":
-            outputs = super()._blocks(job)
-        else:
-            shared = {name: getattr(self, name) for name in WeightQuantizer.model_fields}
-            outputs = Rtn(**shared, scale_search="mse")._blocks(job)
-        read = unpack_gptq if self.format == GPTQ else unpack_compressed_tensors
-        starts = {}
-        for output in outputs:
-            for name, tensors in output.layers.items():
-                found = read(tensors, packed_format(job, name).bits)
-                starts[name] = replace(found, scales=found.scales.float())
-        job.inputs = None
-        return starts
+            return super()._quantized(job)
+        shared = {name: getattr(self, name) for name in WeightQuantizer.model_fields}
+        return Rtn(**shared, scale_search="mse")._quantized(job)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what `gptq` leaves, and the memory and the disk space of the training, checkpoints and codes among it."""
+        cost, left = super().predict(shape, device)
+        training, _ = self.training.predict(shape, device)
+        disk = cost.disk_bytes + training.disk_bytes - shape.size_bytes + 2 * shape.elements
+        return cost.model_copy(update={"disk_bytes": disk}), left
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         ram, gpu = super()._memory(shape, layers, device)
         training, _ = self.training.predict(shape, device)
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
         held = 4 * sum(layer.outputs * layer.inputs for layer in layers.values()) + 4 * COPIES * largest
+        if self.activations != "none":
+            held += self._rounded_input_bytes(layers)
         if device.startswith("cuda"):
             return max(ram, training.ram_bytes), max(gpu, training.gpu_bytes + held)
-        return max(ram, training.ram_bytes + held), gpu
+        return max(ram, training.ram_bytes + self.training.devices * held), gpu
+
+    def _rounded_input_bytes(self, layers: Mapping[str, Layer]) -> int:
+        """Return the bytes of the rounded inputs of all layers, each its own, that lie there until the backward pass."""
+        training = self.training
+        positions = training.batch_size // training.devices * training.sequence_length
+        element = 2 if training.precision == "bfloat16" else 4
+        inputs = [layer.inputs for layer in layers.values()]
+        return element * positions * (max(inputs) if training.gradient_checkpointing else sum(inputs))
+
+
+@contextmanager
+def _place(context: Context) -> Iterator[Path]:
+    """Give a directory for the codes: the workspace, where a run that is killed leaves them to the next."""
+    if context.workspace is None:
+        with tempfile.TemporaryDirectory(prefix="optkit-codes-") as place:
+            yield Path(place)
+    else:
+        context.workspace.mkdir(parents=True, exist_ok=True)
+        yield context.workspace
+
+
+def _give_back(device: str) -> None:
+    """Let go of a GPU's memory that is no longer used."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stages.foreign import Backed
 from optkit.stages.layer_format import HEAD
-from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
+from optkit.stages.layer_quantizer import Job, out_of_memory
 from optkit.stages.selection import Layer
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
 
@@ -29,14 +29,14 @@ class Rtn(Backed, WeightQuantizer):
     backend: Literal["optkit", "llmcompressor", "torchao"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`)."""
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
         for index in range(len(job.skeleton.blocks)):
             quantized = {}
             for name in job.modules(index):
                 job.task.advance(0, note=name)
                 with out_of_memory(name, job.context.device, "Use a machine with more memory"):
                     quantized[name] = self._round(job, name)
-            yield BlockOutput(self._packed(job, quantized))
+            yield quantized
 
     def _head(self, job: Job) -> Mapping[str, Tensor]:
         with out_of_memory(HEAD, job.context.device, "Use a machine with more memory"):

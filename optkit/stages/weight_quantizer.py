@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from optkit.errors import StageError
 from optkit.stages.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
 from optkit.stages.layer_format import HEAD, LayerFormat
-from optkit.stages.layer_quantizer import Job, LayerQuantizer
+from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer
 from optkit.stages.overrides import KEEP, Override, Overrides, override_of
 from optkit.stages.packed_format import GPTQ, GPTQ_GROUP_SIZES, GptqPacked, PackedFormat, PackQuantized
 from optkit.stages.selection import Layer, Selection, refuse_unmatched
@@ -108,6 +108,14 @@ class WeightQuantizer(LayerQuantizer):
         if self.format == GPTQ:
             config = json.loads((target / "config.json").read_text(encoding="utf-8"))["quantization_config"]
             (target / "quantize_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        for quantized in self._quantized(job):
+            yield BlockOutput(self._packed(job, quantized))
+
+    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+        """Yield the quantized layers of each block, in order."""
+        raise NotImplementedError
 
     def _packed(self, job: Job, quantized: Mapping[str, QuantizedWeight]) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of quantized layers as they are written."""

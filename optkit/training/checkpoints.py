@@ -99,18 +99,18 @@ def _found(place: Path) -> list[Path]:
     return sorted((path for path in place.glob("step-*") if (path / STATE).is_file()), reverse=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, whole or not at all. Raises ResourceError on a full disk."""
     draft = path.with_name(f".{path.name}.partial")
     try:
         with disk_space_for(path, sum(tensor.nbytes for tensor in tensors.values())):
-            _write(draft, tensors)
+            _write(draft, tensors, metadata)
             draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     written: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -118,7 +118,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         written[name] = ready.clone() if ready.data_ptr() in seen else ready
         seen.add(ready.data_ptr())
     try:
-        save_file(written, path)
+        save_file(written, path, metadata)
     except SafetensorError as error:
         if "os error 28" in str(error) or "No space left" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error

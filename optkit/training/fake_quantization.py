@@ -6,6 +6,8 @@
 
 Scales are learned by their logarithm, so that a step of AdamW changes each by the same share; s is rounded to the dtype that it is stored
 in before anything is computed with it. The codes at the end stand for exactly the last `rounded`.
+
+Inputs may be rounded too, to 8 bits with a scale for each token, as engines do it: nothing is clamped, and gradients go straight through.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optkit.algorithms.eight_bit import INT8, rounded_inputs
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
 from optkit.training.student import Student
 
@@ -27,14 +30,17 @@ CELL = 0.49
 
 
 class FakeQuantized(nn.Module):
-    """A linear layer whose weight is on a grid at each call."""
+    """A linear layer whose weight is on a grid at each call, its inputs too where `rounds_inputs`."""
 
     zeros: Tensor
     base: Tensor
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, start: QuantizedWeight, grid: Grid, scales: Scales) -> None:
+    def __init__(
+        self, weight: Tensor, bias: nn.Parameter | None, start: QuantizedWeight, grid: Grid, scales: Scales, rounds_inputs: bool = False
+    ) -> None:
         """weight: float32 [out, in]; `start` are the codes that it begins with (not where scales are recomputed)."""
         super().__init__()
+        self.rounds_inputs = rounds_inputs
         self.grid, self.scales = grid, scales
         self.out_features, self.in_features = weight.shape
         kept = weight if scales == "recomputed" else within_cells(weight, start)
@@ -46,7 +52,8 @@ class FakeQuantized(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
-        return F.linear(hidden, self.rounded(), self.bias)
+        inputs: Tensor = _InputRounding.apply(hidden) if self.rounds_inputs else hidden
+        return F.linear(inputs, self.rounded(), self.bias)
 
     def rounded(self) -> Tensor:
         """Return the weight that its codes stand for, float32 [out, in]."""
@@ -85,6 +92,16 @@ class _Rounding(torch.autograd.Function):
         return (grouped * inside).view_as(outer), (grouped * of_scale).sum(-1), None, None
 
 
+class _InputRounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return rounded_inputs(hidden, INT8)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Tensor:  # type: ignore[override]
+        return outer
+
+
 def within_cells(weight: Tensor, start: QuantizedWeight) -> Tensor:
     """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`; the outermost codes have no outer edge."""
     rows, groups = start.scales.shape
@@ -105,12 +122,16 @@ class CodedStudent(Student):
 
     def codes(self) -> dict[str, QuantizedWeight]:
         """Return the codes of every layer, on the CPU."""
-        found = {name: layer.codes() for name, layer in self.layers.items()}
-        return {name: QuantizedWeight(each.codes.cpu(), each.scales.cpu(), each.zeros.cpu(), each.bits) for name, each in found.items()}
+        return {name: layer.codes().on_cpu() for name, layer in self.layers.items()}
 
 
 def code_student(
-    student: Student, modules: Mapping[str, str], starts: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], scales: Scales
+    student: Student,
+    modules: Mapping[str, str],
+    starts: Mapping[str, QuantizedWeight],
+    grids: Mapping[str, Grid],
+    scales: Scales,
+    rounds_inputs: bool = False,
 ) -> CodedStudent:
     """Put layers with codes in the place of a student's; modules: name in the model -> name in the checkpoint."""
     student.model.requires_grad_(False)
@@ -120,7 +141,7 @@ def code_student(
         stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
         weight = stored if isinstance(module, nn.Linear) else stored.T.contiguous()
         bias = module.bias if isinstance(module.bias, nn.Parameter) else None
-        layers[name] = FakeQuantized(weight, bias, starts[name], grids[name], scales)
+        layers[name] = FakeQuantized(weight, bias, starts[name], grids[name], scales, rounds_inputs)
         parent, _, child = place.rpartition(".")
         setattr(student.model.get_submodule(parent), child, layers[name])
     return CodedStudent(student.model, student.checkpoint, student.tensor_names, layers)
