@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from optkit.errors import StageError
+from optkit.model.attention import EAGER
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.plan import make_plan
@@ -41,43 +45,72 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONFIGS, "wide_llama", WIDE_LLAMA)
+        patch.setitem(CONFIGS, "bloom", {"model_type": "bloom", "vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4})
         yield make
 
 
-def peak_and_setup(source: Path, *, half: bool, checkpointing: bool, accumulation: int, taught: bool) -> tuple[int, Setup]:
+def peak_and_setup(
+    source: Path,
+    *,
+    half: bool,
+    checkpointing: bool,
+    accumulation: int,
+    taught: bool,
+    length: int = LENGTH,
+    attention: float = 0.0,
+) -> tuple[int, Setup]:
     """Train three steps, the last of which finds all of the optimizer's states."""
-    tokens = torch.randint(0, 512, (3 * BATCH * accumulation + 2, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 512, (3 * BATCH * accumulation + 2, length), generator=torch.Generator().manual_seed(0))
     data = split(tokens, ["text"] * len(tokens), held_out=2, seed=0, where="test")
     precision = torch.bfloat16 if half else torch.float32
     options = TrainingOptions(steps=3, batch_size=BATCH, accumulation=accumulation, learning_rate=1e-4, evaluations=1, patience=None)
     with LiveBytes() as live:
         student = open_student(source, "cpu")
-        teacher = LiveTeacher(source, "cpu", precision) if taught else None
-        objective = Objective(student.model, LossWeights(float(taught), float(not taught)), None, precision)
+        teacher = LiveTeacher(source, "cpu", precision, attention=attention > 0) if taught else None
+        objective = Objective(student.model, LossWeights(float(taught), float(not taught), 0.0, attention), None, precision)
         if checkpointing:
             checkpoint_activations_(student.model)
         with contextlib.suppress(StageError):  # a student that is the teacher has nothing to learn, which the loop says at its end
             train(objective, data, teacher, options, where="test", progress=SilentProgress())
     shape = Checkpoint(source).shape
-    positions = BATCH * LENGTH
-    setup = Setup(positions, LENGTH, half, checkpointing, accumulation, teacher=shape if taught else None, divergence=taught)
-    return live.peak, setup
+    setup = Setup(BATCH * length, length, half, checkpointing, accumulation, divergence=taught, attention_loss=attention > 0)
+    return live.peak, replace(setup, teacher=shape if taught else None)
+
+
+WAYS: dict[str, dict[str, bool]] = {
+    "float32": {"half": False, "checkpointing": False, "accumulation": 1, "taught": False},
+    "checkpointing": {"half": True, "checkpointing": True, "accumulation": 1, "taught": False},
+    "taught": {"half": True, "checkpointing": False, "accumulation": 2, "taught": True},
+}
 
 
 @pytest.mark.parametrize("kind", ["wide_llama", "qwen2", "gpt2", "gemma3", "opt", "mixtral"])
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"half": False, "checkpointing": False, "accumulation": 1, "taught": False},
-        {"half": True, "checkpointing": True, "accumulation": 1, "taught": False},
-        {"half": True, "checkpointing": False, "accumulation": 2, "taught": True},
-    ],
-    ids=["float32", "checkpointing", "taught"],
-)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_peak_is_predicted_within_a_fifth(model: Callable[[str], Path], kind: str, way: dict[str, bool]) -> None:
     measured, setup = peak_and_setup(model(kind), **way)
     predicted = predicted_memory(Checkpoint(model(kind)).shape, setup)
     assert predicted.total == pytest.approx(measured, rel=0.2), predicted.by_kind()
+
+
+@pytest.mark.parametrize("kind", ["gptj", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_matrices_of_attention_are_counted(model: Callable[[str], Path], kind: str, way: dict[str, bool]) -> None:
+    """They are most of what long sequences leave where attention has no kernel of its own."""
+    measured, setup = peak_and_setup(model(kind), **way, length=384)
+    predicted = predicted_memory(Checkpoint(model(kind)).shape, setup)
+    assert predicted.total == pytest.approx(measured, rel=0.2), predicted.by_kind()
+
+
+@pytest.mark.parametrize("kind", ["wide_llama", "gptj"])
+def test_so_they_are_where_attention_is_taught(model: Callable[[str], Path], kind: str) -> None:
+    measured, setup = peak_and_setup(model(kind), **WAYS["taught"], length=256, attention=1.0)
+    assert predicted_memory(Checkpoint(model(kind)).shape, setup).total == pytest.approx(measured, rel=0.2)
+
+
+def test_models_without_fused_attention_are_those_of_transformers() -> None:
+    """Models with states instead of attention aside."""
+    found = {kind for kind, name in CAUSAL.items() if not getattr(transformers, name)._supports_sdpa}
+    assert found - {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"} == EAGER
 
 
 SHAPE = ModelShape(

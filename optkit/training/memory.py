@@ -2,8 +2,9 @@
 
 Counted is what `optkit.training.loop` and `objective` hold: float32 weights, gradients and AdamW states, the casts that autocast keeps
 of weights until the backward pass, what each block keeps for its gradients as transformers writes it, and the logits of as many
-positions as are computed at once. A step has two moments that can be its peak: when the loss is known, with all activations and no
-gradients but those of lm_head, and when all gradients are there. Between them activations go and gradients come, block by block.
+positions as are computed at once. A step has three moments that can be its peak: when the loss is known, with all activations and no
+gradients but those of lm_head, when the last block gets its gradients, and when all gradients are there. Between them activations go and
+gradients come, block by block.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from optkit.model.attention import attention_of
+from optkit.model.attention import HEADS, attends_eagerly, attention_of
 from optkit.model.shape import ModelShape
 from optkit.model.weights import TABLES, expert_counts
 from optkit.training.memory_kinds import MemoryKinds
@@ -22,10 +23,13 @@ WIDE = 4
 LOGIT_BYTES: Mapping[str, int] = {"cpu": 128 << 20, "cuda": 2 << 30}
 """Most bytes of float32 logits held together, by the kind of device; the losses hold a few tensors of that size."""
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "adamw_8bit": 2}
-GATED, PLAIN = 4, 2
-"""Tensors of the width of the MLP that are kept: with a gate its input, its output, what it is multiplied with and the product."""
+GATED, PLAIN, CLAMPED = 4, 2, 8
+"""Tensors of the width of the MLP that are kept: with a gate its input, its output, what it is multiplied with and the product; of
+gpt_oss, which clamps two of them, those before and after."""
 AGAIN = 1.4
 """What the backward pass of a block holds, as a multiple of what the block keeps for it: gradients of the same widths come as these go."""
+PAIRS_GO_BACK = 6
+"""Bytes of a query-key pair and head while they get their gradients, beside what was kept."""
 GATHERED = 2
 """Blocks whose weights FSDP2 holds whole at once: the one that computes and the one that comes next."""
 SPELLED_OUT = 5
@@ -99,6 +103,8 @@ class Blocks:
     kept_of_mlp: int
     chosen: int
     """Experts that a token is sent to; 1 where there are none."""
+    eager: bool
+    """Attention is matrix products, whose weights are kept for each query and key."""
 
     def kept_bytes(self, setup: Setup) -> int:
         """Return the bytes that a token leaves in one block for the backward pass."""
@@ -106,13 +112,20 @@ class Blocks:
         inputs = self.readers * size * self.width if setup.half else min(2, self.norms) * WIDE * self.width
         attention = size * (2 * self.query_width + 2 * self.key_width)
         attention += 2 * WIDE * (self.query_width + self.key_width) if self.head_norms else 0
-        attention += 3 * WIDE * self.heads * setup.length if setup.attention_loss else 0
+        attention += self.pair_bytes(setup)
         return norms + inputs + attention + self.chosen * size * self.kept_of_mlp * self.intermediate
+
+    def pair_bytes(self, setup: Setup) -> int:
+        """Return the bytes among these that its pairs as a query with every key leave: the matrices of attention."""
+        if setup.attention_loss:
+            return 2 * WIDE * self.heads * setup.length
+        softmax, beside_values = WIDE, setup.computed if setup.half else 0
+        return (softmax + beside_values) * self.heads * setup.length if self.eager else 0
 
 
 def predicted_memory(shape: ModelShape, setup: Setup) -> MemoryKinds:
     """Return the bytes by kind at the moment of a step when most are in use, on each of the devices."""
-    moments = [_loss_is_known(shape, setup), _block_computes_again(shape, setup), _gradients_are_there(shape, setup)]
+    moments = [_loss_is_known(shape, setup), _last_block_goes_back(shape, setup), _gradients_are_there(shape, setup)]
     moments += [_is_divided(shape, setup)] if setup.divided > 1 else []
     return max(moments, key=lambda kinds: kinds.total)
 
@@ -138,14 +151,21 @@ def blocks_of(shape: ModelShape) -> Blocks:
         or 4 * width,
         query_width=attention[0].query_width if attention else width,
         key_width=attention[0].cache_width // 2 if attention else width,
-        heads=_number(config, "num_attention_heads", "n_head", "n_heads") or 1,
+        heads=_number(config, *HEADS) or 1,
         readers=max(1, len(matrices) - (1 if experts else 2)) + (2 * chosen if experts else 0),
         norms=len(norms),
         centred=any(name.removesuffix("weight") + "bias" in shape.tensors for name in norms),
         head_norms=any("q_norm" in name for name, _ in first),
-        kept_of_mlp=GATED if gate else SPELLED_OUT if kind in SPELLED_OUT_NAMES else PLAIN,
+        kept_of_mlp=_kept_of_mlp(config, gate, kind),
         chosen=chosen or 1,
+        eager=attends_eagerly(shape.config),
     )
+
+
+def _kept_of_mlp(config: Mapping[str, Any], gate: bool, activation: str) -> int:
+    if config.get("model_type") == "gpt_oss":
+        return CLAMPED
+    return GATED if gate else SPELLED_OUT if activation in SPELLED_OUT_NAMES else PLAIN
 
 
 def _loss_is_known(shape: ModelShape, setup: Setup) -> MemoryKinds:
@@ -162,16 +182,20 @@ def _loss_is_known(shape: ModelShape, setup: Setup) -> MemoryKinds:
     )
 
 
-def _block_computes_again(shape: ModelShape, setup: Setup) -> MemoryKinds:
-    """The last block does so first, when what all blocks were given is there still."""
+def _last_block_goes_back(shape: ModelShape, setup: Setup) -> MemoryKinds:
+    """What all blocks kept is there still; with gradient checkpointing, what they were given, and this block computes again."""
     blocks = blocks_of(shape)
     head = _head_elements(shape)
-    again = int(AGAIN * blocks.kept_bytes(setup)) + blocks.count * WIDE * blocks.width if setup.checkpointing else 0
+    kept, pairs = blocks.kept_bytes(setup), blocks.pair_bytes(setup)
+    coming = PAIRS_GO_BACK * blocks.heads * setup.length if pairs else 0
+    of_all = blocks.count * (WIDE * blocks.width if setup.checkpointing else kept)
+    again = int(AGAIN * (kept - pairs)) + pairs if setup.checkpointing else 0
+    casts = 2 * _largest_block(shape) if setup.half else 0
     return MemoryKinds(
         **_standing(shape, setup),
-        computed_weights=2 * _largest_block(shape) if setup.half else 0,
+        computed_weights=casts if setup.checkpointing else _casts(shape, setup, head),
         gradients=_standing_gradients(shape, setup, head),
-        activations=again * setup.share,
+        activations=(of_all + again + coming) * setup.share,
     )
 
 
