@@ -191,6 +191,8 @@ class Eval(Frozen):
     `context.turn.share(repeats)` of its repeats, and the `value` of a metric with samples is their mean."""
     reads_weights: ClassVar[bool] = False
     """Reads the tensors of a checkpoint, so that it cannot measure an ONNX model."""
+    layers_alone: ClassVar[bool] = False
+    """Says what each layer does alone, so that it cannot measure an adapter beside packed weights, which makes up for all of them."""
     attributed: ClassVar[bool] = False
     """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
     metrics: ClassVar[tuple[str, ...]] = ()

@@ -179,9 +179,14 @@ def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> 
             remedy = "Take it out." if is_onnx else f"Put onnx after {last.kind}, or take it out."
             yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
     for item in evals:
-        if is_onnx and issubclass(item.model, Eval) and item.model.reads_weights:
+        if not issubclass(item.model, Eval):
+            continue
+        if is_onnx and item.model.reads_weights:
             message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
             yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before the export.")
+        elif left is Format.ADAPTED and item.model.layers_alone:
+            message = f"{item.kind} says what each layer does alone, and the adapter of {last.kind} makes up for all of them together."
+            yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before {last.kind}.")
 
 
 def check_tasks(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from optkit_evals.sensitivity import Sensitivity
+from optkit_evals.sensitivity import Sensitivity, quantized_alone
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
 
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Session
+from optkit.model.checkpoint import Checkpoint
+from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
+from tests.recipe_stand_ins import problems_of
 
 TinyModel = Callable[[str], Path]
 
@@ -78,6 +81,26 @@ def test_what_cannot_be_predicted_is_refused(tiny_model: TinyModel, tmp_path: Pa
     save_file(tensors, folded / "model.safetensors", {"format": "pt"})
     with pytest.raises(EvalError, match=r"model.layers.1.input_layernorm.weight differs from the unmodified model's"):
         evaluation.run(open_session(folded), EvalContext(baseline=before))
+    adapted = tmp_path / "adapted"
+    shutil.copytree(artifact, adapted)
+    (adapted / "adapter").mkdir()
+    (adapted / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(EvalError, match=r"adapted: an adapter lies beside its packed weights\. It makes up for the errors of all layers"):
+        quantized_alone(Checkpoint(tiny_model("llama")), Checkpoint(adapted))
     calibrated = {**evaluation.pinned(None).identity()}
     with pytest.raises(EvalError, match="was calibrated on"):
         evaluation.run(after, EvalContext(baseline=before, calibrated_on=(calibrated,)))
+
+
+def test_an_adapter_is_refused_where_the_recipe_names_the_eval() -> None:
+    quantize, recover = {"rtn": {"bits": 4}}, {"lora_recover": {"texts": ["c4"]}}
+
+    def recipe(*stages: object) -> dict[str, object]:
+        return {"model": "smollm2-135m", "stages": [*stages, "sdpa"], "evals": [{"sensitivity": {"dataset": "wikitext2"}}]}
+
+    assert problems_of(recipe(quantize, recover)) == [
+        "sensitivity says what each layer does alone, and the adapter of lora_recover makes up for all of them together. "
+        "Take it out, or put it in a recipe that ends before lora_recover."
+    ]
+    load_recipe(recipe(quantize))
+    load_recipe(recipe(recover, quantize))

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.model.adapter import has_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit_evals.windows import WindowedText
 
@@ -26,10 +27,12 @@ class Sensitivity(WindowedText, Eval):
     The errors are those of the artifact's own weights; what they do is predicted from gradients of the unmodified model's predictions
     (see `optkit.algorithms.sensitivity`), so the artifact is not run. Where the sum is far from the measured divergence, the errors are
     too large for the prediction, or something else than the rounding of weights is at work (rounded activations, the KV cache).
+    An adapter beside the weights is refused: that of one layer makes up for what others do, and so the sum says nothing about it.
     """
 
     compares: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = True
+    layers_alone: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("predicted_kl_divergence", "layer_kl_divergence")
 
     window: int = Field(default=512, ge=2)
@@ -77,6 +80,13 @@ def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, Quantize
             where=str(after.directory),
             why="The errors are those of quantized weights",
             remedy="Take this eval out",
+        )
+    if has_adapter(after.directory):
+        raise EvalError(
+            "an adapter lies beside its packed weights",
+            where=str(after.directory),
+            why="It makes up for the errors of all layers together, and this eval predicts what those of each do alone",
+            remedy="Take this eval out, or put it in a recipe that ends before the adapter is trained",
         )
     replaced = {f"{name}.weight" for name in layers}
     for name in before.tensors:
