@@ -17,6 +17,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         title,
         _steps(plan),
         *_memory(plan),
+        *(Text(f"note  {step.kind}: {note}") for step in plan.steps for note in step.cost.notes),
         _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
         _closing(plan),
         *(Text(line, style="dim") for line in plan.forecasts),

@@ -15,6 +15,7 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.vllm_heads import notes_on_heads
 from optkit.model.width import Role, Widths, axes_of, changing, narrower_config, narrower_tensors
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
@@ -133,7 +134,7 @@ class PruneStructured(WidthFields, Transform):
         return Report(
             changed=len(chosen.removed) + (len(kept) if blocks else 0),
             details=details,
-            notes=(_note(before, after),),
+            notes=(_note(before, after), *notes_on_heads(Checkpoint(target).config)),
             calibrated_on=() if tokens is None else (self.calibration.identity(),),
         )
 
@@ -148,10 +149,10 @@ class PruneStructured(WidthFields, Transform):
             narrower = narrower_tensors(left, planned.before, planned.after)
             left = ModelShape(config=narrower_config(left.config, planned.before, planned.after), tensors=narrower)
         work = max(self._measuring_bytes(shape, planned), 4 * max(shape.block_bytes, shape.outside_bytes))
-        ram = min(left.size_bytes, SHARD_BYTES)
+        ram, notes = min(left.size_bytes, SHARD_BYTES), notes_on_heads(left.config)
         if device.startswith("cuda"):
-            return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=work), left
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + work), left
+            return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=work, notes=notes), left
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + work, notes=notes), left
 
     def _planned(self, shape: ModelShape) -> _Planned:
         """Return what goes; raises StageError for what the model does not have or cannot lose."""
