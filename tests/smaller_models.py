@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", **SIZES, "no_rope_layer_interval": 3},
     "olmo2": {"model_type": "olmo2", **SIZES},
     "phi3": {"model_type": "phi3", **SIZES},
+    "helium": {"model_type": "helium", **SIZES, "head_dim": 8},
     "gpt2": {"model_type": "gpt2", **GPT2},
     "opt": {"model_type": "opt", "vocab_size": 512, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_attention_heads": 4}
     | {"num_hidden_layers": 6, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0},

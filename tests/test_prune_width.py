@@ -94,7 +94,7 @@ def test_multi_head_attention_loses_keys_with_queries(tmp_path: Path) -> None:
     assert report.details["before"]["kv_cache_bytes_per_token"] == 2 * report.details["after"]["kv_cache_bytes_per_token"]
 
 
-@pytest.mark.parametrize("kind", ["multi_head", "llama_biases", "qwen3", "phi3"])
+@pytest.mark.parametrize("kind", ["multi_head", "llama_biases", "qwen3", "phi3", "helium"])
 def test_equal_heads_of_keys_and_values_are_pooled_exactly(kind: str, tmp_path: Path) -> None:
     heads, left = (4, 2) if kind == "multi_head" else (2, 1)
     size = 16 if kind in ("qwen3", "gemma") else 8
@@ -252,6 +252,17 @@ def test_which_heads_are_left(before: Any, after: Any, pooling: bool, heads: Any
             "the feed-forward layers are not one of equal size in every block. Experts,",
         ),
         ("qwen2_moe", {"intermediate_size": 16, "multiple_of": 8}, "the feed-forward layers are not one of equal size in every block."),
+        (
+            "helium",
+            {"attention_heads": 2},
+            "prune_structured.attention_heads: 2 heads of 8 channels are not the 32 channels of the hidden states. The attention of helium "
+            "ends in a layer of hidden size x hidden size, whatever heads there are. Take remove_layers, intermediate_size and kv_heads.",
+        ),
+        (
+            "helium",
+            {"hidden_size": 16, "multiple_of": 8},
+            "prune_structured.hidden_size: 4 heads of 8 channels are not the 16 channels of the hidden states.",
+        ),
         (
             "olmo2",
             {"attention_heads": 2},

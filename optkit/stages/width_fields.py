@@ -20,6 +20,8 @@ OWN_HEADS = frozenset({
     "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
 })  # fmt: skip
 """`model_type` of those whose config.json may say how large a head is and how many heads of keys there are."""
+SQUARE_OUTPUTS = ("chameleon", "helium", "stablelm")
+"""`model_type` of those whose attention ends, in transformers, in a layer of hidden size x hidden size."""
 SCALED_EMBEDDINGS = ("gemma", "t5gemma", "vaultgemma", "recurrent_gemma")
 """`model_type` of those that multiply embeddings by the root of the hidden size."""
 
@@ -148,6 +150,13 @@ def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> No
             where=f"{KIND}.{fields}",
             why=f"Its heads are hidden size / heads = {before.head_size} channels",
             remedy="Take remove_layers and intermediate_size",
+        )
+    if kind in SQUARE_OUTPUTS and after.heads * after.head_size != after.hidden:
+        raise StageError(
+            f"{after.heads} heads of {after.head_size} channels are not the {after.hidden:,} channels of the hidden states",
+            where=f"{KIND}.{fields}",
+            why=f"The attention of {kind} ends in a layer of hidden size x hidden size, whatever heads there are",
+            remedy="Take remove_layers, intermediate_size and kv_heads",
         )
     if Role.HIDDEN in roles and kind.startswith(SCALED_EMBEDDINGS):
         raise StageError(
