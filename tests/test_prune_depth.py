@@ -21,6 +21,7 @@ from optkit.stage import Context
 from optkit.stages import smaller_proof
 from optkit.stages.prune_structured import PruneStructured
 from optkit.validation import validate
+from tests.live_memory import LiveBytes
 from tests.skeletons import changed_copy
 from tests.smaller_models import (
     MODELS,
@@ -214,3 +215,16 @@ def test_logits_that_are_not_finite(llama: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(smaller_proof, "logits_behind", lambda *_: torch.tensor([float("nan")]))
     with pytest.raises(StageError, match="the logits of the smaller model are NaN or Inf"):
         pruned(llama, tmp_path / "target", remove_layers=[1])
+
+
+@pytest.mark.parametrize("search", ["at_once", "contiguous"])
+def test_logits_are_in_the_predicted_memory(search: str, tmp_path: Path) -> None:
+    """They are most of it where the vocabulary is large and the text is short."""
+    source = save_model("llama", tmp_path / "source", vocab_size=16384)
+    fields = {"remove_layers": 2, "layer_importance": "perplexity", "layer_search": search, "calibration": letters(tmp_path, 6, 200)}
+    stage = validate(PruneStructured, fields)
+    assert not isinstance(stage, list), stage
+    (tmp_path / "target").mkdir()
+    with LiveBytes() as live:
+        stage.run(source, tmp_path / "target", Context())
+    assert live.peak <= stage.predict(Checkpoint(source).shape, "cuda")[0].gpu_bytes <= 1.2 * live.peak

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton
     from optkit.progress import Progress
 
-POSITIONS_AT_ONCE = 256
-"""Positions whose logits are held together."""
 Measure = Literal["block_influence", "perplexity"]
 Search = Literal["at_once", "one_by_one", "contiguous"]
 
@@ -49,6 +47,8 @@ class BlockImportance:
     tokens: Tensor
     device: str
     batch_size: int
+    positions_at_once: int
+    """Positions whose logits are held together."""
     progress: Progress
 
     def choose(self, count: int, measure: Measure, search: Search) -> Chosen:
@@ -127,7 +127,7 @@ class BlockImportance:
         """float [sequences, sequence_length, hidden], behind the last block; every token but the first of a sequence is predicted."""
         total = 0.0
         for row, tokens in zip(hidden, self.tokens.to(self.device), strict=True):
-            parts = zip(row[:-1].split(POSITIONS_AT_ONCE), tokens[1:].split(POSITIONS_AT_ONCE), strict=True)
+            parts = zip(row[:-1].split(self.positions_at_once), tokens[1:].split(self.positions_at_once), strict=True)
             for part, next_tokens in parts:
                 logits = logits_behind(self.skeleton.model, self.skeleton.blocks, part[None])[0].float()
                 total += float(torch.nn.functional.cross_entropy(logits, next_tokens, reduction="sum"))

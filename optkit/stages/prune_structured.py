@@ -14,6 +14,7 @@ from optkit.errors import StageError
 from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
+from optkit.model.memory import return_freed_memory
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.vllm_heads import notes_on_heads
 from optkit.model.width import Role, Widths, axes_of, changing, narrower_config, narrower_tensors
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from optkit.stages.block_importance import Chosen
     from optkit.stages.narrower_blocks import NarrowerBlocks
 
+POSITIONS_AT_ONCE = 256
+"""Positions whose logits are held together where perplexity says what matters."""
 FLOATS = ("F64", "F32", "BF16", "F16")
 LESS_MEMORY = f"Lower {KIND}.batch_size, {KIND}.calibration.samples or {KIND}.calibration.sequence_length"
 
@@ -111,6 +114,7 @@ class PruneStructured(WidthFields, Transform):
         skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
         tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self._reads_text(planned) else None
         chosen = self._choose(skeleton, planned.count, tokens, context)
+        return_freed_memory()
         kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
         names = shallower_tensors(checkpoint.shape, kept)
         blocks = self._narrower(skeleton, planned, kept, names, tokens, context) if planned.narrows else None
@@ -212,7 +216,7 @@ class PruneStructured(WidthFields, Transform):
         if tokens is None or count == 0 or isinstance(self.remove_layers, tuple):
             return Chosen(sorted(self.remove_layers) if isinstance(self.remove_layers, tuple) else [], [])
         with out_of_memory(KIND, context.device, LESS_MEMORY):
-            importance = BlockImportance(skeleton, tokens, context.device, self.batch_size, context.progress)
+            importance = BlockImportance(skeleton, tokens, context.device, self.batch_size, POSITIONS_AT_ONCE, context.progress)
             return importance.choose(count, self.layer_importance, self.layer_search)
 
     def _told(self, chosen: Chosen, blocks: Sequence[str]) -> dict[str, Any]:
@@ -227,7 +231,7 @@ class PruneStructured(WidthFields, Transform):
         return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
 
     def _measuring_bytes(self, shape: ModelShape, planned: _Planned) -> int:
-        """Return the bytes of the hidden states on the text, of what a batch needs in a block, of Hessians, and of the largest part."""
+        """Return the bytes of the hidden states on the text, of the largest part, and of a batch in a block, Hessians or logits."""
         if not self._reads_text(planned):
             return 0
         width, blocks = hidden_size(shape.config), block_count(shape.config)
@@ -240,7 +244,13 @@ class PruneStructured(WidthFields, Transform):
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
         solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if planned.narrows and planned.before.ffn != planned.after.ffn else 0
-        return streams * tokens * width * element + max(batch, solving) + max(shape.block_bytes, shape.outside_bytes)
+        logits = self._logit_bytes(shape, element) if planned.count and self.layer_importance == "perplexity" else 0
+        return streams * tokens * width * element + max(batch, solving, logits) + max(shape.block_bytes, shape.outside_bytes)
+
+    def _logit_bytes(self, shape: ModelShape, element: int) -> int:
+        """Return the bytes of logits as they come, in float32 where that is another dtype, and their logarithms of softmax."""
+        vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size") or 0
+        return min(POSITIONS_AT_ONCE, self.calibration.sequence_length) * vocabulary * (8 if element == 4 else element + 8)
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
