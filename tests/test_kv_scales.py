@@ -25,6 +25,7 @@ from optkit.stages.compile import Compile
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rtn import Rtn
+from tests.predictions import predicted
 
 TinyModel = Callable[[str], Path]
 TEXT = Calibration(dataset="python-reference", samples=4, sequence_length=32)
@@ -115,12 +116,8 @@ def test_optkit_opens_it_with_a_float8_cache(tiny_model: TinyModel, tmp_path: Pa
 @pytest.mark.parametrize("weights", ["float", "packed"])
 def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, tmp_path: Path, weights: str) -> None:
     source = tiny_model("mixtral") if weights == "float" else packed(tiny_model("mixtral"), tmp_path / "packed")
-    cost, shape = KvScales(calibration=TEXT).predict(Checkpoint(source).shape, "cpu")
     scaled(source, tmp_path / "scaled")
-    written = Checkpoint(tmp_path / "scaled")
-    assert dict(shape.tensors) == written.tensors
-    assert shape.config == written.config
-    assert cost.disk_bytes == written.shape.size_bytes
+    predicted(KvScales(calibration=TEXT), source, tmp_path / "scaled")
     assert KvScales.accepts == {Format.CHECKPOINT, Format.QUANTIZED}
     assert KvScales.produces is Format.QUANTIZED
 

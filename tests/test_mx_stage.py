@@ -20,6 +20,7 @@ from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
 from optkit.stages.layer_quantizer import LayerQuantizer
 from optkit.stages.mx import Mx
+from tests.predictions import predicted
 
 TinyModel = Callable[[str], Path]
 Halved = Callable[[str], Path]
@@ -78,18 +79,14 @@ def test_transformers_opens_experts_in_mxfp4(halved: Halved, tmp_path: Path) -> 
 def test_it_leaves_what_it_predicts(halved: Halved, tmp_path: Path, type: str) -> None:
     source = Checkpoint(halved("llama"))
     report = quantize(source.directory, tmp_path / "packed", type=type)
-    cost, shape = Mx.model_validate({"type": type}).predict(source.shape, "cpu")
-    written = Checkpoint(tmp_path / "packed")
-    assert shape.tensors == written.tensors
-    assert shape.config == written.config
-    assert cost.disk_bytes == written.shape.size_bytes
+    cost = predicted(Mx.model_validate({"type": type}), source.directory, tmp_path / "packed")
     assert cost.ram_bytes > 0
     assert cost.gpu_bytes == 0
     on_gpu, _ = Mx.model_validate({"type": type}).predict(source.shape, "cuda")
     assert on_gpu.gpu_bytes > 0
     assert report.changed == 21
     assert report.details["quantized_bits_per_weight"] == pytest.approx(4.5 if type == "nvfp4" else 4.25, abs=0.01)
-    found = {metric.name: metric.value for metric in Footprint().run(open_session(written.directory), EvalContext())}
+    found = {metric.name: metric.value for metric in Footprint().run(open_session(tmp_path / "packed"), EvalContext())}
     assert round(found["bits_per_quantized_weight"], 4) == report.details["quantized_bits_per_weight"]
     assert round(found["bits_per_weight"], 4) == report.details["bits_per_weight"]
     assert report.details["formats"] == {"nvfp4, blocks of 16" if type == "nvfp4" else "mxfp4, blocks of 32": 21}

@@ -20,6 +20,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context, Report
 from optkit.stages import residual_rotation
 from optkit.stages.rotate import Rotate
+from tests.predictions import predicted
 
 TinyModel = Callable[[str], Path]
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -146,9 +147,7 @@ def test_heads_alone_leave_the_residual_stream_as_it_is(tiny_model: TinyModel, t
     assert set(before) == set(after)
     assert {name.split(".")[-2] for name in changed} == {"v_proj", "o_proj"}
     assert report.changed == len(changed)
-    _, shape = Rotate(residual=False).predict(Checkpoint(tiny_model(kind)).shape, "cpu")
-    assert dict(shape.tensors) == Checkpoint(target).tensors
-    assert shape.config == Checkpoint(target).config
+    predicted(Rotate(residual=False), tiny_model(kind), target)
 
 
 def test_nothing_to_rotate_is_an_error() -> None:
@@ -158,13 +157,8 @@ def test_nothing_to_rotate_is_an_error() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mixtral"])
 def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, target: Path, kind: str) -> None:
-    cost, shape = Rotate().predict(Checkpoint(tiny_model(kind)).shape, "cpu")
     report = rotate(tiny_model(kind), target)
-    written = Checkpoint(target)
-    assert dict(shape.tensors) == written.tensors
-    assert shape.config == written.config
-    assert cost.disk_bytes == written.shape.size_bytes
-    untied = written.shape.size_bytes - Checkpoint(tiny_model(kind)).shape.size_bytes
+    untied = predicted(Rotate(), tiny_model(kind), target).disk_bytes - Checkpoint(tiny_model(kind)).shape.size_bytes
     said = ("rotate: lm_head is no longer tied to the embedding, which takes 131,072 bytes more",)
     assert report.notes == (said if untied else ())
     assert report.details["untied_lm_head_bytes"] == untied == (512 * 64 * 4 if kind in ("llama", "gemma") else 0)

@@ -20,6 +20,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.rtn import Rtn
 from optkit.stages.selection import layers_of
+from tests.predictions import predicted
 
 TinyModel = Callable[[str], Path]
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
@@ -94,14 +95,9 @@ IN_GPTQ = {"format": "gptq", "bits": 8, "group_size": 32}
 def test_prediction_is_what_is_written(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
     source = tiny_model(kind)
     stage = Rtn(**fields)
-    cost, shape = stage.predict(Checkpoint(source).shape, "cpu")
     report = stage.run(source, tmp_path, Context())
-    written = Checkpoint(tmp_path)
-    assert dict(shape.tensors) == written.tensors
-    assert dict(shape.config) == written.config
-    assert cost.disk_bytes == written.shape.size_bytes
-    assert cost.gpu_bytes == 0
-    assert report.changed == sum(name.endswith(("weight_packed", "qweight")) for name in written.tensors)
+    assert predicted(stage, source, tmp_path).gpu_bytes == 0
+    assert report.changed == sum(name.endswith(("weight_packed", "qweight")) for name in Checkpoint(tmp_path).tensors)
 
 
 def test_only_the_chosen_weights_change(tiny_model: TinyModel, tmp_path: Path) -> None:
