@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import sys
 import threading
 import traceback
@@ -21,6 +19,7 @@ from optkit.environment import describe_environment
 from optkit.errors import OptkitError
 from optkit.measure import EvalContext, Turn
 from optkit.measuring_process import restored, told_error
+from optkit.processes import end_with_parent
 
 
 class Channel:
@@ -108,7 +107,7 @@ def main() -> None:
         channel = Channel(file)
         with open(0, "rb", buffering=0, closefd=False) as orders:
             order = json.loads(orders.readline())
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        end_with_parent()
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             try:
                 channel.tell("answer", evals=run(order, channel))
@@ -116,13 +115,6 @@ def main() -> None:
                 channel.tell("error", **told_error(error))
             except Exception:
                 channel.tell("crash", trace=traceback.format_exc())
-
-
-def _end_with_parent() -> None:
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

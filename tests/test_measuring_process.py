@@ -135,10 +135,8 @@ def test_an_interrupt_ends_it(stand_in: None, tmp_path: Path, monkeypatch: pytes
 
 
 def test_it_ends_with_the_process_that_waits() -> None:
-    program = (
-        "import os, threading, time; from optkit import measuring_turn; threading.Thread(target=measuring_turn._end_with_parent).start();"
-    )
-    child = subprocess.Popen([sys.executable, "-c", f"{program} time.sleep(60)"], stdin=subprocess.PIPE, start_new_session=True)
+    program = "import time; from optkit import measuring_turn; measuring_turn.end_with_parent(); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True)
     assert child.stdin is not None
     time.sleep(0.2)
     assert child.poll() is None

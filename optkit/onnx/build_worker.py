@@ -11,19 +11,17 @@ Out: JSON lines on the file descriptor; stdout and stderr belong to the librarie
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
 from optkit.errors import OptkitError
+from optkit.processes import end_with_parent
 
 READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
 
@@ -59,7 +57,7 @@ def main(descriptor: int) -> int:
     """Do the work and return the exit status."""
     parent = Told(descriptor)
     order = json.loads(_first_line())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         sys.stdout = Overheard(sys.stdout, parent)  # type: ignore[assignment]
         _export(order)
@@ -116,14 +114,6 @@ def _first_line() -> bytes:
             sys.exit("the parent went before it had said what to do")
         line += part
     return line
-
-
-def _end_with_parent() -> None:
-    """Wait for the end of stdin, which comes when the parent is gone, and end this process and its children."""
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
