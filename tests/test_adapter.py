@@ -16,8 +16,8 @@ from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 RANK, ALPHA = 4, 8.0
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from optkit.measuring import Bench
 from optkit.scorecard import Rung, read_json, to_json, to_markdown, waterfall
 from optkit.store import Store
 from optkit.store_contents import prune
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it all. "
 
 

@@ -24,11 +24,11 @@ from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
 from optkit.stages.cast import Cast
 from optkit.stages.int8 import Int8
 from optkit.stages.nf4 import Nf4
+from tests.conftest import TinyModel
 
 pytest.importorskip("bitsandbytes")
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-TinyModel = Callable[[str], Path]
 TOKENS = torch.arange(60).view(2, 30)
 IN_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 IN_FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}

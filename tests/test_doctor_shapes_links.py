@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +19,8 @@ from optkit.errors import ResourceError, UsageError
 from optkit.kernel_parts import kernel_parts
 from optkit.links import LinkRate, all_reduce_rates, gpu_links
 from optkit.model.shape import ModelShape, TensorInfo
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TILE = "{} is no multiple of 64: the last tile of a product is computed in vain"
 SLOW = "{} are no multiple of 8: 16-bit products use slower kernels. Cure: none"
 

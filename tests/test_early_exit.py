@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,8 @@ from optkit.session import TorchSession, open_session
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.speculative import Speculative
 from optkit.store import Store
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 3, 1, 2, 3, 1, 2]])
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm", "gptj": "transformer.ln_f"}
 

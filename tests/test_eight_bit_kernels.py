@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 OUTPUTS, INPUTS = 48, 160
 
 

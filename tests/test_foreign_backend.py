@@ -26,9 +26,9 @@ from optkit.stages import foreign, offers
 from optkit.stages.awq import Awq
 from optkit.stages.gptq import Gptq
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 from tests.fake_library import environment_at
 
-TinyModel = Callable[[str], Path]
 CALIBRATION = {"dataset": "python-reference", "samples": 4, "sequence_length": 32}
 
 

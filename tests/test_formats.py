@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 from tests.packed_models import save_packed
-
-TinyModel = Callable[[str], Path]
 
 
 def checkpoint(directory: Path, **quantization: Any) -> Checkpoint:

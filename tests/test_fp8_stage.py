@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from optkit.stage import Context, Report
 from optkit.stages import layer_inputs
 from optkit.stages.fp8 import Fp8
 from optkit.stages.layer_quantizer import LayerQuantizer
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TEXT: dict[str, Any] = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
 STATIC: dict[str, Any] = {"activations": "static", "calibration": TEXT}
 TOKENS = torch.arange(40, 90)[None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 from optkit.backends.handover import both_spellings, check_same_model, hand_over, logits_here
 from optkit.errors import StageError
-
-TinyModel = Callable[[str], Path]
+from tests.conftest import TinyModel
 
 
 @pytest.mark.parametrize(

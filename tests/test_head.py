@@ -1,7 +1,5 @@
 """What stands behind the blocks, run alone, against the whole model; and block gradients against those of the whole model."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +14,8 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.head import logits_behind
 from optkit.model.skeleton import Skeleton
 from optkit.stages.block_gradients import BlockGradients
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 KINDS = ["llama", "gemma3", "gpt2", "gptj", "opt", "mixtral", "gpt_oss"]
 
 

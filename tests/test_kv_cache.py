@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from optkit.session import TorchSession, open_session
 from optkit.stage import Setting
 from optkit.stages.compile import Compile
 from optkit.stages.kv_cache import KvCache
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TOKENS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
 CODES = [IntegerCode(8, None), IntegerCode(8, 8), IntegerCode(4, None), IntegerCode(4, 8), Float8Code(), Float8Code(0.02)]
 

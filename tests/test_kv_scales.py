@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from optkit.stages.compile import Compile
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 from tests.predictions import predicted
 
-TinyModel = Callable[[str], Path]
 TEXT = Calibration(dataset="python-reference", samples=4, sequence_length=32)
 TOKENS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from optkit.session import open_session
 from optkit.stages.attention import Attention
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.speculative import Speculative
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TOKENS = torch.randint(90, (2, 40), generator=torch.Generator().manual_seed(1))
 
 

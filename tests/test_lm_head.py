@@ -1,6 +1,5 @@
 """`lm_head: true` of the quantizers: what is written, what opens it, and that GPTQ sees what lm_head is really given."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.gptq import Gptq
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 from tests.predictions import predicted
 
-TinyModel = Callable[[str], Path]
 TOKENS = torch.arange(60).view(2, 30)
 
 

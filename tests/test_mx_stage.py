@@ -20,9 +20,9 @@ from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
 from optkit.stages.layer_quantizer import LayerQuantizer
 from optkit.stages.mx import Mx
+from tests.conftest import TinyModel
 from tests.predictions import predicted
 
-TinyModel = Callable[[str], Path]
 Halved = Callable[[str], Path]
 TOKENS = torch.arange(60).view(2, 30)
 

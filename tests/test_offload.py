@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from optkit.session import TorchSession, open_session
 from optkit.stages import offload
 from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.offload import Offload
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 plans = import_module("optkit.plan")
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 

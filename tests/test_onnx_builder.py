@@ -17,9 +17,9 @@ from optkit.errors import OptkitError, ResourceError, SourceError, StageError
 from optkit.onnx import builder
 from optkit.onnx.builder import ARCHITECTURES, Order, build, refuse_architecture
 from optkit.progress import SilentTask
+from tests.conftest import TinyModel
 from tests.test_worker_process import ended
 
-TinyModel = Callable[[str], Path]
 Toy = Callable[[str], Order]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from optkit.recipe import load_recipe
 from optkit.stage import Context
 from optkit.stages.onnx import Onnx
 from tests.encoders import save_encoder
-
-TinyModel = Callable[[str], Path]
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
     pytest.importorskip(package)

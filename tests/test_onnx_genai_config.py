@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ from optkit.stages.onnx import Onnx
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ONNXRUNTIME_GENAI, ask
 from optkit.verification.onnx_configs import problems_of_genai
+from tests.conftest import TinyModel
 from tests.onnx_changes import change_graph, change_json
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime_genai")
-TinyModel = Callable[[str], Path]
 TOKENS = list(range(40, 60))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ from optkit.stages.mx import Mx
 from optkit.stages.onnx import Onnx
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import Smoothquant
+from tests.conftest import TinyModel
 from tests.exported import attributes
 from tests.packed_models import save_packed
-
-TinyModel = Callable[[str], Path]
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)

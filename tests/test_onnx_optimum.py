@@ -21,10 +21,10 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
+from tests.conftest import TinyModel
 from tests.encoders import save_encoder
 from tests.fake_library import environment_at
 
-TinyModel = Callable[[str], Path]
 TinyOnnx = Callable[[str, str], Path]
 Requests = list[dict[str, Any]]
 

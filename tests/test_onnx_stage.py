@@ -24,9 +24,9 @@ from optkit.progress import SilentTask
 from optkit.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
+from tests.conftest import TinyModel
 from tests.skeletons import changed_copy
 
-TinyModel = Callable[[str], Path]
 Exported = Callable[..., tuple[Path, Report]]
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):

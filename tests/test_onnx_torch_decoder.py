@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from optkit.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
 from tests import untraceable
+from tests.conftest import TinyModel
 from tests.exported import outputs
 from tests.test_onnx_stage import overwrite
 
-TinyModel = Callable[[str], Path]
 CASES = {"1 x 1", "1 x 7", "2 x 33", "3 x 64", "1 x 256"}
 
 for package in ("onnx", "onnxruntime", "onnxscript"):

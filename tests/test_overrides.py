@@ -1,7 +1,6 @@
 """`overrides:` of the quantizers: which pattern decides, what is written for each layer, and what is refused."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from optkit.stage import Context
 from optkit.stages.gptq import Gptq
 from optkit.stages.overrides import Override, override_of
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 from tests.predictions import predicted
 
-TinyModel = Callable[[str], Path]
 OVERRIDES = {
     "*.down_proj": {"bits": 8, "group_size": 32},
     "model.layers.0.mlp.*": {"bits": 8},

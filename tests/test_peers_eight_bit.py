@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ from optkit.session import open_session
 from optkit.stage import Context, Transform
 from optkit.stages.fp8 import Fp8
 from optkit.stages.smoothquant import Smoothquant
+from tests.conftest import TinyModel
 
 pytestmark = pytest.mark.peers
-TinyModel = Callable[[str], Path]
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
 
 

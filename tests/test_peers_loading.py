@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from optkit.session import open_session
+from tests.conftest import TinyModel
 from tests.packed_models import save_packed
 
 pytestmark = pytest.mark.peers
-TinyModel = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -6,7 +6,6 @@ Set OPTKIT_PEERS_PYTHON (an interpreter with gptqmodel) and OPTKIT_VLLM_PYTHON (
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from optkit.algorithms.packing import pack, unpack_gptq
 from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
-TinyModel = Callable[[str], Path]
 
 GPTQMODEL_LOGITS = """
 import sys, torch

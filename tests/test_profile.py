@@ -27,8 +27,8 @@ from optkit.profiling.torch_trace import Traced, covered
 from optkit.progress import SilentProgress
 from optkit.stages.compile import Compile
 from optkit.stages.cuda_graphs import CudaGraphs
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 GPU = Circumstances(device="cuda", compiled=None, quantized=False, dtype="bfloat16", attention="sdpa")
 CPU = Circumstances(device="cpu", compiled=None, quantized=False, dtype="float32", attention="sdpa")
 

@@ -6,7 +6,6 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +24,8 @@ from optkit.roofline import models as models_module
 from optkit.roofline.forms import parse_form
 from optkit.roofline.limits import compute_binds_from, decode_limit, gain, most_sequences, pays_until, prefill_limit
 from optkit.roofline.models import work_of_model
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 SVG = "{http://www.w3.org/2000/svg}"
 BF16, INT4 = parse_form("bf16", "bf16"), parse_form("int4g128", "bf16")
 LLAMA_LAYER = {

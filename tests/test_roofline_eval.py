@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ from optkit.roofline.forms import parse_form
 from optkit.roofline.sessions import session_limits
 from optkit.session import open_session
 from optkit.stages.precision import Precision
+from tests.conftest import TinyModel
 from tests.packed_models import save_packed
 
-TinyModel = Callable[[str], Path]
 DEVICE = Device("Abacus", 1e9, {"fp32": 1e9, "bf16": 4e9}, 1e9, "counted by hand")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ from optkit.model.weights import weights_of
 from optkit.roofline.forms import parse_form
 from optkit.roofline.work import Work, work_of
 from optkit.session import open_session
+from tests.conftest import TinyModel
 from tests.packed_models import save_packed
 
-TinyModel = Callable[[str], Path]
 DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")
 SPARSE = ("mixtral", "qwen2_moe", "gpt_oss")
 STORED = parse_form("stored", "fp32")

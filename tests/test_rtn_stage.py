@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from optkit.stages.awq import Awq
 from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.rtn import Rtn
 from optkit.stages.selection import layers_of
+from tests.conftest import TinyModel
 from tests.predictions import predicted
 
-TinyModel = Callable[[str], Path]
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 
 

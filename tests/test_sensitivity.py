@@ -17,9 +17,9 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
 from optkit.stages.layer_sensitivity import Rounding, measure_sensitivity
+from tests.conftest import TinyModel
 from tests.skeletons import changed_copy
 
-TinyModel = Callable[[str], Path]
 GRIDS = [Grid(3, 32, True), Grid(4, 64, False), Grid(8, 64, True)]
 
 

@@ -1,7 +1,6 @@
 """`optkit sensitivity`: from the command line to the table, the files and the picture."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,8 +14,8 @@ from optkit.sensitivity import LayerRow, SensitivityReport, measured, parse_choi
 from optkit.sensitivity.report import order_layers, word_for
 from optkit.source.calibration import Calibration
 from optkit.store import Store
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -1,7 +1,6 @@
 """The eval `sensitivity`: its numbers against those of models in which one layer alone, or all of them, are quantized."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from optkit.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
 from tests.recipe_stand_ins import problems_of
-
-TinyModel = Callable[[str], Path]
 
 
 @pytest.fixture

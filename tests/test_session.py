@@ -25,9 +25,9 @@ from optkit.session import cast_logits, open_session
 from optkit.stage import Setting
 from optkit.stages.attention import Attention
 from optkit.stages.compile import Compile
+from tests.conftest import TinyModel
 from tests.packed_models import equally_fast, save_packed
 
-TinyModel = Callable[[str], Path]
 KINDS = ["llama", "qwen2", "gemma3", "gpt2", "mixtral", "qwen2_moe"]
 
 

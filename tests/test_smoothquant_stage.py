@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context, Report
 from optkit.stages.smoothquant import Smoothquant
-from tests.conftest import save_tokenizer
+from tests.conftest import TinyModel, save_tokenizer
 
-TinyModel = Callable[[str], Path]
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
 TOKENS = torch.arange(40, 90)[None]
 OUTLIERS = (3, 17)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,8 @@ from optkit.stages.compile import Compile
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.speculative import Speculative, check_tokens
 from optkit.store import Store
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 3, 1, 2, 3, 1, 2]])
 
 

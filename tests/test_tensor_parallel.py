@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from optkit.stages.kv_cache import KvCache
 from optkit.stages.offload import Offload
 from optkit.stages.speculative import Speculative
 from optkit.stages.tensor_parallel import TensorParallel, stored_plan
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 TWO = TensorParallel(devices=2)
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from optkit.artifact import Artifact, publish, read_artifact, reserve
 from optkit.verification.checks import check_artifact
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 Change = Callable[[torch.Tensor], torch.Tensor]
 RECORD = {
     "name": "tiny",

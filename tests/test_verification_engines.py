@@ -22,8 +22,7 @@ from optkit.errors import UsageError
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ENGINE_NAMES, ENGINES, TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
 from optkit.verification.workers import vllm_worker
-
-TinyModel = Callable[[str], Path]
+from tests.conftest import TinyModel
 
 
 def program(directory: Path, text: str) -> str:

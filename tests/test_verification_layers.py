@@ -20,8 +20,8 @@ from optkit.registry import stage_class
 from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
+from tests.conftest import TinyModel
 
-TinyModel = Callable[[str], Path]
 TEXT = {"dataset": "python-reference", "split": "train", "samples": 2, "sequence_length": 64}
 UP = "model.layers.1.mlp.up_proj"
 Q = "model.layers.0.self_attn.q_proj"

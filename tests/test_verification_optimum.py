@@ -16,12 +16,12 @@ from optkit.verification import verify
 from optkit.verification.engines import OPTIMUM, Answer, ask, interpreter
 from optkit.verification.verify import verify_artifact
 from optkit.verification.workers.optimum_worker import inputs_of, is_cache, missing, other_cache, strange_input
+from tests.conftest import TinyModel
 from tests.encoders import save_encoder
 from tests.fake_library import environment_at
 from tests.test_verification_checks import published
 
 pytest.importorskip("onnx")
-TinyModel = Callable[[str], Path]
 TinyOnnx = Callable[[str, str], Path]
 CACHE = {"input_ids": ["batch", "sequence"], "past_key_values.0.key": ["batch", 2, "past", 16]}
 
