@@ -30,12 +30,11 @@ from optkit.model.adapter import has_adapter
 from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import ModelShape
 from optkit.model.task import PHRASES, Task, phrase_of
-from optkit.model.writer import SHARD_BYTES
 from optkit.onnx.builds import RUNTIME_BUILDS, installed
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
 from optkit.registry import EVALS, STAGES, eval_class, stage_class
-from optkit.source.models import locate_model, model_key, model_shape
+from optkit.source.models import import_bytes, locate_model, model_key, model_shape
 from optkit.stage import Cost, Format, TextPlace, Transform, check_together
 from optkit.store import Store
 
@@ -280,7 +279,7 @@ def _plan_steps(
     recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape
 ) -> tuple[tuple[Step, ...], ModelShape]:
     """Return the steps, and the shape of the model that the last of them leaves."""
-    cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=min(shape.size_bytes, SHARD_BYTES))
+    cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=import_bytes(recipe.model, shape))
     steps, origin = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)], shape
     for entry in recipe.transforms:
         before = steps[-1]

@@ -9,12 +9,15 @@ from tokenizers import Tokenizer
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.plan import make_plan
 from optkit.progress import SilentProgress
+from optkit.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, shortest_float32, tensor_name
 from optkit.source.gguf_tokenizer import import_tokenizer
+from optkit.store import Store
 from tests.conftest import Warnings
 
 gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
@@ -303,6 +306,13 @@ class TestLayout:
         file.write_bytes(content)
         with pytest.raises(SourceError, match="the metadata has no number llama.embedding_length. Download it again"):
             checkpoint_shape(read_gguf(file))
+
+
+def test_a_plan_counts_the_unpacking_of_the_largest_tensor(llama_file, tmp_path):
+    recipe = load_recipe({"name": "r", "model": str(llama_file), "stages": [{"cast": {"dtype": "bfloat16"}}]})
+    step = make_plan(recipe.pinned(None), Store(tmp_path), "cpu").steps[0]
+    largest = max(info.size_bytes for info in checkpoint_shape(read_gguf(llama_file)).tensors.values())
+    assert step.cost.ram_bytes == step.size_bytes + 3 * largest
 
 
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 10000.0, 500000.0, 0.1, 1 / 3])

@@ -21,6 +21,7 @@ from optkit.model.onnx_shape import onnx_shape
 from optkit.model.pooling import missing_modules
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
+from optkit.model.writer import SHARD_BYTES
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests, default_cache
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision, read_config
@@ -31,6 +32,8 @@ from optkit.source.hub import HubRepo
 
 IMPORT_VERSION = 1
 """Raised when the import of the same file begins to write something else."""
+UNPACKING = 3
+"""Float32 copies of a tensor while it is unpacked: two halves of a sum, and the sum in another order."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 UNWANTED = ("[!0-9]*/*", "?[!_]*/*", "*/*/*", "consolidated*", "*.bin.index.json")
@@ -160,6 +163,12 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
         if path.is_file():
             _link(path.resolve(), target / path.relative_to(snapshot))
     return {"format": "hub", "snapshot": str(snapshot)}
+
+
+def import_bytes(pinned: ModelSource, shape: ModelShape) -> int:
+    """Return the bytes of main memory that `import_model` needs: a shard, and of a GGUF file its largest tensor while it is unpacked."""
+    unpacked = max((info.size_bytes for info in shape.tensors.values()), default=0)
+    return min(shape.size_bytes, SHARD_BYTES) + (UNPACKING * unpacked if pinned.name in BUILT_IN or pinned.name.endswith(".gguf") else 0)
 
 
 def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
