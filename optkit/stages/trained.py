@@ -71,7 +71,7 @@ class Trained(Taught):
     gradient_checkpointing: bool = False
     """Compute activations again on the way back: less memory, a third more work."""
     compile: bool = False
-    """torch.compile the decoder of the student."""
+    """torch.compile the blocks of the student, in front of the training; `minutes` begin after it."""
     devices: int = Field(default=1, ge=1)
     """GPUs, or on a CPU processes, that share the sequences of a forward pass."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -288,7 +288,7 @@ class Trained(Taught):
         from optkit.training.loop import TrainingOptions
 
         same = ("batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes", "evaluations")
-        fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes")}
+        fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes", "compile")}
         return TrainingOptions(self._budget().steps(len(data.training)), **fields)
 
     def _budget(self) -> Budget:
@@ -299,14 +299,14 @@ class Trained(Taught):
         import torch
 
         from optkit.training.objective import Objective
-        from optkit.training.student import checkpoint_activations_
+        from optkit.training.student import checkpoint_activations_, compile_blocks_
 
         precision = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
         objective = Objective(student.model, self._weights(), getattr(teacher, "width", None), precision)
         if self.gradient_checkpointing:
             checkpoint_activations_(student.model)
         if self.compile:
-            objective.parts.decoder.compile()
+            compile_blocks_(student.model)
         return objective
 
 
@@ -318,6 +318,7 @@ def training_details(result: TrainingResult) -> dict[str, Any]:
         "tokens": result.tokens,
         "seconds": round(course.seconds, 1),
         "tokens_per_s": round(result.tokens_per_s, 1),
+        "compile_seconds": round(course.compile_seconds, 1),
         "stopped": course.stopped,
         "best_step": course.best_step,
         "held_out_before": result.first,

@@ -51,6 +51,8 @@ class TrainingOptions:
     """Stop after so many of these in a row without a new least loss; None: never."""
     checkpoint_minutes: float | None = 5.0
     checkpoint_steps: int | None = None
+    compile: bool = False
+    """Whether the first passes compile; they are made, and thrown away, before any time counts."""
     diverged: float = 3.0
     """Stop where the loss is so many times what it was at the start, after the warm-up."""
 
@@ -64,6 +66,8 @@ class Course:
     """Of the whole loop, over all runs that it took."""
     step_seconds: float = 0.0
     """Of the steps alone, without held-out losses and checkpoints."""
+    compile_seconds: float = 0.0
+    """In front of the loop, in neither of these."""
     curve: list[float] = field(default_factory=list)
     """The loss of each step."""
     rates: list[float] = field(default_factory=list)
@@ -151,10 +155,13 @@ class Loop:
         """See `train`."""
         self._resume()
         course, options = self.course, self.options
-        self._started = self._saved_at = time.perf_counter()
-        self._before = course.seconds
         with self._explaining_memory(), self.progress.task(self.where, options.steps, "steps") as task:
             task.advance(course.step)
+            if options.compile:
+                task.advance(0, note="compiling")
+                self._compile()
+            self._started = self._saved_at = time.perf_counter()
+            self._before = course.seconds
             if not course.held_out:
                 self._judge()
             while not course.stopped:
@@ -176,6 +183,18 @@ class Loop:
         """Return how much of the training is done, 0 to 1."""
         minutes = self.options.minutes
         return min(1.0, max(self.course.step / self.options.steps, self.course.seconds / (60 * minutes) if minutes else 0.0))
+
+    def _compile(self) -> None:
+        """Make a pass of each kind, as it comes in the training, and leave everything as it was."""
+        started, random = time.perf_counter(), checkpoints.random_state()
+        rows = self.ranks.share(self.data.rows(0, self.options.batch_size))
+        with torch.no_grad():
+            self._losses(rows)
+        self.ranks.forget_gathered(self.module)
+        self._losses(rows).total.backward()
+        self.optimizer.zero_grad(set_to_none=True)
+        checkpoints.set_random_state(random)
+        self.course.compile_seconds += time.perf_counter() - started
 
     def _step(self, task: Task) -> None:
         options, course = self.options, self.course

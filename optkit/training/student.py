@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.errors import StageError
+from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.skeleton import Skeleton
 from optkit.model.writer import CheckpointWriter, copy_companions, write_config
@@ -98,6 +99,12 @@ def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
         parameter.register_hook(ZerosStay(parameter))
         names.append(name)
     return names
+
+
+def compile_blocks_(model: PreTrainedModel) -> None:
+    """torch.compile each block: all of one form share what is compiled, so it takes as long as one of them."""
+    for block in find_blocks(model):
+        block.module.compile()
 
 
 def checkpoint_activations_(model: PreTrainedModel) -> None:
