@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from optkit.errors import ResourceError, StageError
 from optkit.progress import SilentProgress
 from optkit.training import checkpoints
 from optkit.training.data import TrainingData, split
-from optkit.training.loop import TrainingOptions, TrainingResult, train
+from optkit.training.loop import Loop, TrainingOptions, TrainingResult, train
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.optimizer import learning_rate
 from optkit.training.student import open_student
@@ -111,6 +112,13 @@ class TestResume:
         _, found = run(tiny_model("llama"), place=tmp_path, digest="another")
         assert found.course.resumed == []
 
+    def test_what_others_left_goes_and_ones_own_stay(self, tiny_model, tmp_path):
+        run(tiny_model("llama"), replace(OPTIONS, steps=24), tmp_path, digest="one")
+        (tmp_path / ".draft-00000099").mkdir()
+        run(tiny_model("llama"), place=tmp_path, digest="another")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
+        assert run(tiny_model("llama"), place=tmp_path, digest="another")[1].course.resumed == [9]
+
     def test_a_broken_checkpoint_gives_way_to_the_one_before(self, tiny_model, tmp_path):
         run(tiny_model("llama"), place=tmp_path)
         broken = tmp_path / "step-00000009" / "weights.safetensors"
@@ -121,10 +129,10 @@ class TestResume:
     def test_a_full_disk_leaves_the_checkpoint_before(self, tiny_model, tmp_path, monkeypatch):
         written = checkpoints.save_file
 
-        def full(tensors, path):
+        def full(tensors, path, metadata=None):
             if "00000009" in str(path):
                 raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-            written(tensors, path)
+            written(tensors, path, metadata)
 
         monkeypatch.setattr(checkpoints, "save_file", full)
         with pytest.raises(ResourceError, match=r"step-00000009: the disk is full: [\d,]+ bytes were to be written and [\d,]+ are free"):
@@ -175,6 +183,30 @@ class TestStops:
         _, result = run(tiny_model("llama"), replace(OPTIONS, steps=100_000, minutes=0.02))
         assert result.course.stopped == "the 0.02 minutes were over"
         assert 1 <= result.course.seconds < 10
+
+    def test_a_step_that_took_long_is_not_made_up_for_by_judging_each_of_the_next(self, tiny_model, monkeypatch):
+        clock, losses = Clock(), Loop._losses
+
+        def slow(self, rows):
+            clock.now += 30.0 if self.course.step == 0 and len(self.course.held_out) else 0.25
+            return losses(self, rows)
+
+        monkeypatch.setattr("optkit.training.loop.time", clock)
+        monkeypatch.setattr(Loop, "_losses", slow)
+        _, result = run(tiny_model("qwen2"), replace(OPTIONS, steps=10_000, minutes=2.0, evaluations=10, learning_rate=1e-5))
+        judged = [each["step"] for each in result.course.held_out]
+        assert judged[:2] == [0, 1]
+        assert all(later - earlier > 10 for earlier, later in pairwise(judged[1:]))
+        assert len(judged) == 7  # 60 of 120 seconds went into the first step, and 12 seconds are a tenth
+
+
+class Clock:
+    """Time as a test says it."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
 def test_learning_rate():

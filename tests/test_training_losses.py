@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,9 +12,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from optkit.errors import SourceError
+from optkit.progress import SilentProgress
 from optkit.training import losses, objective
-from optkit.training.answers import TopTargets
+from optkit.training.answers import KnownTeacher, TopTargets
 from optkit.training.objective import LossWeights, Objective
+from optkit.training.shared_place import SharedPlace
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
 from optkit.training.two_parts import TwoParts
@@ -152,6 +156,29 @@ def test_kept_answers_are_the_live_ones(tiny_model):
     logits = drawn(3, 24, 512)
     live = targets.divergence(logits, slice(0, 24), 1.0)
     assert float(kept.divergence(logits, slice(0, 24), 1.0)) == pytest.approx(float(live), rel=1e-3)
+
+
+def test_who_waited_for_the_answers_of_another_opens_no_teacher(tiny_model, tmp_path, monkeypatch):
+    tokens = torch.randint(0, 512, (4, 12), generator=torch.Generator().manual_seed(0))
+    one, two = (KnownTeacher(SharedPlace(tmp_path, {})) for _ in range(2))
+    opened = []
+
+    def learn(teacher: KnownTeacher) -> None:
+        def open_teacher() -> LiveTeacher:
+            opened.append(teacher)
+            return LiveTeacher(tiny_model("llama"), "cpu")
+
+        teacher.learn(range(4), tokens, open_teacher, 4, 1.0, 2, SilentProgress())
+
+    @contextmanager
+    def alone():
+        learn(one)
+        yield
+
+    monkeypatch.setattr(two.shared, "alone", alone)
+    learn(two)
+    assert opened == [one]
+    assert torch.equal(two.targets([2], tokens).top, one.targets([2], tokens).top)
 
 
 def test_bfloat16_is_near(tiny_model):

@@ -77,6 +77,8 @@ class KnownTeacher:
             return
         with self.shared.alone(), progress.task("teacher", len(self.missing(rows)), "sequences") as task:
             rows = self.missing(rows)
+            if not rows:  # another process asked while this one waited
+                return
             teacher = open_teacher()
             step = batch_size * BATCHES_A_FILE
             for start in range(0, len(rows), step):

@@ -43,7 +43,10 @@ class Saved:
 
 
 def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
-    """Write a checkpoint and let go of all but the last two. Raises ResourceError on a full disk; the ones before stay good."""
+    """Write a checkpoint and let go of all but the last two of this training, and of what another or a killed run left.
+
+    Raises ResourceError on a full disk; the ones before stay good.
+    """
     final, draft = place / f"step-{step:08d}", place / f".draft-{step:08d}"
     tensors, others = _flat(saved.optimizer["state"])
     parts = {"weights": saved.weights, "best": saved.best, "optimizer": tensors, "random": saved.random}
@@ -51,7 +54,8 @@ def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
     facts = {"digest": digest, "facts": saved.facts, "groups": saved.optimizer["param_groups"], "others": others}
     try:
         with disk_space_for(final, size):
-            shutil.rmtree(draft, ignore_errors=True)
+            for left in place.glob(".draft-*"):
+                shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
             for name, part in parts.items():
                 if part is not None:
@@ -61,7 +65,9 @@ def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
             draft.rename(final)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    for old in _found(place)[KEPT:]:
+    found = _found(place)
+    ours = [path for path in found if _digest(path) == digest]
+    for old in set(found) - set(ours[:KEPT]):
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -97,6 +103,14 @@ def set_random_state(states: Mapping[str, Tensor]) -> None:
 
 def _found(place: Path) -> list[Path]:
     return sorted((path for path in place.glob("step-*") if (path / STATE).is_file()), reverse=True)
+
+
+def _digest(directory: Path) -> str | None:
+    """Return what decided a checkpoint; None where it cannot be read."""
+    try:
+        return str(json.loads((directory / STATE).read_text(encoding="utf-8"))["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -75,6 +75,8 @@ class Course:
     held_out: list[dict[str, float]] = field(default_factory=list)
     """`step`, `total` and each loss by its name, in order."""
     best_step: int = 0
+    due: int = 0
+    """How many of the evaluations the training has come past; where a step took long, one judgement stands for several."""
     stopped: str = ""
     resumed: list[int] = field(default_factory=list)
     """Steps at which a later run went on."""
@@ -229,8 +231,9 @@ class Loop:
     def _end_of_step(self) -> None:
         options, course = self.options, self.course
         fraction = self._fraction()
-        judged = len(course.held_out) - 1
-        if fraction >= 1.0 or math.floor(fraction * options.evaluations) > judged:
+        due = math.floor(fraction * options.evaluations)
+        if fraction >= 1.0 or due > course.due:
+            course.due = due
             self._judge()
         if fraction >= 1.0:
             course.stopped = "all steps were made" if course.step >= options.steps else f"the {options.minutes:g} minutes were over"
