@@ -112,6 +112,16 @@ class TestLearning:
         second, _ = distill(student, tiny_model("llama"), tmp_path, **fields)
         assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
 
+    def test_text_is_written_anew_where_others_are_held_out(self, tiny_model, tmp_path):
+        """Its prompts come from what is trained on."""
+        student = noisy(tiny_model("llama"), tmp_path / "student")
+        for held_out in (8, 16):
+            distill(student, tiny_model("llama"), tmp_path, generated={"tokens": 500}, held_out=held_out)
+        assert len(list((tmp_path / "work").glob("generated-*"))) == 2
+
+    def test_several_fields_of_one_file_are_several_texts(self):
+        assert len(Distill(texts=({"dataset": "a.jsonl", "field": "question"}, {"dataset": "a.jsonl", "field": "answer"})).texts) == 2
+
     def test_in_a_recipe_the_teacher_is_its_first_model(self, tiny_model, tmp_path):
         stages = [{"cast": {"dtype": "bfloat16"}}, {"prune": {"method": "magnitude"}}, {"distill": FAST}]
         recipe = load_recipe({"name": "r", "model": {"name": str(tiny_model("llama"))}, "stages": stages}).pinned(None)
@@ -133,6 +143,14 @@ class TestRefusals:
             ({"top_k": 8, "hidden": 1}, "hidden and attention need the teacher beside the student. Leave out top_k"),
             ({"top_k": 8, "divergence": 0, "cross_entropy": 1}, "top_k is for the divergence, whose weight is 0."),
             ({"texts": []}, "at least 1 item"),
+            (
+                {"texts": ["c4", "wikitext2", {"dataset": "c4", "packing": "joined"}]},
+                r"texts: c4 \(train\) is named twice, so what is held out of one would be trained on in the other. Name it once",
+            ),
+            (
+                {"sequence_length": 32, "generated": {"tokens": 100, "prompt_tokens": 32}},
+                "generated.prompt_tokens 32 leaves the teacher nothing to write in sequences of 32 tokens. Use at most 31.",
+            ),
             ({"warmup": 1.0}, "less than 1"),
             ({"precision": "float16"}, "'float32' or 'bfloat16'"),
         ],

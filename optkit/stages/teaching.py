@@ -171,7 +171,7 @@ class Taught(Transform):
         at_once = sequences_at_once(context.device, data.sequence_length)
         prompts = self._prompts(self.generated, data, source, context)
         about = self._about(source, context) | self.generated.model_dump() | {"seed": context.seed, "length": data.sequence_length}
-        about |= {"prompts": data.tokens_digest(), "at_once": at_once}
+        about |= {"prompts": data.digest(), "at_once": at_once}
         tokens = generated(
             lambda: self._live_teacher(source, context).model,
             prompts,

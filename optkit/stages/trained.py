@@ -80,6 +80,21 @@ class Trained(Taught):
     """Minutes between two checkpoints. A run that is killed goes on from the last one."""
 
     @model_validator(mode="after")
+    def _has_texts_apart(self) -> Self:
+        for index, text in enumerate(self.texts):
+            if any(text.field == earlier.field and text.overlaps(earlier) for earlier in self.texts[:index]):
+                raise ValueError(
+                    f"texts: {text.where} is named twice, so what is held out of one would be trained on in the other."
+                    " Name it once, and set `epochs` to repeat it."
+                )
+        if self.generated and self.generated.prompt_tokens >= self.sequence_length:
+            raise ValueError(
+                f"generated.prompt_tokens {self.generated.prompt_tokens} leaves the teacher nothing to write in sequences of"
+                f" {self.sequence_length} tokens. Use at most {self.sequence_length - 1}."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_shared(self) -> Self:
         if self.batch_size % self.devices:
             raise ValueError(
