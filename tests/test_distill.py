@@ -78,6 +78,16 @@ class TestLearning:
         target, _ = distill(student, tiny_model("llama"), tmp_path)
         assert {info.dtype for info in Checkpoint(target).tensors.values()} == {"BF16"}
 
+    def test_what_config_ties_stays_tied_where_the_checkpoint_holds_both(self, tiny_model, tmp_path):
+        student = noisy(tiny_model("llama"), tmp_path / "student")
+        tensors = load_file(student / "model.safetensors")
+        both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(both, student / "model.safetensors", metadata={"format": "pt"})
+        target, _ = distill(student, tiny_model("llama"), tmp_path)
+        after = load_file(target / "model.safetensors")
+        assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+        assert not torch.equal(after["lm_head.weight"], both["lm_head.weight"])
+
     def test_a_smaller_model_learns_from_a_named_teacher(self, tiny_model, tmp_path):
         """Other widths, other depth, other architecture: only the tokens have to be the same."""
         target, details = distill(tiny_model("gpt2"), None, tmp_path, teacher={"name": str(tiny_model("llama"))}, hidden=0.5)

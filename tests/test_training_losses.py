@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from optkit.errors import SourceError
+from optkit.model.blocks import find_blocks
 from optkit.progress import SilentProgress
 from optkit.training import losses, objective
 from optkit.training.answers import KnownTeacher, TopTargets
@@ -138,12 +139,17 @@ def test_a_matrix_stands_between_widths_and_learns(tiny_model):
     assert float(found["projections.2.weight"].abs().max()) > 0
 
 
-def test_gradient_checkpointing_changes_no_bit(tiny_model):
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_gradient_checkpointing_changes_no_bit(tiny_model, kind):
+    """OPT has dropout in the layer's own forward pass."""
     tokens = torch.randint(0, 512, (2, 12), generator=torch.Generator().manual_seed(0))
-    built = Objective(open_student(tiny_model("gpt2"), "cpu").model, LossWeights(0.0, 1.0))
+    built = Objective(open_student(tiny_model(kind), "cpu").model, LossWeights(0.0, 1.0))
     total, expected = gradients(built, tokens, None)
     checkpoint_activations_(built.student)
+    calls = []
+    find_blocks(built.student)[0].module.register_forward_pre_hook(lambda *_: calls.append(1))
     again, found = gradients(built, tokens, None)
+    assert len(calls) == 2
     assert again == total
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from optkit.errors import StageError
 from optkit.model.blocks import find_blocks
@@ -37,8 +40,18 @@ def open_student(directory: Path, device: str, trust_remote_code: bool = False) 
     """
     skeleton = Skeleton(Checkpoint(directory), torch.float32, trust_remote_code=trust_remote_code)
     skeleton.load_("", device)
+    _tie_(skeleton.model)
     skeleton.model.requires_grad_(True)
     return Student(skeleton.model, skeleton.checkpoint, skeleton.tensor_names)
+
+
+def _tie_(model: PreTrainedModel) -> None:
+    """Let lm_head be the embedding where config.json says so and the checkpoint holds both, alike: transformers opens them as one then."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings or not isinstance(head, nn.Linear):
+        return
+    if isinstance(embedding, nn.Embedding) and torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
 
 
 def write_student(student: Student, target: Path) -> int:
@@ -50,13 +63,14 @@ def write_student(student: Student, target: Path) -> int:
     for name, tensor in student.model.state_dict(keep_vars=True).items():
         if name in student.tensor_names:
             trained.setdefault(student.tensor_names[name], tensor.detach())
-    changed = 0
+    changed, places = 0, set[int]()
     with CheckpointWriter(target) as writer:
         for name in student.checkpoint.tensors:
             before = student.checkpoint.read(name)
             after = cast_back(name, trained[name], before) if name in trained else before
             changed += not torch.equal(before, after)
-            writer.add(name, after.clone() if after is before else after)
+            writer.add(name, after.clone() if after is before or after.data_ptr() in places else after)
+            places.add(after.data_ptr())
     copy_companions(student.checkpoint.directory, target)
     write_config(target, student.checkpoint.config)
     return changed
@@ -110,6 +124,22 @@ def compile_blocks_(model: PreTrainedModel) -> None:
 def checkpoint_activations_(model: PreTrainedModel) -> None:
     """Let the blocks compute their activations again on the way back; dropout stays off."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
+    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer._gradient_checkpointing_func = partial(_evaluated, layer, layer._gradient_checkpointing_func)
+    for module in layers or modules:
+        module.training = True
+
+
+def _evaluated(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a layer that has to be in training mode to be computed again, and that drops nothing inside."""
+
+    def evaluate(*given: Any) -> Any:
+        layer.training = False
+        try:
+            return compute(*given)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluate, *inputs)
