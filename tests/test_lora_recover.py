@@ -93,7 +93,9 @@ def test_packed_weights_stay_and_the_adapter_brings_the_model_back(
     source, base, done = tiny_model("llama"), tmp_path / "base", tmp_path / "done"
     run(Rtn(bits=3, group_size=32), source, base)
     stage = LoraRecover(**fields, initialization=initialization, ranks={"*.down_proj": 8})
-    cost, predicted = stage.predict(Checkpoint(base).shape, "cpu")
+    with pytest.raises(StageError, match="the model that the recipe starts from would be the teacher, and is quantized. .* Name one: `tea"):
+        stage.predict(Checkpoint(base).shape, "cpu")
+    cost, predicted = stage.predict_beside(Checkpoint(base).shape, "cpu", Checkpoint(source).shape)
     assert cost.by_kind["frozen weights"] >= 4 * Checkpoint(source).shape.elements
     report = run(stage, base, done, source)
     for file in ("model.safetensors", "config.json", "tokenizer.json"):

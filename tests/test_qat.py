@@ -25,6 +25,8 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.qat import CodesTraining, Qat
 from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized, within_cells
+from optkit.training.loop import Loop
+from optkit.training.memory_kinds import MemoryKinds
 
 TinyModel = Callable[[str], Path]
 LENGTH = 32
@@ -154,7 +156,10 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
     shape = Checkpoint(source).shape
     report = run(stage, source, tmp_path / "done")
     done = Checkpoint(tmp_path / "done")
-    assert stage.predict(shape, "cpu")[1].tensors == done.tensors
+    cost, left = stage.predict(shape, "cpu")
+    assert left.tensors == done.tensors
+    told = MemoryKinds.model_validate(report.details["training"]["predicted"])
+    assert cost.ram_bytes == told.total + left.size_bytes, "the scorecard says what the plan said"
     assert report.details["changed_codes"] > 0
     model: Any = open_session(tmp_path / "done", dtype="float32").model
     for name, layer in trained.items():
@@ -218,6 +223,24 @@ def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
     expected = stored(tmp_path / "whole", 3)
     for name, weight in stored(tmp_path / "second", 3).items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_codes_that_another_stage_left_are_not_begun_with(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are its checkpoints gone on with; where the workspace lies decides nothing."""
+    source, shared = tiny_model("llama"), {**fields, "start": "rtn", "training": {**fields["training"], "tokens": 4 * 8 * LENGTH}}
+    monkeypatch.setattr(Loop, "_checkpoint_due", lambda loop: loop.place is not None and loop.course.step == 2)
+    for name, work, bits in (("one", "here", 2), ("two", "here", 4), ("three", "there", 4)):
+        if work == "there":
+            (tmp_path / "here").rename(tmp_path / "there")
+        (tmp_path / name).mkdir()
+        report = Qat(**{**shared, "bits": bits}).run(source, tmp_path / name, Context(origin=source, workspace=tmp_path / work))
+        assert report.details["resumed_at"] == ([] if work == "here" else [2])
+    run(Qat(**{**shared, "bits": 4}), source, tmp_path / "alone")
+    expected = stored(tmp_path / "alone", 4)
+    for name in ("two", "three"):
+        assert all(torch.equal(weight, expected[layer]) for layer, weight in stored(tmp_path / name, 4).items())
 
 
 def test_it_is_better_than_what_it_begins_with_and_than_rounding(
@@ -284,6 +307,11 @@ def test_the_plan_counts_the_training(tiny_model: TinyModel, fields: dict[str, A
     assert ours[1] == theirs[1]
     assert ours[0].ram_bytes > theirs[0].ram_bytes
     assert Qat.leaves(Format.CHECKPOINT) is Format.QUANTIZED
+    larger = Checkpoint(tiny_model("qwen2")).shape
+    beside = Qat(**fields).predict_beside(shape, "cpu", larger)[0]
+    assert beside.ram_bytes - ours[0].ram_bytes == 4 * (larger.elements - shape.elements)
+    on_gpu = [Qat(**fields).predict_beside(shape, "cuda", teacher)[0].gpu_bytes for teacher in (shape, larger)]
+    assert on_gpu[1] - on_gpu[0] == 4 * (larger.elements - shape.elements)
     long = Qat(**{**fields, "training": {**fields["training"], "sequence_length": 1024}})
     with pytest.raises(StageError, match="qat.training: sequences of 1,024 tokens, and the model was built for 512"):
         long.predict(shape, "cpu")

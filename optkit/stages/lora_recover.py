@@ -118,7 +118,7 @@ class LoraRecover(Trained):
             )
         }
         added = sum(info.elements for info in adapter.values())
-        self._check_teacher(shape)
+        self._check_teacher(shape, origin)
         start = None if origin.config.get("quantization_config") else origin
         kinds = self._memory(_in_floats(shape, linears) if packed else shape, device, added, start)
         left = ModelShape(config=shape.config, tensors={**shape.tensors, **adapter}) if packed else shape

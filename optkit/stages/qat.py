@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from optkit.frozen import digest
 from optkit.model.shape import ModelShape
+from optkit.model.writer import SHARD_BYTES
 from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq
-from optkit.stages.layer_quantizer import Job
+from optkit.stages.layer_quantizer import Job, outside_of
 from optkit.stages.overrides import Override
 from optkit.stages.packed_format import GPTQ, IntQuantized, PackedFormat
 from optkit.stages.rtn import Rtn
-from optkit.stages.selection import Layer
+from optkit.stages.selection import Layer, layers_of
 from optkit.stages.student_layers import linear_modules
 from optkit.stages.trained import Trained
 from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
+from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
@@ -45,12 +48,30 @@ class CodeTraining(Trained):
     def _kind(self) -> str:
         return "qat.training"
 
+    def memory_with_codes(
+        self, shape: ModelShape, device: str, origin: ModelShape | None, sizes: Sequence[tuple[int, int]], rounds_inputs: bool
+    ) -> MemoryKinds:
+        """Return the peak memory of each device; `sizes`: (outputs, inputs) of the layers that compute with codes.
+
+        The rounded weights of all layers lie there until the backward pass, and so do the rounded inputs, each layer's own.
+        """
+        kinds, elements = self._memory(shape, device, origin=origin), [outputs * inputs for outputs, inputs in sizes]
+        weights = 4 * sum(elements) + 4 * COPIES * max(elements)
+        widths = [inputs for _, inputs in sizes] if rounds_inputs else [0]
+        positions = self.batch_size // self.devices * self.sequence_length
+        element = 2 if self.precision == "bfloat16" else 4
+        inputs = element * positions * (max(widths) if self.gradient_checkpointing else sum(widths))
+        more = {"computed_weights": kinds.computed_weights + weights, "activations": kinds.activations + inputs}
+        return kinds.model_copy(update=more)
+
 
 class CodesTraining(CodeTraining):
     """The training itself, by one process or several: what `Qat` adds to the user's fields."""
 
     codes: Path
     """File with the codes to begin with."""
+    begun: str
+    """What decided them."""
     scales: Literal["learned", "fixed", "recomputed"]
     rounds_inputs: bool
 
@@ -65,6 +86,13 @@ class CodesTraining(CodeTraining):
 
     def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
         return replace(super()._trainee(student, source, context), adapter_elements=None)
+
+    def _deciding(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"codes"})
+
+    def _expected(self, student: Student, trainee: Trainee, device: str) -> MemoryKinds:
+        sizes = [(layer.out_features, layer.in_features) for layer in student.layers.values()]  # type: ignore[attr-defined]
+        return self.memory_with_codes(trainee.shape, device, trainee.teacher, sizes, self.rounds_inputs)
 
     def _write(self, student: Student, target: Path, context: Context) -> int:
         from optkit.training.code_files import write_codes
@@ -123,7 +151,7 @@ class Qat(Gptq):
 
         with _place(job.context) as place:
             begin, facts = self._begin(job, place / BEGIN)
-            fields = {"codes": place / BEGIN, "scales": self.scales, "rounds_inputs": self.activations == "dynamic"}
+            fields = {"codes": place / BEGIN, "begun": self._begun, "scales": self.scales, "rounds_inputs": self.activations == "dynamic"}
             training = CodesTraining.model_validate(self.training.model_dump() | fields)
             report = training.run(job.source, place, job.context)
             trained, _, _ = read_codes(place / END)
@@ -135,16 +163,24 @@ class Qat(Gptq):
         for index in range(len(job.skeleton.blocks)):
             yield {name: trained[name] for name in job.modules(index)}
 
+    @property
+    def _begun(self) -> str:
+        """What decides the codes to begin with, beside the model."""
+        return digest({"fields": self.model_dump(mode="json", exclude={"training"}), "version": self.version})
+
     def _begin(self, job: Job, path: Path) -> tuple[dict[str, QuantizedWeight], Mapping[str, Any]]:
         """Return the codes to begin with, and what is known of them; a run that was killed has left them at the path."""
         from optkit.training.code_files import read_codes, write_codes
 
-        if not path.is_file():
-            starts = {name: weight.on_cpu() for block in self._starts(job) for name, weight in block.items()}
-            facts = {"details": job.details, "notes": job.notes, "calibrated_on": job.calibrated_on}
-            write_codes(path, starts, {name: packed_grid(job, name) for name in starts}, facts)
-            job.inputs = None
-            _give_back(job.context.device)
+        if path.is_file():
+            layers, _, facts = read_codes(path)
+            if facts.get("begun") == self._begun:
+                return layers, facts
+        starts = {name: weight.on_cpu() for block in self._starts(job) for name, weight in block.items()}
+        facts = {"begun": self._begun, "details": job.details, "notes": job.notes, "calibrated_on": job.calibrated_on}
+        write_codes(path, starts, {name: packed_grid(job, name) for name in starts}, facts)
+        job.inputs = None
+        _give_back(job.context.device)
         layers, _, facts = read_codes(path)
         return layers, facts
 
@@ -156,30 +192,23 @@ class Qat(Gptq):
         return Rtn(**shared, scale_search="mse")._quantized(job)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what `predict_beside` does where the recipe starts from the model that is quantized."""
+        return self.predict_beside(shape, device, shape)
+
+    def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
         """Return what `gptq` leaves, and the memory and the disk space of the training, checkpoints and codes among it."""
         cost, left = super().predict(shape, device)
-        training, _ = self.training.predict(shape, device)
-        disk = cost.disk_bytes + training.disk_bytes - shape.size_bytes + 2 * shape.elements
-        return cost.model_copy(update={"disk_bytes": disk}), left
-
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        ram, gpu = super()._memory(shape, layers, device)
-        training, _ = self.training.predict(shape, device)
-        largest = max(layer.outputs * layer.inputs for layer in layers.values())
-        held = 4 * sum(layer.outputs * layer.inputs for layer in layers.values()) + 4 * COPIES * largest
-        if self.activations != "none":
-            held += self._rounded_input_bytes(layers)
-        if device.startswith("cuda"):
-            return max(ram, training.ram_bytes), max(gpu, training.gpu_bytes + held)
-        return max(ram, training.ram_bytes + self.training.devices * held), gpu
-
-    def _rounded_input_bytes(self, layers: Mapping[str, Layer]) -> int:
-        """Return the bytes of the rounded inputs of all layers, each its own, that lie there until the backward pass."""
-        training = self.training
-        positions = training.batch_size // training.devices * training.sequence_length
-        element = 2 if training.precision == "bfloat16" else 4
-        inputs = [layer.inputs for layer in layers.values()]
-        return element * positions * (max(inputs) if training.gradient_checkpointing else sum(inputs))
+        training, _ = self.training.predict_beside(shape, device, origin)
+        layers = self._select(layers_of(shape), outside_of(shape)).layers.values()
+        sizes = [(layer.outputs, layer.inputs) for layer in layers]
+        kinds = self.training.memory_with_codes(shape, device, origin, sizes, self.activations == "dynamic")
+        on_gpu, waiting = device.startswith("cuda"), min(left.size_bytes, SHARD_BYTES)
+        needed = {
+            "disk_bytes": cost.disk_bytes + training.disk_bytes - shape.size_bytes + 2 * shape.elements,
+            "ram_bytes": max(cost.ram_bytes, waiting + (training.ram_bytes if on_gpu else self.training.devices * kinds.total)),
+            "gpu_bytes": max(cost.gpu_bytes, kinds.total) if on_gpu else 0,
+        }
+        return cost.model_copy(update=needed), left
 
 
 @contextmanager

@@ -83,18 +83,25 @@ class Taught(Transform):
         """Return the stage with the teacher's revision filled in; raises SourceError where there is no such model."""
         return self.model_copy(update={"teacher": pin_model(self.teacher)}) if self.teacher else self
 
-    def _check_teacher(self, shape: ModelShape) -> int:
-        """Return the bytes of the teacher; 0 where there is none of its own.
+    def _check_teacher(self, shape: ModelShape, origin: ModelShape) -> None:
+        """Raise StageError for a teacher that is not there, is quantized or has another vocabulary, and for more of its tokens than that.
 
-        Raises StageError for one that is not there, is quantized or has another vocabulary, and for more of its likeliest tokens than that.
+        `origin` is the model that the recipe starts from, the teacher where none is named.
         """
         vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size")
         if self.top_k and vocabulary and self.top_k >= vocabulary:
             raise StageError(f"top_k {self.top_k:,} of {vocabulary:,} tokens is all", where=self._kind, remedy="Leave out `top_k`")
         if not self._has_teacher and not self.generated:
-            return 0
+            return
         if self.teacher is None:
-            return shape.size_bytes
+            if origin.config.get("quantization_config"):
+                raise StageError(
+                    "the model that the recipe starts from would be the teacher, and is quantized",
+                    where=self._kind,
+                    why="A teacher has float weights",
+                    remedy="Name one: `teacher: DIRECTORY`",
+                )
+            return
         theirs = model_shape(self.teacher, self._named_teacher())
         if theirs.config.get("quantization_config"):
             raise StageError(f"the teacher {self.teacher.name} is quantized", where=self._kind, remedy="Name its float weights")
@@ -106,7 +113,6 @@ class Taught(Transform):
                 why="What it says would be about other tokens",
                 remedy="Take a teacher of the same family",
             )
-        return theirs.size_bytes
 
     def _named_teacher(self) -> Path:
         place = locate_model(self.teacher) if self.teacher else None

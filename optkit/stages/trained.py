@@ -121,6 +121,14 @@ class Trained(Taught):
         """Return what else belongs into the report, before the training."""
         return {}
 
+    def _deciding(self) -> dict[str, Any]:
+        """Return what decides the result beside texts and seed, as JSON values: a checkpoint of others is not gone on with."""
+        return self.model_dump(mode="json")
+
+    def _expected(self, student: Student, trainee: Trainee, device: str) -> MemoryKinds:
+        """Return the peak memory of each device as the plan said it."""
+        return self._memory(trainee.shape, device, trainee.adapter_elements, trainee.teacher)
+
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Train, and leave the weights with the least held-out loss.
 
@@ -160,11 +168,10 @@ class Trained(Taught):
                 where=self._kind,
                 progress=context.progress,
                 place=context.workspace,
-                digest=digest({"fields": self.model_dump(mode="json"), "data": data.digest(), "version": self.version}),
+                digest=digest({"fields": self._deciding(), "data": data.digest(), "version": self.version}),
                 ranks=ranks,
             )
-        expected = (trainee.shape, context.device, trainee.adapter_elements, trainee.teacher)
-        predicted = None if student.checkpoint.quantization else self._memory(*expected)
+        predicted = None if student.checkpoint.quantization else self._expected(student, trainee, context.device)
         record = account(result, trainee, spent, ranks, self.parallel, predicted)
         if not ranks.first:
             return Report(changed=0)
@@ -211,7 +218,7 @@ class Trained(Taught):
         """
         self._check_positions(shape)
         self._check_devices(shape, device)
-        self._check_teacher(shape)
+        self._check_teacher(shape, origin)
         kinds = self._memory(shape, device, origin=origin)
         weights, state = 4 * shape.elements, OPTIMIZER_BYTES[self.optimizer] * shape.elements
         disk = shape.size_bytes + 2 * (2 * weights + state)
@@ -245,11 +252,6 @@ class Trained(Taught):
             parallel=self.parallel,
         )
         return predicted_memory(shape, setup)
-
-    def _activation_bytes(self, shape: ModelShape) -> int:
-        """Return about what the forward pass leaves and the loss needs, on a GPU."""
-        kinds = self._memory(shape, "cuda")
-        return kinds.activations + kinds.logits + kinds.computed_weights
 
     def _check_devices(self, shape: ModelShape, device: str) -> None:
         if self.devices == 1:
