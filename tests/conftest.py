@@ -30,6 +30,8 @@ SIZES = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
+CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5, "tie_word_embeddings": False}
+"""Scores of attention of about 4, and a cap that nobody can miss."""
 CONFIGS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", **SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": False},
@@ -42,6 +44,8 @@ CONFIGS: dict[str, dict[str, object]] = {
         "sliding_window": 8,
         "sliding_window_pattern": 3,
     },
+    "gemma2": {"model_type": "gemma2", **SIZES, **CAPPED, "sliding_window": 8},
+    "vaultgemma": {"model_type": "vaultgemma", **SIZES, **CAPPED, "sliding_window": 8},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
     | {"bos_token_id": 0, "eos_token_id": 0},
     "gptj": {"model_type": "gptj", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}

@@ -71,8 +71,8 @@ def test_flash_attention_is_refused_at_plan_time(tiny_model: Callable[[str], Pat
 def test_flash_attention_needs_half_precision() -> None:
     setting = Attention(implementation="flash_attention_2")
     with pytest.raises(StageError, match=r"^attention: flash_attention_2 does not compute in float32\. .*cast: \{dtype: bfloat16\}"):
-        setting.on_load(SimpleNamespace(dtype=torch.float32), "cuda")
-    model = SimpleNamespace(dtype=torch.bfloat16)
+        setting.on_load(SimpleNamespace(dtype=torch.float32, config=AutoConfig.for_model("llama")), "cuda")
+    model = SimpleNamespace(dtype=torch.bfloat16, config=AutoConfig.for_model("llama"))
     assert setting.on_load(model, "cuda") is model
 
 

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers import AutoConfig
 from transformers.integrations import hub_kernels
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
 from optkit.errors import MissingPackageError, OptkitError, RecipeError, SourceError, StageError
@@ -147,10 +149,37 @@ def test_a_kernel_without_a_build_for_the_device_is_refused_at_plan_time(
 
 
 def test_float32_is_refused_on_a_gpu() -> None:
-    model = SimpleNamespace(dtype=torch.float32)
+    model, other = opened_with(NAME), opened_with("me/mine")
     with pytest.raises(StageError, match=rf"{NAME} does not compute in float32"):
         Attention(implementation=NAME).on_load(model, "cuda")
-    assert Attention(implementation="me/mine").on_load(model, "cuda") is model
+    assert Attention(implementation="me/mine").on_load(other, "cuda") is other
+
+
+def opened_with(implementation: str, kind: str = "llama") -> SimpleNamespace:
+    return SimpleNamespace(dtype=torch.float32, config=AutoConfig.for_model(kind, attn_implementation=implementation))
+
+
+def test_another_kernel_than_the_one_asked_for_is_refused() -> None:
+    """transformers has a list of its own for models with attention sinks."""
+    with pytest.raises(
+        StageError, match=r"^attention: me/mine .* of gpt_oss\. transformers takes other/flash for this model instead\. Use eager"
+    ):
+        Attention(implementation="me/mine").on_load(opened_with("other/flash", "gpt_oss"), "cuda")
+
+
+@pytest.mark.parametrize(("kind", "argument"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
+def test_a_kernel_that_leaves_out_what_the_model_asks_for_is_refused(kind: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(module: object, query: torch.Tensor, **keywords: object) -> None: ...
+
+    def knowing(module: object, query: torch.Tensor, softcap: float | None = None, s_aux: torch.Tensor | None = None) -> None: ...
+
+    for name, function in (("me/forgetful", forgetful), ("me/knowing", knowing)):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, function)
+    message = rf"of {kind}\. Its function forgetful has no parameter {argument}, so it leaves out .*\. Use eager"
+    with pytest.raises(StageError, match=message):
+        Attention(implementation="me/forgetful").on_load(opened_with("me/forgetful", kind), "cpu")
+    Attention(implementation="me/knowing").on_load(opened_with("me/knowing", kind), "cpu")
+    Attention(implementation="me/forgetful").on_load(opened_with("me/forgetful"), "cpu")
 
 
 def test_a_directory_is_pinned_by_its_files(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +233,8 @@ def test_a_kernel_from_a_directory_computes_what_sdpa_does(local: Path, tiny_mod
     assert ours.attention_kernels(tokens).startswith("me/tiny@local-")
     with pytest.raises(OptkitError, match="the kernel me/none cannot be loaded"):
         open_session(tiny_model("llama"), [Attention(implementation="me/none")])
+    with pytest.raises(StageError, match=r"of gemma2\. Its function flash_attn_varlen_func has no parameter softcap, so it leaves out the"):
+        open_session(tiny_model("gemma2"), [Attention(implementation="me/tiny").pinned(None)])
 
 
 def test_no_torch_at_import() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from optkit.backends.handover import both_spellings, check_same_model, hand_over, logits_here
 from optkit.errors import StageError
@@ -49,6 +50,17 @@ def test_nothing_is_added_where_there_is_nothing_to_say() -> None:
 def test_a_reader_of_the_same_major_version_gets_the_checkpoint_itself(tiny_model: TinyModel, tmp_path: Path) -> None:
     assert hand_over(tiny_model("llama"), tmp_path / "given", "5.23.0") == tiny_model("llama")
     assert not (tmp_path / "given").exists()
+
+
+@pytest.mark.parametrize("version", ["5.23.0", "4.51.3"])
+def test_a_model_with_a_soft_cap_is_opened_with_eager_attention(tiny_model: TinyModel, tmp_path: Path, version: str) -> None:
+    given = hand_over(tiny_model("gemma2"), tmp_path / "given", version)
+    model = AutoModelForCausalLM.from_pretrained(given)
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        logits = model(torch.arange(20)[None]).logits[0]
+    torch.testing.assert_close(logits_here(tiny_model("gemma2"), range(20), "float32"), logits)
+    assert AutoModelForCausalLM.from_pretrained(tiny_model("gemma2")).config._attn_implementation == "sdpa"
 
 
 def test_an_older_reader_gets_links_and_its_own_config(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -159,6 +159,13 @@ def test_settings_that_the_engine_would_leave_out_are_refused(tiny_model: Callab
         Load(requests=2, prompt=4, new_tokens=2, batching="continuous").run(session, EvalContext())
 
 
+def test_paged_attention_without_a_soft_cap_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(EvalError, match=r"The paged attention of transformers leaves out the soft cap of the scores\. Set batching"):
+        serving.refuse_other_engines(open_session(tiny_model("gemma2")))
+    for kind in ("llama", "gpt_oss"):
+        serving.refuse_other_engines(open_session(tiny_model(kind)))
+
+
 def test_other_engines_are_refused() -> None:
     with pytest.raises(EvalError, match="this model is not opened by it"):
         Load(prompt=4, new_tokens=2, batching="continuous").run(BigramSession(), EvalContext())

@@ -14,7 +14,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from optkit.errors import StageError
-from optkit.model.attention import EAGER
+from optkit.model.attention_choice import EAGER
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.plan import make_plan
@@ -92,7 +92,7 @@ def test_the_peak_is_predicted_within_a_fifth(model: Callable[[str], Path], kind
     assert predicted.total == pytest.approx(measured, rel=0.2), predicted.by_kind()
 
 
-@pytest.mark.parametrize("kind", ["gptj", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("kind", ["gptj", "gpt_oss", "bloom", "gemma2"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_matrices_of_attention_are_counted(model: Callable[[str], Path], kind: str, way: dict[str, bool]) -> None:
     """They are most of what long sequences leave where attention has no kernel of its own."""
@@ -101,7 +101,7 @@ def test_matrices_of_attention_are_counted(model: Callable[[str], Path], kind: s
     assert predicted.total == pytest.approx(measured, rel=0.2), predicted.by_kind()
 
 
-@pytest.mark.parametrize("kind", ["wide_llama", "gptj"])
+@pytest.mark.parametrize("kind", ["wide_llama", "gptj", "gemma2"])
 def test_so_they_are_where_attention_is_taught(model: Callable[[str], Path], kind: str) -> None:
     measured, setup = peak_and_setup(model(kind), **WAYS["taught"], length=256, attention=1.0)
     assert predicted_memory(Checkpoint(model(kind)).shape, setup).total == pytest.approx(measured, rel=0.2)

@@ -78,6 +78,20 @@ def of(engine: str, **facts: object) -> Loading:
     return Loading.model_validate({"engine": engine, "verdict": "agrees", "packages": {engine: "1.0"}, **facts})
 
 
+def test_transformers_opens_a_model_with_a_soft_cap_as_optkit_does(
+    tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = {"name": "capped", "model": str(tiny_model("gemma2")), "stages": [{"kv_cache": "int8"}], "evals": ["footprint"]}
+    (tmp_path / "capped.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    pipeline.run(tmp_path / "capped.yaml", out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    spoken(capsys, "verify", str(tmp_path / "out"), "--engine", "transformers", "--tokens", "40", "--device", "cpu")
+    (kept,) = read_loading(read_artifact(tmp_path / "out"))
+    assert (kept.verdict, kept.same_tokens) == ("agrees", 16)
+    assert kept.compared.endswith(
+        "(float32 and float32); opened with attn_implementation='eager', because its own choice leaves out the soft cap of the scores"
+    )
+
+
 def test_transformers_agrees_and_the_artifact_remembers(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("compressed_tensors")
     out, err = spoken(capsys, "verify", "out", "--engine", "transformers", "--tokens", "40", "--device", "cpu")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.errors import EvalError
 from optkit.measure import Session
+from optkit.model.attention_choice import PHRASES, asked_of_attention
 from optkit.progress import Task
 from optkit_evals.timing import random_tokens
 
@@ -23,6 +24,8 @@ WAIT_S = 1.0
 """How long a result is waited for before it is asked whether the engine still runs."""
 BLOCK = 32
 """Tokens of a block of the paged KV cache."""
+PAGED = frozenset({"s_aux"})
+"""What a model may ask of attention that the paged attention of transformers computes with."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ def refuse_other_engines(session: Any) -> None:
         why = "Its CUDA graphs hold the addresses of weights, and those that are offloaded come and go"
     elif session.codes_cache:
         why = "Its KV cache would be one of floats"
+    elif (asked := asked_of_attention(session.model.config.to_dict())) and asked not in PAGED:
+        why = f"The paged attention of transformers leaves out {PHRASES[asked]}"
     if why:
         raise EvalError("continuous batching does not apply to this session", where="load", why=why, remedy="Set batching: static")
 

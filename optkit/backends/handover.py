@@ -1,7 +1,8 @@
 """A checkpoint as another version of transformers reads it, and the proof that it reads the same model.
 
 transformers 5 writes `rope_parameters`, which 4.x passes over in silence: it then turns the positions with its default frequencies. So the
-directory that is handed over has both spellings, and the logits on a few tokens are compared.
+directory that is handed over has both spellings, and the logits on a few tokens are compared. Libraries that open it with the attention of
+their choice would open Gemma 2 without its soft cap; `attn_implementation` in config.json decides, in both.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.environment import package_version
 from optkit.errors import StageError
+from optkit.model.attention_choice import attention_options
 from optkit.source.quiet import quiet_transformers
 
 if TYPE_CHECKING:
@@ -31,17 +33,20 @@ def hand_over(source: Path, directory: Path, transformers: str) -> Path:
 
     Where it reads the checkpoint as it is, that is `source`; else `directory` is filled with links and a config.json of its own.
     """
-    if int(transformers.partition(".")[0]) >= 5:
+    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    attention = attention_options(config, {})
+    is_newer = int(transformers.partition(".")[0]) >= 5
+    if is_newer and not attention:
         return source
     directory.mkdir()
     for path in source.iterdir():
         if path.name not in ("config.json", "tokenizer_config.json"):
             (directory / path.name).symlink_to(path.resolve())
-    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (directory / "config.json").write_text(json.dumps(both_spellings(config), indent=2), encoding="utf-8")
+    config = {**(config if is_newer else both_spellings(config)), **attention}
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     if (source / "tokenizer_config.json").is_file():
         tokenizer: dict[str, Any] = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-        if tokenizer.get("tokenizer_class") == TOKENIZER_OF_5:
+        if tokenizer.get("tokenizer_class") == TOKENIZER_OF_5 and not is_newer:
             tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
         (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=2), encoding="utf-8")
     return directory
@@ -76,9 +81,10 @@ def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_co
     import torch
     from transformers import AutoModelForCausalLM
 
+    options = attention_options(json.loads((source / "config.json").read_text(encoding="utf-8")), {})
     with quiet_transformers(), torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
+            source, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code, **options
         )
         logits: Tensor = model.eval()(torch.tensor([list(tokens)])).logits[0].float()
     return logits

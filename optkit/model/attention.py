@@ -12,15 +12,6 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 ATTENDING = ("full_attention", "sliding_attention", "attention", "chunked_attention")
 """Kinds of layers, in the `layer_types` of transformers, that keep keys and values."""
 
-EAGER = frozenset(
-    {
-        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese"),
-        *("gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt"),
-        *("prophetnet", "reformer", "rembert", "roformer", "trocr", "xglm", "xlm", "xlnet"),
-    }
-)
-"""Models (`model_type`) whose attention transformers has as matrix products alone, without torch's fused one."""
-
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -63,12 +54,6 @@ def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[Attentio
     layers = tuple(_layer(text, heads, width, kind) for kind in kinds[:blocks] if kind in ATTENDING)
     others = sorted({kind for kind in kinds[:blocks] if kind not in ATTENDING})
     return layers, tuple(f"the states of layers of the kind {kind} are not counted" for kind in others)
-
-
-def attends_eagerly(config: Mapping[str, Any]) -> bool:
-    """Say whether attention is computed as matrix products, which hold the weights of all query-key pairs, where nothing else is asked."""
-    text = config.get("text_config") or config
-    return text.get("model_type", config.get("model_type")) in EAGER
 
 
 def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> AttentionLayer:

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError, StageError
+from optkit.model.attention_choice import attention_options
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
@@ -53,7 +54,7 @@ class Skeleton:
     ) -> None:
         """Build the model in `dtype` (the checkpoint's own where None), experts unfused; no weight is read.
 
-        `attention` is transformers' `attn_implementation`; None is its own choice: sdpa where the architecture has it, else eager.
+        `attention` is transformers' `attn_implementation`; None is sdpa where the architecture has it and loses nothing by it, else eager.
 
         Raises SourceError for a quantized checkpoint, an architecture that is not supported, and weights that do not fit the model.
         """
@@ -229,13 +230,13 @@ class Skeleton:
 def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
     """Return the model of a checkpoint's config.json on the meta device; `options` go to transformers' `from_config`.
 
-    Raises SourceError for an architecture that transformers cannot build.
+    Attention keeps all that the model asks for. Raises SourceError for an architecture that transformers cannot build.
     """
-    where = str(checkpoint.directory)
+    where, chosen = str(checkpoint.directory), attention_options(checkpoint.config, options)
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError, OSError) as error:
         needs_code = "auto_map" in checkpoint.config and not trust_remote_code
         remedy = "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""

@@ -18,6 +18,7 @@ from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.load import load_packed
 from optkit.kernels.low_rank import apply_adapter_
 from optkit.model.adapter import read_adapter
+from optkit.model.attention_choice import attention_options, eager_note
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import is_out_of_memory, return_freed_memory
@@ -96,6 +97,7 @@ def open_session(
             model, notes = _load_spread(checkpoint, device, chosen, trust_remote_code, options, settings)
         if checkpoint.quantization and (adapter := read_adapter(checkpoint.directory)):
             notes = [*notes, apply_adapter_(model, adapter, device, chosen)]
+        notes = [*notes, *eager_note(checkpoint.config, options)]
         for setting in settings:
             model = setting.on_load(model, device)
         new_cache, note = _cache(model, settings, scales) if task is Task.GENERATION else (None, [])
@@ -253,6 +255,7 @@ def _load_whole(
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
     if method == "bitsandbytes":
         quiet_bitsandbytes()
+    options = attention_options(checkpoint.config, options)
     if placed:
         options = {**options, **placed}
     elif method or device != "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Self
 from optkit.environment import unmet
 from optkit.errors import MissingPackageError, SourceError, StageError
 from optkit.frozen import digest
+from optkit.model.attention_choice import PHRASES
 from optkit.source.digests import sha256_of
 from optkit.source.hub import COMMIT, HubRepo
 
@@ -137,6 +139,23 @@ class AttentionKernel:
             why="$LOCAL_KERNELS names none for it now",
             remedy=f"Set LOCAL_KERNELS={self.repository}=DIRECTORY",
         )
+
+
+def why_not_function(implementation: str, argument: str) -> str:
+    """Return why a loaded implementation of transformers leaves out an argument of attention (`PHRASES`); empty where it takes it.
+
+    transformers hands FlashAttention's function what that has a parameter for, and every other function everything, which it may ignore.
+    """
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    if function is flash_attention_forward:
+        function = lazy_import_flash_attention(implementation)[0][1]
+    names = {argument, "learnable_sink"} if argument == "s_aux" else {argument}
+    taken = names & set(inspect.signature(function).parameters)
+    return "" if taken else f"Its function {function.__name__} has no parameter {argument}, so it leaves out {PHRASES[argument]}"
 
 
 def _digest(place: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -10,9 +11,10 @@ from pydantic import Field
 
 from optkit.environment import compute_capability
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.attention_choice import asked_of_attention, caps_scores, why_not_attention
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit.source.kernels import NAME, AttentionKernel
+from optkit.source.kernels import NAME, AttentionKernel, why_not_function
 from optkit.stage import Setting
 from optkit.stages.compile import allow_many_shapes, silence_advice
 
@@ -31,7 +33,8 @@ class Attention(Setting):
 
     implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | KernelName
     """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone. `flash_attention_3`: flash-attn-3, Hopper
-    GPUs alone. `flex_attention`: torch's compiled one. `eager`: plain matrix products. Or a kernel of the hub, like
+    GPUs alone. `flex_attention`: torch's compiled one. `eager`: plain matrix products. One that would
+    leave out a model's soft cap (Gemma 2) or attention sinks is refused. Or a kernel of the hub, like
     `kernels-community/flash-attn2`, with `@revision` and `:function` behind it where wanted, which the package `kernels` loads; its
     revision is pinned to a commit. `$LOCAL_KERNELS` (`owner/name=directory`) takes one from a directory."""
 
@@ -44,7 +47,12 @@ class Attention(Setting):
         return AttentionKernel.parse(self.implementation) if "/" in self.implementation else None
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError where the device has no such attention or a kernel is not to be had, MissingPackageError without its package."""
+        """Raise StageError where the device has no such attention, the model asks for more than it computes, or a kernel is not to be had.
+
+        MissingPackageError without its package.
+        """
+        if why := why_not_attention(shape.config, self.implementation):
+            raise self._drops(shape.config, why)
         self._require(device)
         capability = compute_capability(device)
         if self.implementation == "flash_attention_3" and capability is not None and capability[0] != HOPPER:
@@ -61,6 +69,25 @@ class Attention(Setting):
         if self._kernel:
             self._kernel.load()
         return {"attn_implementation": self.implementation}
+
+    def _refuse_to_drop(self, config: Any) -> None:
+        """Raise StageError where the model asks its attention for what this one leaves out, or transformers took another one for it."""
+        fields, taken = config.to_dict(), str(config._attn_implementation)
+        why = why_not_attention(fields, self.implementation)
+        if self._kernel and AttentionKernel.parse(taken).repository != self._kernel.repository:
+            why = f"transformers takes {taken} for this model instead"
+        elif not why and (self._kernel or self.implementation in FLASH) and (asked := asked_of_attention(fields)):
+            why = why_not_function(taken, asked)
+        if why:
+            raise self._drops(fields, why)
+
+    def _drops(self, config: Mapping[str, Any], why: str) -> StageError:
+        return StageError(
+            f"{self.implementation} does not compute the attention of {config.get('model_type')}",
+            where="attention",
+            why=why,
+            remedy="Use eager or flex_attention" if caps_scores(config) else "Use eager",
+        )
 
     def _require(self, device: str) -> None:
         if self._kernel:
@@ -80,6 +107,7 @@ class Attention(Setting):
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model as it is. Raises StageError where the implementation cannot compute what this model asks for."""
+        self._refuse_to_drop(model.config)
         on_gpu = self._kernel is not None and device.startswith("cuda") and "flash" in self.implementation
         if (on_gpu or self.implementation in FLASH) and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
             raise StageError(

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from optkit.model.attention import HEADS, attends_eagerly, attention_of
+from optkit.model.attention import HEADS, attention_of
+from optkit.model.attention_choice import attends_eagerly, caps_scores
 from optkit.model.shape import ModelShape
 from optkit.model.weights import TABLES, expert_counts
 from optkit.training.memory_kinds import MemoryKinds
@@ -105,6 +106,8 @@ class Blocks:
     """Experts that a token is sent to; 1 where there are none."""
     eager: bool
     """Attention is matrix products, whose weights are kept for each query and key."""
+    capped: bool
+    """The scores go through a tanh before the softmax."""
 
     def kept_bytes(self, setup: Setup) -> int:
         """Return the bytes that a token leaves in one block for the backward pass."""
@@ -117,10 +120,11 @@ class Blocks:
 
     def pair_bytes(self, setup: Setup) -> int:
         """Return the bytes among these that its pairs as a query with every key leave: the matrices of attention."""
+        tanh = setup.computed if self.capped else 0
         if setup.attention_loss:
-            return 2 * WIDE * self.heads * setup.length
+            return (2 * WIDE + tanh) * self.heads * setup.length
         softmax, beside_values = WIDE, setup.computed if setup.half else 0
-        return (softmax + beside_values) * self.heads * setup.length if self.eager else 0
+        return (softmax + beside_values + tanh) * self.heads * setup.length if self.eager else 0
 
 
 def predicted_memory(shape: ModelShape, setup: Setup) -> MemoryKinds:
@@ -159,6 +163,7 @@ def blocks_of(shape: ModelShape) -> Blocks:
         kept_of_mlp=_kept_of_mlp(config, gate, kind),
         chosen=chosen or 1,
         eager=attends_eagerly(shape.config),
+        capped=caps_scores(shape.config),
     )
 
 

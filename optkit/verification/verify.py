@@ -14,6 +14,7 @@ from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.frozen import Frozen
 from optkit.model.adapter import ADAPTER, Adapter, read_adapter
+from optkit.model.attention_choice import attention_options, needs_eager
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import rounds_activations
 from optkit.model.task import PHRASES, Task, task_of
@@ -26,12 +27,13 @@ from optkit.verification.agreement import Reference, verdict_of
 from optkit.verification.check import Check
 from optkit.verification.checks import check_artifact, holds_onnx
 from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded, measure_encoder
-from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, VLLM, Answer, Engine, ask, interpreter
+from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask, interpreter
 from optkit.verification.onnx_checks import rounds_inputs
 
 NEW_TOKENS = 16
 LIKELIEST = 64
 """Tokens whose log-probabilities vLLM is asked for at each position."""
+OPENED_EAGER = "opened with attn_implementation='eager', because its own choice leaves out the soft cap of the scores"
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def _request(
         "device": reference.device,
         "quantized": bool(weights.method),
         "trust_remote_code": trusted,
+        "options": attention_options(weights.config, {}) if engine is TRANSFORMERS else {},
         "adapter": str((directory / ADAPTER).resolve()) if weights.adapter else "",
         "adapter_rank": weights.adapter.ranks[-1] if weights.adapter else 0,
         "dequantize": weights.adapter is not None and weights.method == "compressed-tensors",
@@ -207,5 +210,6 @@ def _judge(
         reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
         return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
     why = because((reference.dtype, said["dtype"]), rounded)
-    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({why})"
+    opened = f"; {OPENED_EAGER}" if engine is TRANSFORMERS and needs_eager(weights.config) else ""
+    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({why}){opened}"
     return Loading.model_validate({**facts, **verdict_of(near, limit)})

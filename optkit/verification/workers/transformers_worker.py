@@ -16,6 +16,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     placed: dict[str, Any] = {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
+    placed |= request.get("options", {})
     if request.get("dequantize"):  # peft finds no weight in a packed layer of compressed-tensors
         placed["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model, report = getattr(transformers, request.get("loader", "AutoModelForCausalLM")).from_pretrained(

@@ -1,0 +1,86 @@
+"""Which attention implementations of transformers compute what a model asks of attention; the others leave it out in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+EAGER = frozenset(
+    {
+        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese"),
+        *("gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt"),
+        *("prophetnet", "reformer", "rembert", "roformer", "trocr", "xglm", "xlm", "xlnet"),
+    }
+)
+"""Models (`model_type`) whose attention transformers has as matrix products alone, without torch's fused one."""
+ASKED = {
+    **dict.fromkeys(("gemma2", "vaultgemma"), "softcap"),
+    **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), "s_aux"),
+    "inkling_text": "position_bias",
+}
+"""`model_type` -> the argument by which transformers asks an implementation for more than masked softmax attention."""
+PHRASES = {"softcap": "the soft cap of the scores", "s_aux": "attention sinks", "position_bias": "the bias of the scores"}
+HONOURED: Mapping[str, frozenset[str]] = {
+    "eager": frozenset(PHRASES),
+    "sdpa": frozenset({"position_bias"}),
+    "flex_attention": frozenset(PHRASES),
+    "flash_attention_2": frozenset({"softcap"}),
+    "flash_attention_3": frozenset({"softcap"}),
+}
+"""Implementation -> those of the arguments that it computes with. What a kernel of the hub takes is known when it is loaded."""
+
+
+def asked_of_attention(config: Mapping[str, Any]) -> str:
+    """Return the argument of `PHRASES` that a model with this config.json hands to its attention; empty where there is none."""
+    text = _text(config)
+    asked = ASKED.get(_kind(config), "")
+    return "" if asked == "softcap" and text.get("attn_logit_softcapping", "the default") is None else asked
+
+
+def needs_eager(config: Mapping[str, Any]) -> bool:
+    """Say whether transformers would open a model with sdpa, which leaves out what the model asks for."""
+    asked = asked_of_attention(config)
+    return bool(asked) and asked not in HONOURED["sdpa"] and _kind(config) not in EAGER
+
+
+def attends_eagerly(config: Mapping[str, Any]) -> bool:
+    """Say whether attention is computed as matrix products, which hold the weights of all query-key pairs, where nothing else is asked."""
+    return _kind(config) in EAGER or needs_eager(config)
+
+
+def caps_scores(config: Mapping[str, Any]) -> bool:
+    """Say whether the scores of attention go through a tanh before the softmax."""
+    return asked_of_attention(config) == "softcap"
+
+
+def attention_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `from_pretrained` or `from_config` with the implementation that keeps what the model asks for.
+
+    One that the options name stays.
+    """
+    return {"attn_implementation": "eager", **options} if needs_eager(config) else dict(options)
+
+
+def eager_note(config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for the notes where `attention_options` has chosen."""
+    if "attn_implementation" in options or not needs_eager(config):
+        return []
+    return [f"attention: eager, because sdpa leaves out {PHRASES[asked_of_attention(config)]} of {_kind(config)}"]
+
+
+def why_not_attention(config: Mapping[str, Any], implementation: str) -> str:
+    """Return why an implementation cannot compute a model's attention; empty where nothing in config.json speaks against it."""
+    asked = asked_of_attention(config)
+    if asked and implementation in HONOURED and asked not in HONOURED[implementation]:
+        return f"{implementation} leaves out {PHRASES[asked]}"
+    if implementation == "sdpa" and _kind(config) in EAGER:
+        return "transformers has the attention of this model as matrix products alone"
+    return ""
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("text_config") or config
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    return str(_text(config).get("model_type", config.get("model_type")))
