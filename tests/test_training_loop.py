@@ -22,6 +22,7 @@ from optkit.training.data import TrainingData, split
 from optkit.training.loop import Loop, TrainingOptions, TrainingResult, train
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.optimizer import learning_rate
+from optkit.training.ranks import Ranks
 from optkit.training.student import open_student
 
 OPTIONS = TrainingOptions(steps=12, batch_size=2, accumulation=2, learning_rate=1e-3, evaluations=4, patience=None, checkpoint_steps=3)
@@ -162,6 +163,15 @@ class TestStops:
             StageError, match=r"diverges: the loss was .* at the start and is .* at step .*Lower `learning_rate`, e.g. to 1"
         ):
             run(tiny_model("llama"), replace(OPTIONS, steps=60, learning_rate=5.0, diverged=1.2))
+
+    def test_a_few_texts_with_large_losses_are_no_divergence(self, tiny_model):
+        objective = Objective(open_student(tiny_model("llama"), "cpu").model, CROSS_ENTROPY)
+        loop = Loop(objective, some_data(), None, replace(OPTIONS, steps=20), "test", None, "", SilentProgress(), Ranks())
+        loop.course.step, loop.course.curve = 20, [1.0] * 16 + [50.0] * 4
+        loop._check_divergence()
+        loop.course.curve = [1.0] * 10 + [3.1] * 10
+        with pytest.raises(StageError, match=r"the loss was 1.0000 at the start and is 3.1000 at step 20"):
+            loop._check_divergence()
 
     def test_a_loss_that_is_not_finite_names_step_and_text(self, tiny_model):
         objective = Objective(open_student(tiny_model("qwen2"), "cpu").model, CROSS_ENTROPY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -330,7 +331,7 @@ class Loop:
         curve, options = self.course.curve, self.options
         if len(curve) < 2 * WINDOW or self._fraction() < options.warmup:
             return
-        start, now = sum(curve[:WINDOW]) / WINDOW, sum(curve[-WINDOW:]) / WINDOW
+        start, now = statistics.median(curve[:WINDOW]), statistics.median(curve[-WINDOW:])  # a few texts may have far larger losses
         if now > options.diverged * start:
             raise StageError(
                 f"the training diverges: the loss was {start:.4f} at the start and is {now:.4f} at step {self.course.step:,}",
