@@ -22,12 +22,14 @@ DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")
 BATCH, LENGTH = 2, 7
 
 
-def counted(directory: Path, *, checkpointing: bool = False, frozen: bool = False, backward: bool = True) -> int:
+def counted(directory: Path, *, checkpointing: bool = False, frozen: bool = False, frozen_head: bool = False, backward: bool = True) -> int:
     """Let torch count one step; its eager attention computes pairs that a causal mask throws away too."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()
     if frozen:
         model.requires_grad_(False)
         model.enable_input_require_grads()
+    if frozen_head:
+        model.get_output_embeddings().requires_grad_(False)
     if checkpointing:
         model.gradient_checkpointing_enable()
     tokens = torch.ones(BATCH, LENGTH, dtype=torch.int64)
@@ -71,6 +73,14 @@ def test_frozen_weights_need_no_gradients_of_their_own(tiny_model: TinyModel) ->
     assert whole.model - frozen.model == matrices
     adapted = step_flops(shape, LENGTH, frozen=True, adapter_elements=100)
     assert adapted.model - frozen.model == 6 * 100 * LENGTH
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_frozen_lm_head_needs_none(tiny_model: TinyModel, kind: str) -> None:
+    shape = Checkpoint(tiny_model(kind)).shape
+    step = step_flops(shape, LENGTH, frozen_head=True)
+    found = counted(tiny_model(kind), frozen_head=True)
+    assert found == pytest.approx(BATCH * (step.model + 3 * masked(shape)), rel=0.002)
 
 
 def test_a_teacher_is_counted_apart(tiny_model: TinyModel) -> None:

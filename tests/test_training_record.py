@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit import pipeline
+from optkit.model.shape import ModelShape
 from optkit.recipe import load_recipe
 from optkit.scorecard import Scorecard, StepLine, Training, loss_curves, to_markdown, training_line, trainings
 from optkit.scorecard.training import PANEL
+from optkit.training.account import Spent, Trainee, account
+from optkit.training.loop import Course, TrainingResult
 from optkit.training.memory_kinds import MemoryKinds
-from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, thinned
+from optkit.training.ranks import Ranks
+from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPEED = SpeedRecord(
@@ -67,7 +72,7 @@ def test_a_short_curve_stays_as_it_is() -> None:
 def test_the_sentence_says_what_was_reached_and_what_it_took() -> None:
     made = record(
         [3.0, 2.0],
-        judged=[Judged(step=0, tokens=0, loss=3.1), Judged(step=2, tokens=1024, loss=2.2)],
+        judged=[Judged(step=step, tokens=512 * step, loss=loss) for step, loss in enumerate((3.1, 2.2, 2.4))],
         speed=SPEED,
         predicted=MemoryKinds(weights=500_000_000, gradients=400_000_000),
         peak_bytes=1_000_000_000,
@@ -80,6 +85,25 @@ def test_the_sentence_says_what_was_reached_and_what_it_took() -> None:
         " 11.2 TFLOP/s a device (3.0 x forward), MFU 41.2% (HFU 52.9%) of bf16 of a device, its datasheet; peak memory 1.000 GB,"
         " 900.0 MB predicted (weights 500.0 MB, gradients 400.0 MB); 2.05 kJ, 2,000 mJ a token"
     )
+
+
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=300), st.integers(1, 40))
+def test_of_many_held_out_losses_those_that_the_sentence_says_are_kept(losses: list[float], most: int) -> None:
+    whole = [Judged(step=step, tokens=512 * step, loss=loss) for step, loss in enumerate(losses)]
+    kept = fewer(whole, most)
+    assert len(kept) <= most + 2
+    assert (kept[0], kept[-1]) == (whole[0], whole[-1])
+    assert record([1.0], judged=kept).kept.loss == min(losses)
+    assert list(kept) == sorted(kept, key=lambda each: each.step)
+
+
+def test_energy_is_not_known_where_several_runs_made_the_steps() -> None:
+    course = Course(step=2, seconds=1.0, step_seconds=1.0, curve=[3.0, 2.0], rates=[1e-4] * 2, held_out=[{"step": 0, "total": 3.0}])
+    shape = ModelShape({"model_type": "llama"}, {})
+    trainee = Trainee(shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None)
+    for resumed, energy in (([], 5.0), ([1], None)):
+        made = account(TrainingResult(replace(course, resumed=resumed), 1024), trainee, Spent("cpu", 1, 5.0), Ranks(), "ddp", None)
+        assert made.energy_j == energy
 
 
 def test_what_is_not_known_is_not_said() -> None:

@@ -46,7 +46,7 @@ def training_line(training: Training) -> str:
     first, last = record.points[0], record.points[-1]
     parts = [f"loss {_loss(first.loss)} to {_loss(last.loss)}"]
     if record.judged:
-        parts[0] += f", {record.judged_by} {_loss(record.judged[0].loss)} to {_loss(record.judged[-1].loss)}"
+        parts[0] += f", {record.judged_by} {_loss(record.judged[0].loss)} to {_loss(record.kept.loss)}"
     parts.append(f"{record.steps:,} steps, {record.tokens:,} tokens")
     if record.devices > 1:
         parts[-1] += f" on {record.devices} devices ({record.parallel})"

@@ -85,7 +85,7 @@ class CodesTraining(CodeTraining):
         return code_student(student, modules, starts, grids, self.scales, self.rounds_inputs)
 
     def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
-        return replace(super()._trainee(student, source, context), adapter_elements=None)
+        return replace(super()._trainee(student, source, context), adapter_elements=None, frozen_head=True)
 
     def _deciding(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"codes"})

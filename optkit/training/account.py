@@ -16,11 +16,8 @@ from optkit.training.flops import step_flops
 from optkit.training.loop import TrainingResult
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
-from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, thinned
+from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 from optkit.training.speed import Speed, peak_of
-
-MOST_JUDGED = 100
-"""Held-out losses of a record."""
 
 
 @dataclass
@@ -47,6 +44,8 @@ class Trainee:
     """Numbers of adapters beside frozen weights; None where all weights are trained."""
     teacher: ModelShape | None
     """A teacher that computed beside it."""
+    frozen_head: bool = False
+    """lm_head was not trained, the blocks were."""
 
 
 @contextlib.contextmanager
@@ -76,10 +75,9 @@ def account(
         for step, (loss, rate) in enumerate(zip(course.curve, rates, strict=True), start=1)
     ]
     judged = [Judged(step=int(each["step"]), tokens=int(each["step"]) * step_tokens, loss=each["total"]) for each in course.held_out]
-    stride = -(-len(judged) // MOST_JUDGED)
     return TrainingRecord(
         points=thinned(points),
-        judged=tuple(judged[::-1][::stride][::-1]),
+        judged=fewer(judged),
         steps=course.step,
         tokens=result.tokens,
         seconds=round(course.step_seconds, 3),
@@ -88,7 +86,7 @@ def account(
         speed=_speed(result, trainee, spent.device, ranks.count),
         predicted=predicted,
         peak_bytes=peak or None,
-        energy_j=energy or None,
+        energy_j=None if course.resumed else energy or None,  # nobody counted that of the runs before
     )
 
 
@@ -100,6 +98,7 @@ def _speed(result: TrainingResult, trainee: Trainee, device: str, devices: int) 
             trainee.length,
             recomputed=trainee.recomputed,
             frozen=trainee.adapter_elements is not None,
+            frozen_head=trainee.frozen_head,
             adapter_elements=trainee.adapter_elements or 0,
             teacher=trainee.teacher,
         )

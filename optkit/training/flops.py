@@ -97,19 +97,21 @@ def step_flops(
     *,
     recomputed: bool = False,
     frozen: bool = False,
+    frozen_head: bool = False,
     adapter_elements: int = 0,
     teacher: ModelShape | None = None,
 ) -> StepFlops:
     """Return what training on one sequence of `length` tokens costs.
 
     `recomputed`: gradient checkpointing. `frozen`: the model's own weights get no gradients, the `adapter_elements` weights of matrices
-    that stand beside its layers do. `teacher`: a model that computes in the same step; one whose logits are kept costs nothing here.
+    that stand beside its layers do. `frozen_head`: lm_head alone gets none. `teacher`: a model that computes in the same step; one whose logits are kept costs nothing here.
     Raises what `forward_flops` raises.
     """
     own = forward_flops(shape, length)
     beside = FORWARD * adapter_elements * length
     matrices = own.blocks + own.head
-    gradients = matrices * ((INPUTS + (0 if frozen else WEIGHTS)) / FORWARD) + beside * ((INPUTS + WEIGHTS) / FORWARD)
+    learning = 0.0 if frozen else own.blocks if frozen_head else matrices
+    gradients = (matrices * INPUTS + learning * WEIGHTS + beside * (INPUTS + WEIGHTS)) / FORWARD
     return StepFlops(
         forward=own.total + beside,
         backward=gradients + 2 * own.attention,

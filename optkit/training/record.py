@@ -10,6 +10,8 @@ from optkit.training.memory_kinds import MemoryKinds
 
 MOST_POINTS = 200
 """Points of a curve that are kept; what lies between them is averaged."""
+MOST_JUDGED = 100
+"""Held-out losses that are kept, beside the first and the least."""
 KEY = "training"
 """Where a report's details hold the record."""
 
@@ -65,7 +67,7 @@ class TrainingRecord(Frozen):
     steps: int
     tokens: int
     seconds: float
-    """Of the steps of the last run; judging, checkpoints and opening apart."""
+    """Of all steps; judging, checkpoints and opening apart."""
     devices: int = 1
     parallel: str | None = None
     """`ddp` or `fsdp`; None on one device."""
@@ -75,11 +77,23 @@ class TrainingRecord(Frozen):
     peak_bytes: int | None = None
     """The measured peak of a device, the largest of all; None where it cannot be told."""
     energy_j: float | None = None
-    """Of all devices, where they tell."""
+    """Of all devices, where they tell, and one run made all steps."""
 
     def details(self) -> dict[str, Any]:
         """Return what belongs into a report's details."""
         return {KEY: self.model_dump(mode="json")}
+
+    @property
+    def kept(self) -> Judged:
+        """What was held out says so of the weights that were kept: those that it judged best."""
+        return min(self.judged, key=lambda each: each.loss)
+
+
+def fewer(judged: Sequence[Judged], most: int = MOST_JUDGED) -> tuple[Judged, ...]:
+    """Return about `most` held-out losses, evenly spread; the first, the least and the last are among them."""
+    stride, least = -(-len(judged) // most), min(judged, key=lambda each: each.loss)
+    spread = judged[::-1][::stride]
+    return tuple(each for each in judged if each in (judged[0], least) or each in spread)
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
