@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from optkit.errors import StageError
+from optkit.errors import ResourceError, StageError
 from optkit.execute import execute
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import make_plan
@@ -20,7 +21,9 @@ from optkit.recipe import load_recipe
 from optkit.stage import Context
 from optkit.stages.distill import Distill
 from optkit.store import Store
+from optkit.training import checkpoints
 from optkit.training import teacher as teachers
+from optkit.training.loop import Loop
 
 FAST = {
     "texts": ["python-reference"],
@@ -122,6 +125,30 @@ class TestLearning:
         second, _ = distill(student, tiny_model("llama"), tmp_path, **fields)
         assert (second / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
 
+    def test_without_a_store_nothing_is_left_of_it(self, tiny_model, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        student, target = noisy(tiny_model("llama"), tmp_path / "student"), tmp_path / "done"
+        target.mkdir()
+        stage = Distill.model_validate(FAST | {"top_k": 16, "generated": {"tokens": 500}})
+        stage.run(student, target, Context(origin=tiny_model("llama")))
+        gc.collect()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["done", "student"]
+
+    def test_the_plan_counts_the_checkpoints_that_lie_there_at_once(self, tiny_model, tmp_path, monkeypatch):
+        held, found = [], checkpoints._found
+
+        def seen(where: Path) -> list[Path]:
+            held.append(sum(path.stat().st_size for path in where.rglob("*") if path.is_file()))
+            return found(where)
+
+        monkeypatch.setattr(checkpoints, "_found", seen)
+        monkeypatch.setattr(Loop, "_checkpoint_due", lambda loop: True)
+        student = noisy(tiny_model("qwen2"), tmp_path / "student")
+        distill(student, tiny_model("qwen2"), tmp_path, evaluations=2)
+        shape = Checkpoint(student).shape
+        planned = Distill.model_validate(FAST).predict(shape, "cpu")[0].disk_bytes - shape.size_bytes
+        assert max(held) == pytest.approx(planned, rel=0.02)
+
     def test_text_is_written_anew_where_others_are_held_out(self, tiny_model, tmp_path):
         """Its prompts come from what is trained on."""
         student = noisy(tiny_model("llama"), tmp_path / "student")
@@ -214,6 +241,18 @@ class TestRefusals:
     def test_no_teacher(self, tiny_model, tmp_path):
         with pytest.raises(StageError, match="distill: there is no teacher. Name one"):
             distill(tiny_model("llama"), None, tmp_path)
+
+    def test_no_memory_for_model_or_teacher(self, tiny_model, tmp_path, monkeypatch):
+        def full(*arguments: object, **options: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        for name in ("optkit.training.student.open_student", "optkit.training.teacher.LiveTeacher"):
+            with monkeypatch.context() as patch:
+                patch.setattr(name, full)
+                with pytest.raises(
+                    ResourceError, match=r"distill: the memory of cpu is full. CUDA .* `optkit plan` says what a training needs"
+                ):
+                    distill(tiny_model("llama"), tiny_model("llama"), tmp_path)
 
     def test_too_little_text(self, tiny_model, tmp_path):
         with pytest.raises(StageError, match=r"distill: [\d,]+ tokens are asked for, and the texts have [\d,]+ to train on"):

@@ -184,6 +184,25 @@ def test_zeros_need_not_stay(tiny_model: TinyModel, tmp_path: Path, fields: dict
     assert float((load_file(done / "model.safetensors")["model.layers.0.mlp.up_proj.weight"] == 0).float().mean()) < 0.01
 
 
+def test_zeros_that_stay_are_not_what_loftq_makes_up_for(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+    source, stage = half_pruned(tiny_model("llama"), tmp_path), LoraRecover(**fields, initialization="loftq")
+    said = r"up_proj: what \d+ layers lost are weights that are to stay 0. .* Set initialization: zero, or keep_zeros: false"
+    with pytest.raises(StageError, match=said.replace("up_proj", "(up|gate)_proj")):
+        run(stage, source, tmp_path / "done", tiny_model("llama"))
+    with pytest.raises(StageError, match="lora_recover.initialization: there is no model to begin from. Set initialization: zero"):
+        stage._student(source, Context())
+
+
+def test_where_nothing_was_lost_loftq_leaves_an_adapter_that_learns(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+    source, base, done = tiny_model("llama"), tmp_path / "base", tmp_path / "done"
+    run(Rtn(bits=3, group_size=32, exclude=("*.down_proj",)), source, base)
+    report = run(LoraRecover(**fields, initialization="loftq"), base, done, source)
+    assert report.details["initial_share_of_error"]["model.layers.0.mlp.down_proj"] == 0
+    learned = {name: held for name, held in load_file(done / "adapter" / "adapter_model.safetensors").items() if "down_proj" in name}
+    assert len(learned) == 6
+    assert all(bool(held.any()) for held in learned.values())
+
+
 def test_experts_in_one_tensor_get_none(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
     source, base, done = tiny_model("mixtral"), tmp_path / "base", tmp_path / "done"
     run(Rtn(bits=3, group_size=32), source, base)
@@ -286,6 +305,7 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_model: TinyModel, tmp_path:
     ("changes", "said"),
     [
         ({"method": "dora", "initialization": "loftq"}, "DoRA starts from the lengths of the base's weights"),
+        ({"keep_zeros": True, "initialization": "loftq"}, "loftq fills zeros again that keep_zeros keeps"),
         ({"ranks": {"*": 0}}, "ranks are at least 1, and that of `\\*` is 0"),
         ({"parallel": "fsdp", "devices": 2}, "adapters are too small to be divided"),
         ({"divergence": 0}, "divergence and cross_entropy are both 0"),

@@ -20,7 +20,7 @@ from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.selection import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
 from optkit.stages.stored_linears import linears_of
 from optkit.stages.student_layers import linear_modules
-from optkit.stages.trained import Trained
+from optkit.stages.trained import CHECKPOINTS, Trained
 
 if TYPE_CHECKING:
     from optkit.training.adapted_student import AdaptedStudent
@@ -73,6 +73,8 @@ class LoraRecover(Trained):
     def _fits_together(self) -> Self:
         if self.method == "dora" and self.initialization == "loftq":
             raise ValueError("DoRA starts from the lengths of the base's weights. Set initialization: zero, or method: lora.")
+        if self.keep_zeros and self.initialization == "loftq":
+            raise ValueError("loftq fills zeros again that keep_zeros keeps. Set initialization: zero, or keep_zeros: false.")
         if self.parallel == "fsdp":
             raise ValueError("adapters are too small to be divided, and what they stand beside gets no gradient. Use `parallel: ddp`.")
         if wrong := [pattern for pattern, rank in self.ranks.items() if rank < 1]:
@@ -122,7 +124,7 @@ class LoraRecover(Trained):
         start = None if origin.config.get("quantization_config") else origin
         kinds = self._memory(_in_floats(shape, linears) if packed else shape, device, added, start)
         left = ModelShape(config=shape.config, tensors={**shape.tensors, **adapter}) if packed else shape
-        disk = left.size_bytes + 2 * 4 * NUMBERS * added
+        disk = left.size_bytes + CHECKPOINTS * 4 * NUMBERS * added
         if device == "cpu":
             return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), left
         return Cost(disk_bytes=disk, ram_bytes=shape.size_bytes, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), left
@@ -187,7 +189,9 @@ class LoraRecover(Trained):
         form = AdapterForm(by_module, self.alpha / self.rank, self.method == "dora", self.dropout)
         zeros = None if packed or self.keep_zeros is False else 0.0 if self.keep_zeros else SPARSE
         origin = None
-        if self.initialization == "loftq" and context.origin:
+        if self.initialization == "loftq":
+            if context.origin is None:
+                raise StageError("there is no model to begin from", where="lora_recover.initialization", remedy="Set initialization: zero")
             first = Checkpoint(context.origin)
             origin = Origin(first, first.config.get("model_type") in CONV1D_MODELS, student.tensor_names)
         return adapt(student, form, zeros, origin, selection.skipped)

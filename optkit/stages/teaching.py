@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -228,4 +230,7 @@ def _shared(context: Context, what: str, about: dict[str, Any]) -> SharedPlace:
     from optkit.training.shared_place import SharedPlace
 
     root = context.workspace.parent if context.workspace else Path(tempfile.mkdtemp(prefix="optkit-"))
-    return SharedPlace(root / f"{what}-{digest(about)}", {"what": what, **about})
+    shared = SharedPlace(root / f"{what}-{digest(about)}", {"what": what, **about})
+    if context.workspace is None:
+        weakref.finalize(shared, shutil.rmtree, root, ignore_errors=True)
+    return shared

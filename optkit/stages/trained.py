@@ -16,6 +16,7 @@ from optkit.source.models import model_shape
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
 from optkit.stage import Context, Cost, Report, TextPlace
+from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.teaching import Taught
 from optkit.training.budget import Budget
 from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from optkit.training.ranks import Ranks
     from optkit.training.student import Student
     from optkit.training.teacher import Teacher
+
+
+LESS_MEMORY = "`optkit plan` says what a training needs: take a device with more, a smaller model or teacher, or a lower `batch_size`"
+CHECKPOINTS = 3
+"""On disk at once: the last two, and the one that is being written."""
 
 
 class Trained(Taught):
@@ -151,15 +157,17 @@ class Trained(Taught):
         from optkit.training.loop import train
 
         torch.manual_seed(context.seed)
-        data = self._with_generated(self._data(source, context), source, context)
+        with out_of_memory(self._kind, context.device, LESS_MEMORY):
+            data = self._with_generated(self._data(source, context), source, context)
         options = self._options(data)
         with spending(context.device) as spent:
-            student = self._student(source, context)
-            details = self._details(student)
-            rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
-            teacher = self._teacher(source, context, data, rows, self.batch_size)
-            objective = self._objective(student, teacher)
-            trainee = self._trainee(student, source, context)
+            with out_of_memory(self._kind, context.device, LESS_MEMORY):
+                student = self._student(source, context)
+                details = self._details(student)
+                rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
+                teacher = self._teacher(source, context, data, rows, self.batch_size)
+                objective = self._objective(student, teacher)
+                trainee = self._trainee(student, source, context)
             result = train(
                 objective,
                 data,
@@ -212,7 +220,7 @@ class Trained(Taught):
         return self.predict_beside(shape, device, shape)
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return the size of the student and of two checkpoints, and the memory of weights, gradients, optimizer and activations.
+        """Return the size of the student and of its checkpoints, and the memory of weights, gradients, optimizer and activations.
 
         Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
         """
@@ -221,7 +229,7 @@ class Trained(Taught):
         self._check_teacher(shape, origin)
         kinds = self._memory(shape, device, origin=origin)
         weights, state = 4 * shape.elements, OPTIMIZER_BYTES[self.optimizer] * shape.elements
-        disk = shape.size_bytes + 2 * (2 * weights + state)
+        disk = shape.size_bytes + CHECKPOINTS * (2 * weights + state)
         if device == "cpu":
             return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
         return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape

@@ -9,6 +9,7 @@ from typing import Any
 
 from peft import LoraConfig
 
+from optkit.errors import StageError
 from optkit.training.adapters import NAME, AdapterForm, Origin, adapted, inject_, keep_zeros_, start_from_errors_
 from optkit.training.student import Student
 
@@ -43,9 +44,16 @@ def adapt(student: Student, form: AdapterForm, zeros: float | None, origin: Orig
     """Put adapters beside the layers of a student.
 
     zeros: share of zeros from which a layer keeps them, None where none does; origin: the model whose lost weights they begin with.
-    Raises StageError where that one has other layers.
+    Raises StageError where that one has other layers, and for both at once.
     """
     config = inject_(student.model, form)
     sparse = [] if zeros is None else keep_zeros_(student.model, zeros)
+    if sparse and origin:
+        raise StageError(
+            f"what {len(sparse)} layers lost are weights that are to stay 0",
+            where=f"lora_recover.initialization: {sparse[0]}",
+            why="The adapters that loftq begins with would fill them; held back from that, they begin worse than without effect",
+            remedy="Set initialization: zero, or keep_zeros: false",
+        )
     taken = start_from_errors_(student.model, origin) if origin else {}
     return AdaptedStudent(student.model, student.checkpoint, student.tensor_names, config, sparse, taken, skipped)

@@ -172,8 +172,9 @@ class Origin:
 def start_from_errors_(model: nn.Module, origin: Origin) -> dict[str, float]:
     """Let each adapter begin as the best product of its rank for what the base lost of the origin's weight, by SVD.
 
-    That is one round of LoftQ (arXiv:2310.08659); there the base is quantized anew after each, here it stays as it is. Returns the share of
-    the square of the error that each takes away. Raises StageError for a base that is no approximation of the origin.
+    That is one round of LoftQ (arXiv:2310.08659); there the base is quantized anew after each, here it stays as it is. Where nothing was
+    lost, an adapter begins as any other. Returns the share of the square of the error that each takes away.
+    Raises StageError for a base that is no approximation of the origin.
     """
     taken = {}
     for name, module in adapted(model):
@@ -188,6 +189,9 @@ def start_from_errors_(model: nn.Module, origin: Origin) -> dict[str, float]:
                 why="loftq makes up for what was lost of them, and these were changed by more than rounding (rotated, or scaled)",
                 remedy="Set initialization: zero",
             )
+        if not bool(error.any()):  # both halves would be 0, and never learn
+            taken[name] = 0.0
+            continue
         rank, scale = module.r[NAME], module.scaling[NAME]
         left, values, right = torch.svd_lowrank(error, q=min(rank + SPARE, *error.shape), niter=4)
         roots = (values[:rank] / scale).sqrt()
