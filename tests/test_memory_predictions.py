@@ -12,7 +12,11 @@ from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
 from optkit.stages.input_ranges import InputRange
+from optkit.stages.kv_scales import KvScales
+from optkit.stages.prune import Prune
+from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.smoothquant import Smoothquant
 from tests.conftest import CONFIGS, save_tiny_model
 from tests.live_memory import LiveBytes
@@ -74,3 +78,24 @@ def test_sampled_inputs_do_not_keep_the_others() -> None:
         seen.add(torch.randn(2, 1000, 16))
     assert live.now < 1000 * 16
     assert seen.rows.shape == (4, 16)
+
+
+EAGER = {
+    "gptq": Gptq(batch_size=2, group_size=64),
+    "awq_scale": AwqScale(batch_size=2, grid_points=1),
+    "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
+    "prune": Prune(sparsity=0.5, batch_size=2),
+    "prune_structured": PruneStructured(intermediate_size=64, batch_size=2),
+    "kv_scales": KvScales(batch_size=2),
+}
+
+
+@pytest.mark.parametrize("stage", EAGER)
+def test_matrices_of_attention_are_counted(tiny_model: Callable[[str], Path], letters: Path, tmp_path: Path, stage: str) -> None:
+    """They outweigh all else where a model with a soft cap reads long sequences."""
+    source = tiny_model("gemma2")
+    calibrated = EAGER[stage].model_copy(update={"calibration": Calibration(dataset=str(letters), samples=4, sequence_length=512)})
+    with LiveBytes() as live:
+        calibrated.run(source, tmp_path, Context())
+    predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
+    assert live.peak <= predicted <= 2 * live.peak

@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": 8,
         "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 2.0,
+        "attn_logit_softcapping": 0.5,
     },
     "windows in the last layer alone": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "half of a head rotated, layer norms": {"model_type": "phi", "hidden_size": 128},

@@ -110,7 +110,7 @@ def test_without_a_kv_cache(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gemma3", "opt", "gptj", "mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gemma2", "gemma3", "opt", "gptj", "mixtral", "qwen2_moe", "gpt_oss"])
 def test_other_architectures(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
     (tmp_path / "onnx").mkdir()
     report = Onnx(exporter="torch").run(tiny_model(kind), tmp_path / "onnx", Context())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optkit.model.attention import HEADS
+
 EAGER = frozenset(
     {
         *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese"),
@@ -13,6 +15,8 @@ EAGER = frozenset(
     }
 )
 """Models (`model_type`) whose attention transformers has as matrix products alone, without torch's fused one."""
+FLOAT_MATRICES = 3
+"""What scores become on their way through scale, cap, mask and softmax, as float32: so much is held at the peak, whatever the dtype."""
 ASKED = {
     **dict.fromkeys(("gemma2", "vaultgemma"), "softcap"),
     **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), "s_aux"),
@@ -46,6 +50,12 @@ def needs_eager(config: Mapping[str, Any]) -> bool:
 def attends_eagerly(config: Mapping[str, Any]) -> bool:
     """Say whether attention is computed as matrix products, which hold the weights of all query-key pairs, where nothing else is asked."""
     return _kind(config) in EAGER or needs_eager(config)
+
+
+def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
+    """Return the bytes of the matrices that eager attention holds at once in one layer's forward pass; 0 where attention is fused."""
+    heads = next((int(_text(config)[name]) for name in HEADS if _text(config).get(name)), 1)
+    return FLOAT_MATRICES * 4 * sequences * heads * length**2 if attends_eagerly(config) else 0
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:

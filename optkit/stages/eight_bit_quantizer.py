@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from optkit.errors import StageError
+from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.eight_bit_format import BLOCK, Activations, EightBitFormat, Number, Scales
@@ -229,6 +230,7 @@ class EightBitQuantizer(LayerQuantizer):
         widest = max(layer.inputs for layer in layers.values())
         hidden = self._text.samples * self._text.sequence_length * width * element
         batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
+        batch += eager_bytes(shape.config, self.batch_size, self._text.sequence_length)
         blocks = by_block(shape, layers)
         compensating = hessians = 0
         if self.rounding == "gptq":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from optkit.errors import StageError
+from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.foreign import Backed
@@ -205,6 +206,7 @@ class Gptq(Backed, WeightQuantizer):
         largest = max(layer.inputs for layer in layers.values())
         hidden = tokens * width * element
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
+        batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
         blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in by_block(shape, layers)]
         hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
         work = max(_work_bytes(stack) for block in blocks for stack in block)

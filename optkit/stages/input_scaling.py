@@ -10,6 +10,7 @@ from pydantic import Field
 
 from optkit.errors import StageError
 from optkit.frozen import Frozen
+from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.selection import Layer, by_block, scaled_together, stacks
@@ -50,6 +51,7 @@ class InputScaling(Frozen):
         element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
         largest = max(layer.inputs for layer in layers.values())
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
+        batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
         blocks = by_block(shape, layers)
         hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks)
         readers = max(_reader_bytes(group, layers) for block in blocks for group in scaled_together(block))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from optkit.errors import StageError
+from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
 from optkit.model.shape import ModelShape, TensorInfo
@@ -85,6 +86,7 @@ class KvScales(Transform):
         left = ModelShape(config=_config(shape.config), tensors=tensors)
         widest = max(max(info.shape) for name, info in shape.tensors.items() if shape.block(name) and info.shape)
         needed = shape.size_bytes + self.batch_size * self.calibration.sequence_length * widest * 4 * 4
+        needed += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
         on_gpu = device.startswith("cuda")
         ram = shape.block_bytes + shape.outside_bytes if on_gpu else needed
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=needed if on_gpu else 0), left

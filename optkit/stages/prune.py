@@ -179,7 +179,7 @@ class Prune(Transform):
         selection = self._select(layers_of(shape), outside_of(shape))
         tokens = self.calibration.samples * self.calibration.sequence_length if self.calibration else 0
         length = self.calibration.sequence_length if self.calibration else 0
-        ram, gpu = pruning_memory(shape, selection.layers, self.method, tokens, self.batch_size * length, device)
+        ram, gpu = pruning_memory(shape, selection.layers, self.method, tokens, (self.batch_size, length), device)
         if self.calibration and self.sensitivity_samples:
             seen = min(self.sensitivity_samples, self.calibration.samples) * length
             more = sensitivity_memory(shape, selection.layers, seen, LEVELS, device)

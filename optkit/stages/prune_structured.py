@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from optkit.errors import StageError
 from optkit.model.attention import attention_of
+from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
 from optkit.model.memory import return_freed_memory
@@ -243,6 +244,7 @@ class PruneStructured(WidthFields, Transform):
         element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
+        batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
         solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if planned.narrows and planned.before.ffn != planned.after.ffn else 0
         logits = self._logit_bytes(shape, element) if planned.count and self.layer_importance == "perplexity" else 0
         return streams * tokens * width * element + max(batch, solving, logits) + max(shape.block_bytes, shape.outside_bytes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import StageError
+from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stages.selection import Layer, by_block, stacks
 
@@ -61,8 +63,10 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
     )
 
 
-def pruning_memory(shape: ModelShape, layers: Mapping[str, Layer], method: str, tokens: int, batch: int, device: str) -> tuple[int, int]:
-    """Return the bytes of RAM and of GPU memory that pruning works with, `batch` of its calibration tokens at once."""
+def pruning_memory(
+    shape: ModelShape, layers: Mapping[str, Layer], method: str, tokens: int, batch: tuple[int, int], device: str
+) -> tuple[int, int]:
+    """Return the bytes of RAM and of GPU memory that pruning works with; `batch`: sequences of its calibration at once, tokens of each."""
     largest_block = max(shape.block_bytes, shape.outside_bytes)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())
     if method == "magnitude":
@@ -70,7 +74,8 @@ def pruning_memory(shape: ModelShape, layers: Mapping[str, Layer], method: str, 
     else:
         width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
         element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
-        running = batch * (6 * width + 3 * max(layer.inputs for layer in layers.values())) * FLOAT_BYTES
+        running = math.prod(batch) * (6 * width + 3 * max(layer.inputs for layer in layers.values())) * FLOAT_BYTES
+        running += eager_bytes(shape.config, *batch)
         work, sums = FLOAT_BYTES * 7 * largest, 0
         if method == "sparsegpt":
             blocks = [[layers[stack[0]].inputs for stack in stacks(block)] for block in by_block(shape, layers)]
