@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoConfig
+from transformers import AutoConfig, modeling_flash_attention_utils
 from transformers.integrations import hub_kernels
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
@@ -23,7 +24,7 @@ from optkit.model.shape import ModelShape
 from optkit.plan import make_plan
 from optkit.recipe import load_recipe
 from optkit.source import kernels
-from optkit.source.kernels import PACKAGE, AttentionKernel
+from optkit.source.kernels import PACKAGE, AttentionKernel, why_not_function
 from optkit.stages.attention import Attention
 from optkit.store import Store
 
@@ -180,6 +181,27 @@ def test_a_kernel_that_leaves_out_what_the_model_asks_for_is_refused(kind: str, 
         Attention(implementation="me/forgetful").on_load(opened_with("me/forgetful", kind), "cpu")
     Attention(implementation="me/knowing").on_load(opened_with("me/knowing", kind), "cpu")
     Attention(implementation="me/forgetful").on_load(opened_with("me/forgetful"), "cpu")
+
+
+def test_functions_of_flash_attention_are_asked_for_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives them what they have a parameter for; sinks have two names."""
+
+    def old(q: torch.Tensor, softmax_scale: float | None = None) -> None: ...
+
+    def new(q: torch.Tensor, softcap: float = 0.0, learnable_sink: torch.Tensor | None = None) -> None: ...
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "me/flash", flash_attention_forward)
+    for function in (old, new):
+        monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda name, f=function: ((None, f), None))
+        said = [why_not_function("me/flash", argument) for argument in ("softcap", "s_aux")]
+        assert said == (
+            ["", ""]
+            if function is new
+            else [
+                "Its function old has no parameter softcap, so it leaves out the soft cap of the scores",
+                "Its function old has no parameter s_aux, so it leaves out attention sinks",
+            ]
+        )
 
 
 def test_a_directory_is_pinned_by_its_files(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
