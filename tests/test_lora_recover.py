@@ -27,6 +27,7 @@ from optkit.stages.lora_recover import LoraRecover
 from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
+from optkit.stages.smoothquant import Smoothquant
 from optkit.store import Store
 from tests.skeletons import changed_copy
 
@@ -262,17 +263,25 @@ def test_what_packed_weights_do_not_allow_is_refused(
         run(stage, base, tmp_path / "done")
 
 
-WITHOUT_GRADIENTS = [(Fp8(), r"its weights \(fp8\)"), (Int8(), "8-bit weights of bitsandbytes")]
+ROUNDED_INPUTS = Smoothquant(calibration={"dataset": "python-reference", "samples": 8, "sequence_length": 16})
+WITHOUT_GRADIENTS = [
+    (Fp8(), r"its weights \(fp8\)", "float-quantized weights"),
+    (Int8(), "8-bit weights of bitsandbytes", "8-bit weights of bitsandbytes"),
+    (ROUNDED_INPUTS, r"its weights \(.*\)", "int-quantized weights"),
+]
 
 
-@pytest.mark.parametrize(("stage", "what"), WITHOUT_GRADIENTS)
+@pytest.mark.parametrize(("stage", "what", "planned"), WITHOUT_GRADIENTS)
 def test_weights_without_gradients_are_refused(
-    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], stage: Any, what: str
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], stage: Any, what: str, planned: str
 ) -> None:
-    base = tmp_path / "base"
-    run(stage, tiny_model("llama"), base)
+    source, base = tiny_model("llama"), tmp_path / "base"
+    run(stage, source, base)
+    left, origin = stage.predict(Checkpoint(source).shape, "cpu")[1], Checkpoint(source).shape
+    with pytest.raises(StageError, match=rf"lora_recover: there are no gradients through {planned}. Adapters .* Quantize with nf4, rtn,"):
+        LoraRecover(**fields).predict_beside(left, "cpu", origin)
     with pytest.raises(StageError, match=rf"there are no gradients through {what}.* Quantize with nf4, rtn, gptq or awq"):
-        run(LoraRecover(**fields), base, tmp_path / "done")
+        run(LoraRecover(**fields), base, tmp_path / "done", source)
 
 
 def test_four_bit_floats_have_gradients(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context, Format, Report
 from optkit.stages.gptq import Gptq
+from optkit.stages.prune import Prune
 from optkit.stages.qat import CodesTraining, Qat
 from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized, within_cells
@@ -223,6 +224,27 @@ def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
     expected = stored(tmp_path / "whole", 3)
     for name, weight in stored(tmp_path / "second", 3).items():
         assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("keep_zeros", ["auto", False])
+def test_zeros_of_a_pruned_model_stay_or_are_counted_when_all_is_over(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], keep_zeros: bool | str
+) -> None:
+    source, training = tmp_path / "pruned", {**fields["training"], "learning_rate": 1e-2, "divergence": 0, "cross_entropy": 1}
+    run(Prune(method="magnitude", include=("*.mlp.*",)), tiny_model("llama"), source)
+    stage = Qat(**{**fields, "bits": 4, "keep_zeros": keep_zeros, "training": training})
+    (tmp_path / "done").mkdir()
+    report = stage.run(source, tmp_path / "done", Context(origin=tiny_model("llama")))
+    found = {name: weight == 0 for name, weight in stored(tmp_path / "done", 4).items() if ".mlp." in name}
+    after = sum(int(zeros.sum()) for zeros in found.values()) / sum(zeros.numel() for zeros in found.values())
+    assert report.details["zeros"] == {"layers": 9, "before": 0.5, "after": pytest.approx(after)}
+    assert f"{after:.1%} are now" in report.notes[-1]
+    before = Checkpoint(source)
+    if keep_zeros:
+        assert all(bool(found[name][before.read(f"{name}.weight") == 0].all()) for name in found)
+        assert after >= 0.5
+    else:
+        assert after < 0.45
 
 
 def test_codes_that_another_stage_left_are_not_begun_with(

@@ -30,6 +30,9 @@ PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 UNKNOWN = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "alora_invocation_tokens", "use_bdlora", "use_qalora")
 """What an adapter can ask for beside two matrices a layer; optkit applies none of it, and vLLM neither."""
+FEW_BITS = "Adapters learn beside codes of a few bits whose layers do not round their inputs"
+LEARNABLE = "Quantize with nf4, rtn, gptq or awq, or train before the stage that quantizes"
+"""Why something is no base for an adapter, and what is."""
 Value = TypeVar("Value")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
-from optkit.model.adapter import ADAPTER, DOWN, PREFIX, UP
+from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
 from optkit.model.checkpoint import INDEX
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import copy_companions, link_or_copy
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from optkit.training.adapted_student import AdaptedStudent
     from optkit.training.student import Student
 
+EIGHT_BITS = frozenset({"float-quantized", "int-quantized", "naive-quantized"})
+"""Formats of compressed-tensors whose layers round their inputs, or hold floats."""
 EXPERT = "an expert: transformers holds them in one tensor, and adapters are for layers"
 NUMBERS = 4
 """In a checkpoint for each number of an adapter: itself, the best so far, two of AdamW."""
@@ -108,6 +110,8 @@ class LoraRecover(Trained):
         self._check_devices(shape, device)
         packed = bool(shape.config.get("quantization_config"))
         self._refuse_unfit(packed)
+        if packed and (what := _without_gradients(shape.config["quantization_config"])):
+            raise StageError(f"there are no gradients through {what}", where="lora_recover", why=FEW_BITS, remedy=LEARNABLE)
         linears = linears_of(shape)
         selection = self._select(linears, packed)
         ranks = self._ranks(selection)
@@ -214,6 +218,14 @@ class LoraRecover(Trained):
         copy_companions(checkpoint.directory, target)
         shutil.copyfile(checkpoint.directory / "config.json", target / "config.json")
         return write_adapter(student.model, student.config, target / ADAPTER, stored_dtype(checkpoint))  # type: ignore[attr-defined]
+
+
+def _without_gradients(config: Mapping[str, Any]) -> str:
+    """Return what weights those of a `quantization_config` are, where nothing can be learned beside them."""
+    if config.get("load_in_8bit"):
+        return "8-bit weights of bitsandbytes"
+    formats = {config.get("format"), *(group.get("format") for group in (config.get("config_groups") or {}).values())}
+    return " and ".join(f"{each} weights" for each in sorted(formats & EIGHT_BITS))
 
 
 def _in_floats(shape: ModelShape, linears: Mapping[str, Layer]) -> ModelShape:

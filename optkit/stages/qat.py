@@ -74,6 +74,7 @@ class CodesTraining(CodeTraining):
     """What decided them."""
     scales: Literal["learned", "fixed", "recomputed"]
     rounds_inputs: bool
+    keep_zeros: bool | Literal["auto"]
 
     def _student(self, source: Path, context: Context) -> CodedStudent:
         from optkit.training.code_files import read_codes
@@ -82,7 +83,10 @@ class CodesTraining(CodeTraining):
         student = super()._student(source, context)
         starts, grids, _ = read_codes(self.codes)
         modules = {place: layer.name for place, layer in linear_modules(student).items() if layer.name in starts}
-        return code_student(student, modules, starts, grids, self.scales, self.rounds_inputs)
+        coded = code_student(student, modules, starts, grids, self.scales, self.rounds_inputs)
+        if self.keep_zeros:
+            coded.keep_zeros_(of_all=self.keep_zeros is True)
+        return coded
 
     def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
         return replace(super()._trainee(student, source, context), adapter_elements=None, frozen_head=True)
@@ -96,9 +100,12 @@ class CodesTraining(CodeTraining):
 
     def _write(self, student: Student, target: Path, context: Context) -> int:
         from optkit.training.code_files import write_codes
+        from optkit.training.fake_quantization import CodedStudent
 
-        codes = student.codes()  # type: ignore[attr-defined]
-        write_codes(target / END, codes, {name: layer.grid for name, layer in student.layers.items()}, {})  # type: ignore[attr-defined]
+        assert isinstance(student, CodedStudent)
+        codes = student.codes()
+        zeros = sum(int((codes[name].dequantize() == 0).sum()) for name in student.pruned)
+        write_codes(target / END, codes, {name: layer.grid for name, layer in student.layers.items()}, {"zeros": zeros})
         return len(codes)
 
 
@@ -151,12 +158,16 @@ class Qat(Gptq):
 
         with _place(job.context) as place:
             begin, facts = self._begin(job, place / BEGIN)
-            fields = {"codes": place / BEGIN, "begun": self._begun, "scales": self.scales, "rounds_inputs": self.activations == "dynamic"}
+            fields = {"codes": place / BEGIN, "begun": self._begun, "scales": self.scales, "keep_zeros": self.keep_zeros}
+            fields["rounds_inputs"] = self.activations == "dynamic"
             training = CodesTraining.model_validate(self.training.model_dump() | fields)
             report = training.run(job.source, place, job.context)
-            trained, _, _ = read_codes(place / END)
+            trained, _, ended = read_codes(place / END)
         job.details |= facts["details"] | report.details
         job.notes[:] = facts["notes"]
+        if counts := job.details.get("zeros"):
+            counts["after"] = ended["zeros"]
+            super()._tell_zeros(job)
         job.calibrated_on = (*facts["calibrated_on"], *report.calibrated_on)
         changed = sum(int((trained[name].codes != start.codes).sum()) for name, start in begin.items())
         job.details["changed_codes"] = round(changed / sum(start.codes.numel() for start in begin.values()), 4)
@@ -183,6 +194,9 @@ class Qat(Gptq):
         _give_back(job.context.device)
         layers, _, facts = read_codes(path)
         return layers, facts
+
+    def _tell_zeros(self, job: Job) -> None:
+        """Leave it until the training is over."""
 
     def _starts(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield the codes to begin with, block by block."""

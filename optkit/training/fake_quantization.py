@@ -12,7 +12,7 @@ Inputs may be rounded too, to 8 bits with a scale for each token, as engines do 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from optkit.algorithms.eight_bit import INT8, rounded_inputs
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
-from optkit.training.student import Student
+from optkit.algorithms.pruning import zeros_of_pruning
+from optkit.training.student import Student, ZerosStay
 
 Scales = Literal["learned", "fixed", "recomputed"]
 CELL = 0.49
@@ -119,10 +120,18 @@ class CodedStudent(Student):
 
     layers: Mapping[str, FakeQuantized]
     """By their names in the checkpoint."""
+    pruned: Collection[str] = ()
+    """Those whose weights were pruned."""
 
     def codes(self) -> dict[str, QuantizedWeight]:
         """Return the codes of every layer, on the CPU."""
         return {name: layer.codes().on_cpu() for name, layer in self.layers.items()}
+
+    def keep_zeros_(self, of_all: bool) -> None:
+        """Let weights that are 0 stay 0, in all layers or in those that were pruned: they get no gradient."""
+        for name, layer in self.layers.items():
+            if of_all or name in self.pruned:
+                layer.weight.register_hook(ZerosStay(layer.weight))
 
 
 def code_student(
@@ -135,13 +144,14 @@ def code_student(
 ) -> CodedStudent:
     """Put layers with codes in the place of a student's; modules: name in the model -> name in the checkpoint."""
     student.model.requires_grad_(False)
-    layers = {}
+    layers, pruned = {}, []
     for place, name in modules.items():
         module = student.model.get_submodule(place)
         stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+        pruned += [name] if zeros_of_pruning(stored) is not None else []
         weight = stored if isinstance(module, nn.Linear) else stored.T.contiguous()
         bias = module.bias if isinstance(module.bias, nn.Parameter) else None
         layers[name] = FakeQuantized(weight, bias, starts[name], grids[name], scales, rounds_inputs)
         parent, _, child = place.rpartition(".")
         setattr(student.model.get_submodule(parent), child, layers[name])
-    return CodedStudent(student.model, student.checkpoint, student.tensor_names, layers)
+    return CodedStudent(student.model, student.checkpoint, student.tensor_names, layers, pruned)

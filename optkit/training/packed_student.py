@@ -20,12 +20,12 @@ from optkit.kernels.load import fill_, match_packed
 from optkit.kernels.microscaled import MicroscaledLinear
 from optkit.kernels.packed import PackedLinear, PackedWeight
 from optkit.kernels.stored import QuantizedLayer
+from optkit.model.adapter import FEW_BITS, LEARNABLE
 from optkit.model.checkpoint import Checkpoint
 from optkit.progress import Progress
 from optkit.training.student import Student
 
 FOUR_BITS = "bitsandbytes"
-REMEDY = "Quantize with nf4, rtn, gptq or awq, or train before the stage that quantizes"
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class _Dequantized:
         raise StageError(
             f"there are no gradients through its weights ({sentence.partition(':')[0]})",
             where=f"{self.where}: {self.layer.name}",
-            why="They are no codes of a few bits, or its inputs are rounded too",
-            remedy=REMEDY,
+            why=FEW_BITS,
+            remedy=LEARNABLE,
         )
 
 
@@ -94,5 +94,5 @@ def _layers(checkpoint: Checkpoint) -> list[QuantizedLayer | FourBitLayer]:
     found += four_bit_layers(checkpoint) if method == FOUR_BITS else (quantized_layers(checkpoint) or {}).values()
     if not found:
         what = "8-bit weights of bitsandbytes" if method == FOUR_BITS else f"a form of {method} that optkit does not open itself"
-        raise StageError(f"there are no gradients through {what}", where=str(checkpoint.directory), remedy=REMEDY)
+        raise StageError(f"there are no gradients through {what}", where=str(checkpoint.directory), remedy=LEARNABLE)
     return found
