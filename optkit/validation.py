@@ -34,10 +34,18 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model | list[Fault]
         return model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         grouped: dict[tuple[tuple[str | int, ...], bool], list[ErrorDetails]] = {}
-        for detail in error.errors(include_url=False):
+        details = error.errors(include_url=False)
+        for detail in details:
+            if detail["type"] == "too_short" and any(_lies_in(other, detail) for other in details):
+                continue  # only because what is wrong in it is left out
             steps = _steps(detail, data)
             grouped.setdefault((steps, detail["type"] in _ABOUT_KEYS), []).append(detail)
         return [Fault(steps, _sentence(model, steps, details), of_key) for (steps, of_key), details in grouped.items()]
+
+
+def _lies_in(other: ErrorDetails, detail: ErrorDetails) -> bool:
+    depth = len(detail["loc"])
+    return len(other["loc"]) > depth and other["loc"][:depth] == detail["loc"]
 
 
 def shown(value: Any) -> str:

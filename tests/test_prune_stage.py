@@ -125,7 +125,7 @@ def test_zeros_outlive_quantizers_but_where_gptq_is_told_to_fill_them(
         zeros = sum(int((weight == 0).sum()) for weight in quantized.values()) / sum(weight.numel() for weight in quantized.values())
         assert report.details["zeros"] == {"layers": 21, "before": 0.5, "after": pytest.approx(zeros)}
         said = "which GPTQ fills: keep_zeros: true would keep them" if filled else "and stay so"
-        assert report.notes[-1] == f"gptq: 50.0% of the weights of 21 pruned layers were 0, {said}; {zeros:.1%} are now"
+        assert report.notes[-1] == f"50.0% of the weights of 21 pruned layers were 0, {said}; {zeros:.1%} are now"
 
 
 def test_gptq_takes_few_zeros_for_chance(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
@@ -293,10 +293,10 @@ def test_notes_say_who_profits(tiny_model: TinyModel, tmp_path: Path) -> None:
         pattern: prune(tiny_model("llama"), tmp_path / pattern.replace(":", "of"), method="magnitude", pattern=pattern).notes[0]
         for pattern in ("unstructured", "2:4", "4:8")
     }
-    assert notes["unstructured"].startswith("prune: 50.0% of the weights of 21 layers are 0, in no pattern: no engine that optkit measures")
-    assert notes["2:4"].startswith("prune: 21 layers are 2:4 sparse, which no engine that optkit exports to uses by itself")
+    assert notes["unstructured"].startswith("50.0% of the weights of 21 layers are 0, in no pattern: no engine that optkit measures")
+    assert notes["2:4"].startswith("21 layers are 2:4 sparse, which no engine that optkit exports to uses by itself")
     assert "torch.sparse.to_sparse_semi_structured" in notes["2:4"]
-    assert notes["4:8"].startswith("prune: 21 layers are 4:8 sparse, and no engine that optkit measures has a kernel for it")
+    assert notes["4:8"].startswith("21 layers are 4:8 sparse, and no engine that optkit measures has a kernel for it")
 
 
 def test_bfloat16_keeps_its_dtype_and_every_zero(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

@@ -133,3 +133,9 @@ def test_all_faults_are_told_with_the_way_to_them() -> None:
 )
 def test_values_are_shown_short(value: Any, text: str) -> None:
     assert shown(value) == text
+
+
+def test_a_list_of_nothing_right_is_not_told_to_be_too_short() -> None:
+    found = validate(Outer, {"several": ["one"]})
+    assert isinstance(found, list)
+    assert [fault.steps for fault in found] == [("several", 0)]

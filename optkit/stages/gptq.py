@@ -165,7 +165,7 @@ class Gptq(Backed, WeightQuantizer):
             job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
             became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
             job.notes.append(
-                f"gptq: {before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now"
+                f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now"
             )
 
     def _rounded(

@@ -48,16 +48,16 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
     """Return what the zeros of so many layers are worth when the model runs."""
     if pattern is None:
         return (
-            f"prune: {sparsity:.1%} of the weights of {layers:,} layers are 0, in no pattern: no engine that optkit measures (torch,"
+            f"{sparsity:.1%} of the weights of {layers:,} layers are 0, in no pattern: no engine that optkit measures (torch,"
             " transformers, vLLM, ONNX Runtime) reads or computes less for it; the model is as large and as slow as before"
         )
     if (pattern.zeros, pattern.of) != (2, 4):
         return (
-            f"prune: {layers:,} layers are {pattern} sparse, and no engine that optkit measures has a kernel for it (GPUs know 2:4); the"
+            f"{layers:,} layers are {pattern} sparse, and no engine that optkit measures has a kernel for it (GPUs know 2:4); the"
             " model is as large and as slow as before"
         )
     return (
-        f"prune: {layers:,} layers are 2:4 sparse, which no engine that optkit exports to uses by itself: vLLM removed its 2:4 kernels and"
+        f"{layers:,} layers are 2:4 sparse, which no engine that optkit exports to uses by itself: vLLM removed its 2:4 kernels and"
         " compressed-tensors its 2:4 formats in 2026. On NVIDIA GPUs since Ampere torch.sparse.to_sparse_semi_structured does for bfloat16"
         " and float16 linear layers (tests/benchmarks/sparse24_gpu.py measures them); CPUs gain nothing"
     )
