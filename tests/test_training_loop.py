@@ -127,6 +127,16 @@ class TestResume:
         _, found = run(tiny_model("llama"), place=tmp_path)
         assert found.course.resumed == [6]
 
+    def test_each_process_goes_on_with_random_numbers_of_its_own_device(self, monkeypatch):
+        set_to = {}
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([7, device.index]))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: set_to.update({device.index: state.tolist()}))
+        saved = checkpoints.random_state(torch.device("cuda", 0))
+        for index in range(2):
+            checkpoints.set_random_state(saved, torch.device("cuda", index))
+        checkpoints.set_random_state(saved, torch.device("cpu"))
+        assert set_to == {0: [7, 0], 1: [7, 0]}
+
     def test_a_full_disk_leaves_the_checkpoint_before(self, tiny_model, tmp_path, monkeypatch):
         written = checkpoints.save_file
 

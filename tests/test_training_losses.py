@@ -74,6 +74,16 @@ def test_the_last_of_all_tokens_is_the_rest():
     assert float(found) == pytest.approx(float(plain_divergence(student, teacher, 1.0)), rel=1e-4)
 
 
+def test_a_very_sure_teacher_is_kept_in_16_bits():
+    """Logarithms of its other tokens' probabilities are larger than 16 bits hold."""
+    teacher, ours = 5 * drawn(1, 6, 64), drawn(2, 6, 64).requires_grad_()
+    top, indices = losses.top_of(teacher, 8, temperature=1e-4)
+    found = losses.top_divergence(ours, top.half(), indices, temperature=1e-4)
+    found.backward()
+    assert 0 <= found.item() < 0.01
+    assert bool(ours.grad.isfinite().all())
+
+
 def test_hidden_and_attention():
     ours, theirs = drawn(1, 2, 3, 8), drawn(2, 2, 3, 8)
     expected = sum(float((a - b) ** 2) for a, b in zip(ours.flatten(), theirs.flatten(), strict=True)) / float(theirs.square().sum())

@@ -87,18 +87,16 @@ def load(place: Path, digest: str) -> Saved | None:
     return None
 
 
-def random_state() -> dict[str, Tensor]:
-    """Return the states of torch's random number generators."""
-    cuda = dict(enumerate(torch.cuda.get_rng_state_all())) if torch.cuda.is_available() else {}
-    return {"cpu": torch.get_rng_state(), **{f"cuda{index}": state for index, state in cuda.items()}}
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random number generators, that of the CPU and that of the device."""
+    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def set_random_state(states: Mapping[str, Tensor]) -> None:
-    """Put torch's random number generators back to a state; those of devices that are not there are left out."""
+def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put torch's random number generators back to a state; of several processes each its own device's to that of the first."""
     torch.set_rng_state(states["cpu"])
-    for name, state in states.items():
-        if name.startswith("cuda") and torch.cuda.is_available() and int(name[4:]) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, int(name[4:]))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _found(place: Path) -> list[Path]:

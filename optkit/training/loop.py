@@ -189,14 +189,14 @@ class Loop:
 
     def _compile(self) -> None:
         """Make a pass of each kind, as it comes in the training, and leave everything as it was."""
-        started, random = time.perf_counter(), checkpoints.random_state()
+        started, random = time.perf_counter(), checkpoints.random_state(self.device)
         rows = self.ranks.share(self.data.rows(0, self.options.batch_size))
         with torch.no_grad():
             self._losses(rows)
         self.ranks.forget_gathered(self.module)
         self._losses(rows).total.backward()
         self.optimizer.zero_grad(set_to_none=True)
-        checkpoints.set_random_state(random)
+        checkpoints.set_random_state(random, self.device)
         self.course.compile_seconds += time.perf_counter() - started
 
     def _step(self, task: Task) -> None:
@@ -292,7 +292,7 @@ class Loop:
         weights = self.trainable if self.ranks.count == 1 else copied(self.trainable, self.ranks)
         state = optimizer_state(self.optimizer, self.ranks)
         if self.ranks.first:
-            saved = checkpoints.Saved(asdict(self.course), weights, best, state, checkpoints.random_state())
+            saved = checkpoints.Saved(asdict(self.course), weights, best, state, checkpoints.random_state(self.device))
             checkpoints.save(self.place, self.course.step, self.digest, saved)
         self._saved_at = time.perf_counter()
 
@@ -307,7 +307,7 @@ class Loop:
             parameter.copy_(self.ranks.part_of(parameter, saved.weights[name]))
         self.best = dict(saved.best or {name: tensor.clone() for name, tensor in saved.weights.items()}) if self.ranks.first else {}
         set_optimizer_state_(self.optimizer, saved.optimizer, self.ranks)
-        checkpoints.set_random_state(saved.random)
+        checkpoints.set_random_state(saved.random, self.device)
         self.progress.say(f"{self.where}: goes on after step {self.course.step:,}, from the checkpoint in {self.place}")
 
     @torch.no_grad()

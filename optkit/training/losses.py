@@ -77,7 +77,7 @@ def top_of(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor
     """Return the log-probabilities, float32 [n, count], and the tokens, int64 [n, count], of the likeliest tokens of float [n, v]."""
     scaled = logits.float() / temperature
     top, indices = scaled.topk(count, dim=-1)
-    return top - scaled.logsumexp(-1, keepdim=True), indices
+    return (top - scaled.logsumexp(-1, keepdim=True)).clamp_(min=LEAST), indices
 
 
 def _rest(known: Tensor) -> Tensor:
