@@ -104,7 +104,8 @@ def step_flops(
     """Return what training on one sequence of `length` tokens costs.
 
     `recomputed`: gradient checkpointing. `frozen`: the model's own weights get no gradients, the `adapter_elements` weights of matrices
-    that stand beside its layers do. `frozen_head`: lm_head alone gets none. `teacher`: a model that computes in the same step; one whose logits are kept costs nothing here.
+    that stand beside its layers do. `frozen_head`: lm_head alone gets none. `teacher`: a model that computes in the same step; one whose
+    logits are kept costs nothing here.
     Raises what `forward_flops` raises.
     """
     own = forward_flops(shape, length)
