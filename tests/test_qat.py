@@ -75,6 +75,11 @@ def fields(text: str) -> dict[str, Any]:
     return {"bits": 3, "group_size": 32, "calibration": {"dataset": text, "samples": 16, "sequence_length": LENGTH}, "training": training}
 
 
+def beginning(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields without a calibration text where the codes to begin with read none."""
+    return {name: value for name, value in fields.items() if name != "calibration" or fields.get("start") != "rtn"}
+
+
 def run(stage: Any, source: Path, target: Path) -> Report:
     target.mkdir()
     return stage.run(source, target, Context(origin=source))
@@ -126,7 +131,7 @@ def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
 
     monkeypatch.setattr(CodesTraining, "_write", remember)
     training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
-    stage = Qat(**{**fields, "training": training, **changes})
+    stage = Qat(**beginning({**fields, "training": training, **changes}))
     report = run(stage, tiny_model(kind), tmp_path / "done")
     found = stored(tmp_path / "done", stage.bits)
     assert found.keys() == last.keys()
@@ -153,7 +158,7 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
 
     monkeypatch.setattr(CodesTraining, "_write", remember)
     training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
-    source, stage = tiny_model(kind), Qat(**{**fields, **W8A8, "training": training, "start": "rtn"})
+    source, stage = tiny_model(kind), Qat(**beginning({**fields, **W8A8, "training": training, "start": "rtn"}))
     shape = Checkpoint(source).shape
     report = run(stage, source, tmp_path / "done")
     done = Checkpoint(tmp_path / "done")
@@ -192,7 +197,7 @@ def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_processes_end_in_the_codes_of_one(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], parallel: str) -> None:
     training = {**fields["training"], "tokens": 6 * 8 * LENGTH, "learning_rate": 1e-3, "parallel": parallel}
-    shared = {**fields, "start": "rtn"}
+    shared = beginning({**fields, "start": "rtn"})
     one = run(Qat(**{**shared, "training": training}), tiny_model("llama"), tmp_path / "one")
     two = run(Qat(**{**shared, "training": {**training, "devices": 2}}), tiny_model("llama"), tmp_path / "two")
     assert dict(two.details["curve"]) == pytest.approx(dict(one.details["curve"]), rel=1e-4)
@@ -251,7 +256,10 @@ def test_codes_that_another_stage_left_are_not_begun_with(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor are its checkpoints gone on with; where the workspace lies decides nothing."""
-    source, shared = tiny_model("llama"), {**fields, "start": "rtn", "training": {**fields["training"], "tokens": 4 * 8 * LENGTH}}
+    source, shared = (
+        tiny_model("llama"),
+        beginning({**fields, "start": "rtn", "training": {**fields["training"], "tokens": 4 * 8 * LENGTH}}),
+    )
     monkeypatch.setattr(Loop, "_checkpoint_due", lambda loop: loop.place is not None and loop.course.step == 2)
     for name, work, bits in (("one", "here", 2), ("two", "here", 4), ("three", "there", 4)):
         if work == "there":
@@ -345,6 +353,8 @@ def test_the_plan_counts_the_training(tiny_model: TinyModel, fields: dict[str, A
         ({"lm_head": True}, "qat trains the layers of the decoder blocks. Leave lm_head out."),
         ({"activations": "dynamic"}, "set bits: 8, group_size: null, symmetric: true and format: compressed-tensors"),
         ({"activations": "dynamic", "bits": 8, "group_size": None, "overrides": {"*": {"bits": 4}}}, "without other bits or groups"),
+        ({"start": "rtn", "calibration": {"dataset": "c4"}}, "calibration would not be read: take it out, or set start: gptq"),
+        ({"start": "rtn", "refinements": 0}, "refinements would not be read"),
         ({"backend": "gptqmodel"}, "Input should be 'optkit'"),
     ],
 )

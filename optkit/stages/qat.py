@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from optkit.frozen import digest
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
+from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq
 from optkit.stages.layer_quantizer import Job, outside_of
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 COPIES = 3
 """Float32 copies of a layer's weight, beside what any training has, that lie between its forward and its backward pass."""
+OF_GPTQ = ("calibration", "damping", "true_sequential", "scale_search", "refinements", "equal_tokens", "batch_size")
+"""Fields that decide the codes to begin with, where they are those of gptq."""
 BEGIN, END = "begin.safetensors", "end.safetensors"
 """Codes in front of the training, and after it."""
 
@@ -119,6 +122,8 @@ class Qat(Gptq):
     reads_origin: ClassVar[bool] = True
     version: ClassVar[int] = 2
 
+    calibration: Calibration | None = None  # type: ignore[assignment]
+    """The text whose hidden states decide which errors of the codes to begin with matter: C4. `start: rtn` reads none."""
     training: CodeTraining = CodeTraining()
     """Texts, tokens, losses and the rest of the training."""
     start: Literal["gptq", "rtn"] = "gptq"
@@ -135,6 +140,16 @@ class Qat(Gptq):
     def _trains_blocks(self) -> Self:
         if self.lm_head:
             raise ValueError("qat trains the layers of the decoder blocks. Leave lm_head out.")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_what_is_given(self) -> Self:
+        fields = type(self).model_fields
+        unread = [name for name in OF_GPTQ if getattr(self, name) != fields[name].default]
+        if self.start == "rtn" and unread:
+            raise ValueError(f"{unread[0]} would not be read: take it out, or set start: gptq")
+        if self.start == "gptq" and self.calibration is None:
+            self.__dict__["calibration"] = Calibration(dataset="c4")
         return self
 
     @model_validator(mode="after")
@@ -202,8 +217,11 @@ class Qat(Gptq):
         """Yield the codes to begin with, block by block."""
         if self.start == "gptq":
             return super()._quantized(job)
-        shared = {name: getattr(self, name) for name in WeightQuantizer.model_fields}
-        return Rtn(**shared, scale_search="mse")._quantized(job)
+        return self._rtn._quantized(job)
+
+    @property
+    def _rtn(self) -> Rtn:
+        return Rtn(**{name: getattr(self, name) for name in WeightQuantizer.model_fields}, scale_search="mse")
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return what `predict_beside` does where the recipe starts from the model that is quantized."""
@@ -223,6 +241,9 @@ class Qat(Gptq):
             "gpu_bytes": max(cost.gpu_bytes, kinds.total) if on_gpu else 0,
         }
         return cost.model_copy(update=needed), left
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        return super()._memory(shape, layers, device) if self.start == "gptq" else self._rtn._memory(shape, layers, device)
 
 
 @contextmanager
