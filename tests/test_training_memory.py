@@ -178,6 +178,15 @@ def test_the_plan_says_what_a_training_takes(model: Callable[[str], Path]) -> No
     assert on_cpu.gpu_bytes == 0
 
 
+def test_main_memory_beside_a_gpu_has_the_best_weights_and_what_a_checkpoint_copies(
+    model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.stages.trained.visible_gpus", lambda: 2)
+    shape = Checkpoint(model("qwen2")).shape
+    for fields, each in (({}, 4 + 8), ({"optimizer": "adamw_8bit"}, 4 + 4), ({"devices": 2}, 4 + 4 + 8)):
+        assert Distill(**fields).predict(shape, "cuda")[0].ram_bytes == each * shape.elements
+
+
 @pytest.mark.parametrize("kind", ["distill", "lora_recover"])
 def test_the_teacher_of_a_pruned_student_is_the_whole_model(model: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     source = model("wide_llama")

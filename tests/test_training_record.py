@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit import pipeline
+from optkit.devices.datasheets import Device
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.recipe import load_recipe
 from optkit.scorecard import Scorecard, StepLine, Training, loss_curves, to_markdown, training_line, trainings
@@ -104,6 +106,19 @@ def test_energy_is_not_known_where_several_runs_made_the_steps() -> None:
     for resumed, energy in (([], 5.0), ([1], None)):
         made = account(TrainingResult(replace(course, resumed=resumed), 1024), trainee, Spent("cpu", 1, 5.0), Ranks(), "ddp", None)
         assert made.energy_j == energy
+
+
+def test_several_processes_on_a_cpu_are_no_share_of_its_rate(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = Device("a CPU", 1e12, {"fp32": 1e12}, 1e9, "measured")
+    monkeypatch.setattr("optkit.training.account.peak_of", lambda device: peak)
+    trainee = Trainee(Checkpoint(tiny_model("llama")).shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None)
+    course = Course(step=1, seconds=1.0, step_seconds=1.0, curve=[3.0], rates=[1e-4], held_out=[{"step": 0, "total": 3.0}])
+    for count in (1, 2):
+        ranks = Ranks()
+        ranks.count = count
+        made = account(TrainingResult(course, 512), trainee, Spent("cpu"), ranks, "ddp", None)
+        assert made.speed is not None
+        assert (made.speed.mfu is None) == (count == 2)
 
 
 def test_what_is_not_known_is_not_said() -> None:

@@ -232,7 +232,8 @@ class Trained(Taught):
         disk = shape.size_bytes + CHECKPOINTS * (2 * weights + state)
         if device == "cpu":
             return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
-        return Cost(disk_bytes=disk, ram_bytes=2 * weights, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
+        copied = max(weights, state) if self.devices == 1 else weights + state  # for a checkpoint, beside the best weights
+        return Cost(disk_bytes=disk, ram_bytes=weights + copied, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
 
     def _memory(self, shape: ModelShape, device: str, trained: int | None = None, origin: ModelShape | None = None) -> MemoryKinds:
         """Return the peak memory of each device by kind; `trained` numbers beside frozen weights, all of them where None.

@@ -104,5 +104,6 @@ def _speed(result: TrainingResult, trainee: Trainee, device: str, devices: int) 
         )
     except SourceError:
         return None
-    speed = Speed(result.tokens, result.course.step_seconds, flops, trainee.length, devices, peak_of(device), trainee.arithmetic)
+    peak = None if device == "cpu" and devices > 1 else peak_of(device)  # processes on a CPU share its rate
+    speed = Speed(result.tokens, result.course.step_seconds, flops, trainee.length, devices, peak, trainee.arithmetic)
     return SpeedRecord.model_validate(speed.details())
