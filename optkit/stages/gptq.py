@@ -164,9 +164,7 @@ class Gptq(Backed, WeightQuantizer):
             before, after = (counts[when] / counts["weights"] for when in ("before", "after"))
             job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
             became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
-            job.notes.append(
-                f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now"
-            )
+            job.notes.append(f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now")
 
     def _rounded(
         self, job: Job, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
