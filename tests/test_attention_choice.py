@@ -24,6 +24,7 @@ from optkit.session.static_caches import static_cache
 from optkit.stage import Context
 from optkit.stages.attention import Attention
 from optkit.stages.kv_cache import KvCache
+from optkit.stages.prune import Prune
 from optkit.stages.rtn import Rtn
 from optkit.stages.speculative import Speculative
 from optkit.store import Store
@@ -73,6 +74,16 @@ def test_a_quantized_model_keeps_its_cap(tiny_model: TinyModel, target: Path) ->
     expected = eager_logits(tiny_model("gemma2"))
     assert (session.logits(TOKENS) - expected).norm() / expected.norm() < 0.03
     assert session.model.config._attn_implementation == "eager"
+
+
+def test_an_artifact_keeps_its_cap_in_plain_transformers(tiny_model: TinyModel, target: Path) -> None:
+    Prune(method="magnitude", sparsity=0.1).run(tiny_model("gemma2"), target, Context())
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, eager_logits(target))
+    asked = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="sdpa")
+    assert asked.config._attn_implementation == "sdpa"
 
 
 def test_what_decodes_keeps_the_cap(tiny_model: TinyModel) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from optkit.errors import ResourceError, StageError
+from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
 from optkit.model.weight_files import holds_weights
 
@@ -137,8 +138,11 @@ def link_or_copy(file: Path, copy: Path) -> None:
 
 
 def write_config(target: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json, whole or not at all; raises ResourceError when the disk is full."""
-    _write_json(Path(target) / "config.json", config)
+    """Write config.json, whole or not at all; raises ResourceError when the disk is full.
+
+    Where transformers' own choice of attention leaves out what the model asks for, it names the one that does not, for who opens the model.
+    """
+    _write_json(Path(target) / "config.json", attention_options(config, config))
 
 
 @contextmanager
