@@ -241,6 +241,17 @@ def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, 
     assert weight_bytes(model, 1) == read + sum(buffer.nbytes for buffer in model.buffers())
 
 
+def test_scales_that_a_kernel_for_cpus_has_undone_are_counted_as_they_are(sources: TinyModel, tmp_path: Path) -> None:
+    quantize(Nf4(double_quantization=True), sources("llama"), tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    before, layer = weight_bytes(model, 1), model.model.layers[0].mlp.up_proj
+    state = layer.weight.quant_state
+    undone = state.absmax.nbytes + state.state2.absmax.nbytes
+    state.absmax, state.nested = torch.zeros(len(state.absmax), dtype=torch.bfloat16), False
+    del state.state2  # as `bitsandbytes.functional._convert_weight_packed_for_cpu` leaves it
+    assert weight_bytes(model, 1) == before - undone + state.absmax.nbytes
+
+
 def test_bitsandbytes_warns_of_nothing(sources: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     quantize(Int8(), sources("llama"), tmp_path / "packed")
     open_session(tmp_path / "packed").logits(TOKENS)

@@ -71,7 +71,7 @@ def _held(module: nn.Module) -> Iterator[Tensor]:
             scales = getattr(tensor, "quant_state", None)
             while scales is not None:
                 yield scales.absmax
-                scales = scales.state2
+                scales = getattr(scales, "state2", None)  # gone where bitsandbytes has laid the weight out anew for a CPU
 
 
 def cache_bytes(cache: Any, batch: int, context: int) -> int:
