@@ -92,6 +92,19 @@ def test_transformers_opens_a_model_with_a_soft_cap_as_optkit_does(
     )
 
 
+def test_transformers_opens_what_config_names_by_itself(
+    tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [{"prune": {"method": "magnitude", "sparsity": 0.1}}]
+    recipe = {"name": "capped", "model": str(tiny_model("gemma2")), "stages": stages, "evals": ["footprint"]}
+    (tmp_path / "capped.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    pipeline.run(tmp_path / "capped.yaml", out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    spoken(capsys, "verify", str(tmp_path / "out"), "--engine", "transformers", "--tokens", "40", "--device", "cpu")
+    (kept,) = read_loading(read_artifact(tmp_path / "out"))
+    assert (kept.verdict, kept.same_tokens) == ("agrees", 16)
+    assert kept.compared.endswith("(float32 and float32)")
+
+
 def test_transformers_agrees_and_the_artifact_remembers(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("compressed_tensors")
     out, err = spoken(capsys, "verify", "out", "--engine", "transformers", "--tokens", "40", "--device", "cpu")

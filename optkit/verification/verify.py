@@ -14,7 +14,7 @@ from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.frozen import Frozen
 from optkit.model.adapter import ADAPTER, Adapter, read_adapter
-from optkit.model.attention_choice import attention_options, needs_eager
+from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import rounds_activations
 from optkit.model.task import PHRASES, Task, task_of
@@ -166,7 +166,7 @@ def _request(
         "device": reference.device,
         "quantized": bool(weights.method),
         "trust_remote_code": trusted,
-        "options": attention_options(weights.config, {}) if engine is TRANSFORMERS else {},
+        "options": _options(engine, weights.config),
         "adapter": str((directory / ADAPTER).resolve()) if weights.adapter else "",
         "adapter_rank": weights.adapter.ranks[-1] if weights.adapter else 0,
         "dequantize": weights.adapter is not None and weights.method == "compressed-tensors",
@@ -210,6 +210,11 @@ def _judge(
         reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
         return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
     why = because((reference.dtype, said["dtype"]), rounded)
-    opened = f"; {OPENED_EAGER}" if engine is TRANSFORMERS and needs_eager(weights.config) else ""
+    opened = f"; {OPENED_EAGER}" if _options(engine, weights.config) else ""
     facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({why}){opened}"
     return Loading.model_validate({**facts, **verdict_of(near, limit)})
+
+
+def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an engine is told beside config.json: how to attend, where its own choice would leave something out unsaid."""
+    return attention_options(config, {}) if engine is TRANSFORMERS and "attn_implementation" not in config else {}
