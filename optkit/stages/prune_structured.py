@@ -1,4 +1,4 @@
-"""Stage `prune_structured`: a smaller model of the same architecture, which any engine opens."""
+"""Stage `prune_structured`: a smaller model of the same architecture, for the engines of the larger one (but see `notes_on_heads`)."""
 
 from __future__ import annotations
 
