@@ -1,12 +1,16 @@
 """GPTQ against ten lines written from the paper, and each refinement against what it promises."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optkit.algorithms import refinement
 from optkit.algorithms.gptq import GptqOptions, gptq, relative_error
 from optkit.algorithms.grid import Grid, minmax_scales
 from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.importance import compensated
 from optkit.algorithms.refinement import descend_codes_, refit_scales
 from optkit.algorithms.rounding import round_to_nearest
 
@@ -95,6 +99,81 @@ def test_refitted_scales_solve_the_normal_equations(equations: int, monkeypatch:
         columns[:16, 0], columns[16:, 1] = steps[row, :16].double(), steps[row, 16:].double()
         best = torch.linalg.lstsq(root @ columns, (root @ weight[row].double())[:, None]).solution[:, 0]
         assert torch.allclose(found[row].double(), best, rtol=2e-3)
+
+
+def grouped_layer(groups: int, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight [rows, in], the damped Hessian of correlated inputs, rounded steps [in, rows] and their scales [groups, rows]."""
+    generator = torch.Generator().manual_seed(groups)
+    inputs = groups * width
+    data = torch.randn(256, 32, generator=generator) @ torch.randn(32, inputs, generator=generator)
+    data = (data + torch.randn(256, inputs, generator=generator)) * torch.rand(inputs, generator=generator) ** 3
+    hessian = data.T @ data / 256
+    hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
+    weight, grid = torch.randn(rows, inputs, generator=generator) * 0.05, Grid(4, width, True)
+    rounded = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+    return weight, hessian, (rounded.codes.float() - 8).T.contiguous(), rounded.scales.T.contiguous()
+
+
+@pytest.mark.parametrize("groups", [48, 152, 448])
+def test_scales_of_real_widths_are_as_good_in_float32_as_in_float64(groups: int) -> None:
+    width, rows = 4, 3
+    weight, hessian, steps, scales = grouped_layer(groups, width, rows)
+    found = refit_scales(hessian @ weight.T, hessian, steps, scales).double()
+
+    def error(row: int, chosen: torch.Tensor) -> float:
+        difference = weight[row].double() - steps[:, row].double() * chosen.repeat_interleave(width)
+        return float(difference @ hessian.double() @ difference)
+
+    for row in range(rows):
+        spread = torch.zeros(groups * width, groups, dtype=torch.float64)
+        spread[torch.arange(groups * width), torch.arange(groups * width) // width] = steps[:, row].double()
+        normal = spread.T @ hessian.double() @ spread
+        ridge = refinement.RIDGE * normal.diagonal().mean()
+        wanted = spread.T @ (hessian.double() @ weight[row].double()) + ridge * scales[:, row].double()
+        best = torch.linalg.solve(normal + ridge * torch.eye(groups, dtype=torch.float64), wanted)
+        assert torch.linalg.norm(found[:, row] - best) < 1e-3 * torch.linalg.norm(best)
+        assert error(row, found[:, row]) < error(row, best) * (1 + 1e-5)
+        assert error(row, best) < 0.5 * error(row, scales[:, row].double())
+
+
+def test_a_row_whose_equations_are_not_positive_definite_keeps_its_scales() -> None:
+    weight, hessian, steps, scales = grouped_layer(4, 8, 2)
+    hessian[0, :], hessian[:, 0], hessian[0, 0] = 0, 0, -1e3
+    steps[0] = torch.tensor([0.0, 5.0])  # the first row does not meet the input that bends its equations
+    found = refit_scales(hessian @ weight.T, hessian, steps, scales)
+    assert torch.equal(found[:, 1], scales[:, 1])
+    assert not torch.isclose(found[:, 0], scales[:, 0]).any()
+
+
+def test_a_layer_of_4864_inputs_in_groups_of_32_is_quantized() -> None:
+    weight, hessian, _, _ = grouped_layer(152, 32, 4)
+    grid = Grid(4, 32, True)
+    ours = gptq(weight, hessian, grid, GptqOptions(refinements=1)).weight
+    rounded = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
+    assert ours.scales.shape == (4, 152)
+    assert relative_error(weight, ours.dequantize(), hessian) < 0.2 * relative_error(weight, rounded.dequantize(), hessian)
+
+
+class LapackCalls(TorchDispatchMode):
+    """Collects the names of torch's linear algebra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "linalg" in func.__name__ or "cholesky" in func.__name__ or "lu_" in func.__name__:
+            self.names.add(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_solved_by_lu() -> None:
+    # A batched LU runs inside torch's threads, where Intel's MKL never returns after torch.set_num_threads.
+    weight, hessian = layer()
+    with LapackCalls() as calls:
+        gptq(weight, hessian, Grid(4, 32, True), GptqOptions())
+        compensated(weight, hessian, torch.arange(100))
+    assert calls.names == {"linalg_cholesky_ex", "cholesky_inverse", "cholesky_solve", "_linalg_check_errors"}
 
 
 def test_descent_leaves_no_code_that_a_single_move_improves() -> None:

@@ -55,6 +55,6 @@ def compensated(weight: Tensor, matrix: Tensor, kept: Tensor, damping: float = 0
     gone = torch.ones(len(matrix), dtype=torch.bool, device=matrix.device).index_fill_(0, kept, False).nonzero().squeeze(1)
     inner = matrix[kept][:, kept].double()
     inner.diagonal().add_(damping * inner.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
-    told = torch.linalg.solve(inner, matrix[kept][:, gone].double())  # [kept, gone]
+    told = torch.cholesky_solve(matrix[kept][:, gone].double(), torch.linalg.cholesky(inner))  # [kept, gone]
     made: Tensor = weight[:, kept].double() + weight[:, gone].double() @ told.T
     return made.float()

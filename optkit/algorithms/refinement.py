@@ -25,7 +25,7 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     """Return the scales, float [groups, out], with the least output error for codes that stay as they are: one linear system per row.
 
     pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in, out]; scales: the present ones,
-    float [groups, out].
+    float [groups, out]. A row whose equations are not positive definite keeps its scales.
     """
     rows = max(1, EQUATIONS // len(scales) ** 2)
     parts = zip(pull.split(rows, 1), steps.split(rows, 1), scales.split(rows, 1), strict=True)
@@ -43,8 +43,9 @@ def _refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) 
     wanted = (pull * steps).view(groups, width, rows).sum(1).T  # [out, groups]
     ridge = RIDGE * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
     normal.diagonal(dim1=1, dim2=2).add_(ridge)
-    solved = torch.linalg.solve(normal, wanted + ridge * scales.T).T
-    usable = solved.isfinite() & (solved.abs() > 1e-3 * scales.abs())
+    lower, failed = torch.linalg.cholesky_ex(normal)
+    solved = torch.cholesky_solve((wanted + ridge * scales.T).unsqueeze(-1), lower).squeeze(-1).T
+    usable = (failed == 0) & solved.isfinite() & (solved.abs() > 1e-3 * scales.abs())
     return torch.where(usable, solved, scales)
 
 

@@ -69,6 +69,7 @@ class AutoBits(Transform):
     """
 
     produces: ClassVar[Format] = Format.QUANTIZED
+    version: ClassVar[int] = 2
 
     average_bits: float | None = Field(default=None, gt=0)
     """Most bits stored for each weight of the quantized layers, counted with scales and zero points. Give this or `size_bytes`."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -60,6 +60,8 @@ class PruneStructured(WidthFields, Transform):
     states. Nothing is retrained, so a stage that distills belongs behind this one. What was written is opened anew and compared, block by
     block, with the parts that it was made of.
     """
+
+    version: ClassVar[int] = 2
 
     remove_layers: float | int | tuple[int, ...] | None = None
     """Decoder blocks to remove: how many, a fraction of all below 1, or a list of their indices, which count from 0."""

@@ -120,7 +120,7 @@ class Qat(Gptq):
     """
 
     reads_origin: ClassVar[bool] = True
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     calibration: Calibration | None = None  # type: ignore[assignment]
     """The text whose hidden states decide which errors of the codes to begin with matter: C4. `start: rtn` reads none."""
