@@ -34,6 +34,7 @@ from optkit.registry import stage_class
 from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, loss_curves, read_json, to_json, to_markdown, trainings
 from optkit.stage import Context, Setting
 from optkit.store import Store, default_store
+from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def run(
         steps_between = [each for rung in between(todo) for each in rung.evals]
         held.enter_context(shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)]))
         standing(target, todo.artifact_key)
+        say_code(todo.recipe, progress)
         context = _context(todo, progress, data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
@@ -106,7 +108,7 @@ def run(
         scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added})
         _attach(artifact, scorecard)
         if verified:
-            _refuse_damaged(verify(target, device=chosen, progress=progress))
+            _refuse_damaged(verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress))
             return read_scorecard(target)
     return scorecard
 
@@ -119,14 +121,18 @@ def verify(
     device: str | None = None,
     tokens: int = 128,
     timeout_s: float = 1800,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
     """Check an artifact's files and what each engine makes of it beside optkit's own session; the result is kept in its scorecard.
 
     `pythons` says in which interpreter an engine is installed, where it is not our own. The logits after `tokens` tokens of a fixed text
-    are compared. Raises UsageError for an interpreter that is not there, ArtifactError where the directory is no artifact.
+    are compared. Raises UsageError for an interpreter that is not there, ArtifactError where the directory is no artifact, SourceError
+    where opening it would run code of others without `trust_remote_code`.
     """
+    progress = progress or SilentProgress()
     found = read_artifact(Path(artifact))
+    trusted = allow_code(found, (), trust_remote_code, progress)
     done = verify_artifact(
         found,
         engines=engines,
@@ -134,7 +140,8 @@ def verify(
         device=_usable(device),
         tokens=tokens,
         timeout_s=timeout_s,
-        progress=progress or SilentProgress(),
+        trust_remote_code=trusted,
+        progress=progress,
     )
     if done.loading:
         keep_loading(found, done.loading)
@@ -151,26 +158,30 @@ def evaluate(
     store: Path | None = None,
     data: Path | None = None,
     retime: bool = False,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing.
 
-    What the store holds is not measured again, but for timings where `retime` is true.
+    What the store holds is not measured again, but for timings where `retime` is true. Code that comes with the model is run only with
+    `trust_remote_code`, whatever an artifact says of itself; SourceError where it needs that.
     """
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
     chosen = _usable(device)
     if not is_artifact(Path(model)):
-        asked = load_recipe(evals, model=model)
+        asked = load_recipe(evals, model=model).trusting(trust_remote_code)
         todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
         if asked.stages:
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
+        say_code(todo.recipe, progress)
         context = _context(todo, progress, data)
         with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
             found = measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime)
         return _scorecard(todo, found, [])
     artifact = read_artifact(Path(model))
     artifact.check()
+    allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
     made = load_recipe(artifact.record.recipe)
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
     todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}), shelf, chosen)
@@ -203,21 +214,29 @@ def compare(artifacts: Sequence[Path]) -> Comparison:
 
 
 def open_artifact(
-    directory: Path | str, *, device: str | None = None, dtype: str | None = None, progress: Progress | None = None
+    directory: Path | str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
 ) -> AnySession:
     """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
 
-    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed.
+    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed,
+    SourceError where opening it would run code of others without `trust_remote_code`.
     """
     from optkit.session import open_session
 
     directory = Path(directory)
     if not is_artifact(directory):
-        return open_session(directory, (), device=_usable(device), dtype=dtype, progress=progress)
+        trusted = allow_directory(directory, trust_remote_code, progress or SilentProgress())
+        return open_session(directory, (), _usable(device), dtype, progress, trusted)
     artifact = read_artifact(directory)
     artifact.check()
-    trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
-    return open_session(directory, settings_of(artifact), device=_usable(device), dtype=dtype, progress=progress, trust_remote_code=trusted)
+    settings = settings_of(artifact)
+    trusted = allow_code(artifact, settings, trust_remote_code, progress or SilentProgress())
+    return open_session(directory, settings, _usable(device), dtype, progress, trusted)
 
 
 def settings_of(artifact: Artifact) -> list[Setting]:

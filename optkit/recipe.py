@@ -92,6 +92,10 @@ class Recipe(Heading):
         """The stages that are applied when the artifact is opened, in order."""
         return tuple(entry for entry in self.stages if isinstance(entry, SettingEntry))
 
+    def trusting(self, trusted: bool) -> Recipe:
+        """Return the recipe with the code of its model trusted, where the command line says so."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"trust_remote_code": True})}) if trusted else self
+
     def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
         """Return the recipe with every revision filled in; raises SourceError.
 

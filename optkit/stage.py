@@ -61,7 +61,7 @@ class Context:
     data: Path | None = None
     """Directory with local copies of data sets, if the user named one."""
     trust_remote_code: bool = False
-    """Whether the recipe allows the code that comes with its model; never part of a key."""
+    """Whether the recipe allows the code that comes with its model; part of the model's key."""
     origin: Path | None = None
     """Directory of the model that the recipe starts from, for stages with `reads_origin`; every step's key stands on its key."""
     workspace: Path | None = None
@@ -175,6 +175,10 @@ class Setting(Stage):
 
     def excludes(self, other: Setting, device: str) -> str:
         """Return why it cannot be honoured beside another setting, as a sentence without its full stop; empty where it can."""
+        return ""
+
+    def foreign_code(self) -> str:
+        """Return, in words, the code of others that it has loaded when a model is opened; empty where there is none."""
         return ""
 
     def opened_dtype(self) -> str | None:

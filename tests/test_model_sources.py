@@ -201,7 +201,8 @@ class TestConfig:
         assert str(caught.value) == (
             f"{model}: the model comes with code of its own (modeling_mystery.MysteryForCausalLM)."
             " transformers has no model type 'mystery', and code of others is not run unasked."
-            " Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`."
+            " Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`,"
+            " or give --trust-remote-code."
         )
         assert pin_model(ModelSource(name=str(model), trust_remote_code=True)).trust_remote_code
 

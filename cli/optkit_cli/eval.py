@@ -6,16 +6,34 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, retime_option, store_option
+from optkit_cli.options import (
+    Command,
+    all_of,
+    data_option,
+    device_option,
+    json_option,
+    quiet_option,
+    retime_option,
+    store_option,
+    trust_option,
+)
 
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
 @retime_option
-@all_of(device_option, data_option, store_option, json_option, quiet_option)
+@all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
-    model: str, evals: str, retime: bool, device: str | None, data: Path | None, store: Path | None, as_json: bool, quiet: bool
+    model: str,
+    evals: str,
+    retime: bool,
+    device: str | None,
+    data: Path | None,
+    store: Path | None,
+    as_json: bool,
+    quiet: bool,
+    trust_remote_code: bool,
 ) -> int:
     """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE.
 
@@ -27,7 +45,14 @@ def command(
 
     with only_the_result_on_stdout():
         scorecard = pipeline.evaluate(
-            model, evals, device=device, store=store, data=data, retime=retime, progress=open_progress(quiet=quiet)
+            model,
+            evals,
+            device=device,
+            store=store,
+            data=data,
+            retime=retime,
+            trust_remote_code=trust_remote_code,
+            progress=open_progress(quiet=quiet),
         )
     print_scorecard(scorecard, None, as_json=as_json)
     return scorecard.exit_status

@@ -123,6 +123,7 @@ store_option = click.option(
 )
 retime_option = click.option("--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr.")
+trust_option = click.option("--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
 
 

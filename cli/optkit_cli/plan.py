@@ -16,12 +16,13 @@ from optkit_cli.options import (
     recipe_argument,
     set_option,
     store_option,
+    trust_option,
 )
 
 
 @click.command(cls=Command, short_help="Say what a run would do and need.")
 @recipe_argument
-@all_of(model_option, set_option, device_option, data_option, store_option, json_option)
+@all_of(model_option, set_option, device_option, data_option, store_option, json_option, trust_option)
 def command(
     recipe: str,
     model: str | None,
@@ -30,6 +31,7 @@ def command(
     data: Path | None,
     store: Path | None,
     as_json: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Print the steps of RECIPE, hit or miss, with the disk and memory that they will need; computes nothing."""
     from optkit import pipeline
@@ -37,7 +39,7 @@ def command(
     from optkit_cli.output import print_json, show
     from optkit_cli.plan_view import plan_view
 
-    wanted = load_recipe(recipe, overrides=overrides, model=model)
+    wanted = load_recipe(recipe, overrides=overrides, model=model).trusting(trust_remote_code)
     plan = pipeline.plan(wanted, device=device, store=store, data=data)
     if as_json:
         print_json(plan.model_dump(mode="json"))

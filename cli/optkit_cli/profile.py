@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, store_option
+from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, store_option, trust_option
 
 QUIET_KINETO = "99"
 """Above all levels of the log of torch's profiler, which it writes for every trace."""
@@ -24,7 +24,7 @@ QUIET_KINETO = "99"
 @click.option(
     "--nvtx", is_flag=True, help="Trace nothing; mark ranges for Nsight: nsys profile -c cudaProfilerApi optkit profile MODEL --nvtx"
 )
-@all_of(device_option, store_option, json_option, quiet_option)
+@all_of(device_option, store_option, json_option, quiet_option, trust_option)
 def command(
     model: str,
     batch: int,
@@ -36,6 +36,7 @@ def command(
     store: Path | None,
     as_json: bool,
     quiet: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Trace one request to a model or an artifact, with the artifact's settings: prefill and decode apart.
 
@@ -58,6 +59,7 @@ def command(
             device=device,
             store=store,
             nvtx=nvtx,
+            trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
         )
     if as_json:

@@ -18,6 +18,7 @@ from optkit_cli.options import (
     retime_option,
     set_option,
     store_option,
+    trust_option,
 )
 
 
@@ -27,7 +28,7 @@ from optkit_cli.options import (
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Where the artifact goes [artifacts/RECIPE].")
 @retime_option
 @click.option("--verify", "verified", is_flag=True, help="Open the artifact in every installed engine at the end, as `optkit verify` does.")
-@all_of(device_option, data_option, store_option, json_option, quiet_option)
+@all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
     recipe: str,
     model: str | None,
@@ -40,6 +41,7 @@ def command(
     store: Path | None,
     as_json: bool,
     quiet: bool,
+    trust_remote_code: bool,
 ) -> int:
     """Run RECIPE (a file, or a name from `optkit list recipes`): make the artifact, measure it, print the scorecard.
 
@@ -53,7 +55,7 @@ def command(
 
     try:
         with only_the_result_on_stdout():
-            wanted = load_recipe(recipe, overrides=overrides, model=model)
+            wanted = load_recipe(recipe, overrides=overrides, model=model).trusting(trust_remote_code)
             target = out or Path("artifacts") / wanted.name
             scorecard = pipeline.run(
                 wanted,

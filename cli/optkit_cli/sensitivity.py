@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, store_option
+from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, store_option, trust_option
 
 
 @click.command(cls=Command, short_help="Say which layers suffer most from quantization.")
@@ -23,7 +23,7 @@ from optkit_cli.options import Command, all_of, data_option, device_option, json
 )
 @click.option("--rounding", type=click.Choice(["gptq", "rtn"]), default="gptq", show_default=True, help="How the weights would be rounded.")
 @click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Write sensitivity.json, .md and .svg there.")
-@all_of(device_option, data_option, store_option, json_option, quiet_option)
+@all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
     model: str,
     calibration: str,
@@ -37,6 +37,7 @@ def command(
     store: Path | None,
     as_json: bool,
     quiet: bool,
+    trust_remote_code: bool,
 ) -> None:
     """Predict how far quantizing each layer of MODEL alone moves its predictions, for several forms, in one pass over a text.
 
@@ -62,6 +63,7 @@ def command(
             device=device,
             store=store,
             data=data,
+            trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
         )
     if out is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option
+from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, trust_option
 
 ENGINE_NAMES = ("transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum")
 
@@ -46,7 +46,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
     default=1800,
     help="Seconds that one engine may take [1800].",
 )
-@all_of(device_option, json_option, quiet_option)
+@all_of(device_option, json_option, quiet_option, trust_option)
 def command(
     artifact: Path,
     engines: tuple[str, ...],
@@ -56,6 +56,7 @@ def command(
     device: str | None,
     as_json: bool,
     quiet: bool,
+    trust_remote_code: bool,
 ) -> int:
     """Check the files of ARTIFACT, open it in every engine that is installed, and compare logits with optkit's own.
 
@@ -77,6 +78,7 @@ def command(
             device=device,
             tokens=tokens,
             timeout_s=timeout_s,
+            trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
         )
     if as_json:

@@ -30,14 +30,14 @@ WARM_UP_RUNS = 2
 
 
 @contextmanager
-def located(model: str, device: str | None, store: Path | None, progress: Progress) -> Iterator[Path]:
+def located(model: str, device: str | None, store: Path | None, progress: Progress, trust_remote_code: bool = False) -> Iterator[Path]:
     """Lend the directory of a model: as it is, or of a built-in name, a .gguf file or a hub id that of the store, kept there meanwhile."""
     if Path(model).is_dir():
         yield Path(model)
         return
     shelf = Store(store or default_store())
-    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}), device=device, store=store)
-    context = Context(device=todo.device, progress=progress, trust_remote_code=todo.recipe.model.trust_remote_code)
+    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code), device=device, store=store)
+    context = Context(device=todo.device, progress=progress, trust_remote_code=trust_remote_code)
     with shelf.using([todo.steps[0].key]):
         yield materialize(todo, 0, shelf, context, set())
 
@@ -52,16 +52,17 @@ def profile_model(
     device: str | None = None,
     store: Path | None = None,
     nvtx: bool = False,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ProfileReport:
     """Trace one request and return where its time goes; traces, and on CUDA a memory snapshot, are written to `out`.
 
     With `nvtx` nothing is traced here: ranges are marked for Nsight Systems. Raises UsageError for `nvtx` without a GPU, EvalError for more
-    tokens than the model has positions.
+    tokens than the model has positions, SourceError where opening it would run code of others without `trust_remote_code`.
     """
     progress = progress or SilentProgress()
-    with located(str(model), device, store, progress) as directory:
-        session: Any = open_artifact(directory, device=device, progress=progress)
+    with located(str(model), device, store, progress, trust_remote_code) as directory:
+        session: Any = open_artifact(directory, device=device, trust_remote_code=trust_remote_code, progress=progress)
         with closing(session):
             _check(session, prompt, new_tokens, nvtx)
             return _profile(session, str(model), directory, out, _tokens(session, batch, prompt), new_tokens, nvtx, progress)

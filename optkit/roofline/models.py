@@ -8,7 +8,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import ENCODING, task_of
 from optkit.roofline.work import Work, work_of
 from optkit.source.hub import HubRepo
-from optkit.source.models import ModelSource, find_model, model_shape, pin_model
+from optkit.source.models import ModelSource, find_model, model_shape
 
 
 def work_of_model(name: str) -> Work:
@@ -27,7 +27,7 @@ def shape_of_model(name: str) -> ModelShape:
     source = ModelSource(name=name)
     place = find_model(source)
     if isinstance(place, HubRepo):
-        return model_shape(pin_model(source), None)
+        return model_shape(source.model_copy(update={"revision": place.commit()}), None)
     if place.is_dir() and is_onnx(place):
         raise SourceError(
             "the weights are in ONNX, whose work is not counted",

@@ -21,6 +21,7 @@ from optkit.stages.bit_budget import Choice
 from optkit.stages.layer_quantizer import outside_of
 from optkit.stages.selection import Layer, layers_of, select
 from optkit.store import Store, default_store
+from optkit.trust import say_code
 
 if TYPE_CHECKING:
     from optkit.stages.layer_sensitivity import Rounding
@@ -35,6 +36,7 @@ def measure_model(
     device: str | None = None,
     store: Path | None = None,
     data: Path | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> SensitivityReport:
     """Return what quantizing each layer of a model alone would do to its predictions on a text, for each choice.
@@ -42,9 +44,11 @@ def measure_model(
     Raises UsageError where a choice fits no layer, SourceError for a quantized model and where the text is too short.
     """
     shelf = Store(store or default_store())
-    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}), device=device, store=store, data=data)
-    trusted = todo.recipe.model.trust_remote_code
-    context = Context(device=todo.device, progress=progress or SilentProgress(), data=data, trust_remote_code=trusted)
+    progress = progress or SilentProgress()
+    wanted = load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code)
+    todo = plan(wanted, device=device, store=store, data=data)
+    say_code(todo.recipe, progress)
+    context = Context(device=todo.device, progress=progress, data=data, trust_remote_code=trust_remote_code)
     with shelf.using([todo.steps[0].key]):
         checkpoint = Checkpoint(materialize(todo, 0, shelf, context, set()))
         return _measure(model, checkpoint, calibration, choices, "rtn" if rounding == "rtn" else "gptq", context)

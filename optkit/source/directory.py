@@ -15,6 +15,7 @@ from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
 from optkit.source.digests import PREFIX, FileDigests
+from optkit.source.foreign_code import classes_in, kernels_in
 
 OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md", "loss_curve.svg"})
 """What optkit leaves beside the weights of an artifact; it says how they were made and is no part of the model."""
@@ -50,12 +51,22 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
                 where=where,
                 remedy="Take config.json from the model's source again",
             )
-    if "auto_map" in config and not trust_remote_code and not is_built_into_transformers(str(config.get("model_type", ""))):
+    if trust_remote_code:
+        return
+    remedy = "Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`, or give --trust-remote-code"
+    if kernels := kernels_in(config):
         raise SourceError(
-            f"the model comes with code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
+            f"its config.json has the kernel {kernels[0]} of the hub loaded for attention",
+            where=where,
+            why="A kernel is code, and code of others is not run unasked",
+            remedy=remedy,
+        )
+    if "auto_map" in config and not is_built_into_transformers(str(config.get("model_type", ""))):
+        raise SourceError(
+            f"the model comes with code of its own ({', '.join(classes_in(config))})",
             where=where,
             why="transformers has no model type '" + str(config.get("model_type", "")) + "', and code of others is not run unasked",
-            remedy="Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`",
+            remedy=remedy,
         )
 
 

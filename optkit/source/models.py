@@ -128,10 +128,15 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
 
 
 def model_key(pinned: ModelSource) -> str:
-    """Return the digest of what the model is: of its content alone for a directory or file, of repository and commit on the hub."""
+    """Return the digest of what the model is: of its content alone for a directory or file, of repository and commit on the hub.
+
+    A model whose own code runs is another model, even where transformers has a class for it too.
+    """
     if pinned.revision is None:
         raise ValueError(f"{pinned.name} is not pinned")
-    content = {"revision": pinned.revision, "import": IMPORT_VERSION}
+    content: dict[str, Any] = {"revision": pinned.revision, "import": IMPORT_VERSION}
+    if pinned.trust_remote_code:
+        content["trust_remote_code"] = True
     return digest(content if pinned.revision.startswith(PREFIX) else content | {"repository": pinned.name})
 
 
@@ -230,7 +235,7 @@ def _pin_hub(repo: HubRepo, source: ModelSource) -> str:
             "trust_remote_code needs a `revision` that is a commit",
             where=source.name,
             why=f"The code that you read must be the code that runs, and {source.revision or 'main'} can move",
-            remedy=f"It is now at this one: revision: {commit}",
+            remedy=f"It is now at this one: revision: {commit}. On the command line name a directory: hf download --revision {commit}",
         )
     check_config(read_config(repo.file("config.json", commit)), source.name, source.trust_remote_code)
     return commit

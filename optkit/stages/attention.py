@@ -46,6 +46,10 @@ class Attention(Setting):
     def _kernel(self) -> AttentionKernel | None:
         return AttentionKernel.parse(self.implementation) if "/" in self.implementation else None
 
+    def foreign_code(self) -> str:
+        """Return the kernel of the hub."""
+        return f"the kernel {self.implementation} of the hub" if self._kernel else ""
+
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError where the device has no such attention, the model asks for more than it computes, or a kernel is not to be had.
 

@@ -80,6 +80,7 @@ def verify_artifact(
     device: str,
     tokens: int,
     timeout_s: float,
+    trust_remote_code: bool = False,
     progress: Progress,
 ) -> Verified:
     """Check the files; where they are whole, open the artifact in each engine and compare.
@@ -93,12 +94,11 @@ def verify_artifact(
     found = Verified(artifact=artifact.directory, artifact_key=artifact.record.key, checks=checks)
     if not found.whole:
         return found
-    trusted = bool(artifact.record.recipe["model"].get("trust_remote_code"))
     weights = _weights_of(artifact)
     with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
         task.advance(0, note="optkit")
         try:
-            reference, tokenizer, notes = _reference(artifact, weights, device, tokens, trusted)
+            reference, tokenizer, notes = _reference(artifact, weights, device, tokens, trust_remote_code)
         except SourceError as error:
             return found.model_copy(update={"checks": (*checks, Check(name="opens", ok=False, detail=str(error)))})
         said = f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings"
@@ -110,7 +110,7 @@ def verify_artifact(
             if reason := _unasked(ENGINES[name], artifact, weights):
                 loading.append(Loading(engine=name, verdict="skipped", reason=reason))
             else:
-                request = _request(ENGINES[name], artifact.directory, reference, weights, trusted, Path(folder))
+                request = _request(ENGINES[name], artifact.directory, reference, weights, trust_remote_code, Path(folder))
                 answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
                 loading.append(_judge(ENGINES[name], weights, answer, reference, tokenizer, Path(request["logits"])))
             task.advance()

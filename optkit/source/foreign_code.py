@@ -1,0 +1,67 @@
+"""Code that files of a model name, and that opening it could therefore run: told by reading them, nothing is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+"""The files in which transformers looks for `auto_map`, the classes that come with a model."""
+GENAI_CONFIG = "genai_config.json"
+LIBRARY = "custom_ops_library"
+"""Key of genai_config.json by which ONNX Runtime GenAI loads a shared library."""
+ATTENTION = ("attn_implementation", "_attn_implementation")
+
+
+def classes_in(config: Mapping[str, Any]) -> list[str]:
+    """Return the classes that `auto_map` of a parsed config names, e.g. `modeling_mine.Mine`, sorted."""
+    named = config.get("auto_map")
+    values = named.values() if isinstance(named, Mapping) else [named]
+    return sorted({str(name) for value in values for name in (value if isinstance(value, list) else [value]) if name})
+
+
+def kernels_in(config: Any) -> list[str]:
+    """Return the kernels of the hub, `owner/repository`, that a parsed config.json asks for by its attention implementation."""
+    found = {name for key, value in _pairs(config) if key in ATTENTION for name in _texts(value) if "/" in name}
+    return sorted(found)
+
+
+def libraries_in(config: Any) -> list[str]:
+    """Return the shared libraries that a parsed genai_config.json would have loaded."""
+    return sorted({name for key, value in _pairs(config) if key == LIBRARY for name in _texts(value)})
+
+
+def classes_of(directory: Path) -> list[str]:
+    """Return the classes that any file of a model directory names as its own code."""
+    return sorted({name for file in CONFIGS for name in classes_in(_read(directory / file))})
+
+
+def loaded_unasked(directory: Path) -> list[str]:
+    """Return, in words, what a directory has loaded by those who open it even if they trust no code: kernels and shared libraries."""
+    kernels = [f"the kernel {name} of the hub" for name in kernels_in(_read(directory / "config.json"))]
+    return kernels + [f"the library {name}" for name in libraries_in(_read(directory / GENAI_CONFIG))]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one where there is none, for whoever needs the file says so."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of every mapping inside."""
+    for key, part in value.items() if isinstance(value, dict) else ((None, each) for each in value) if isinstance(value, list) else ():
+        if key is not None:
+            yield key, part
+        yield from _pairs(part)
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for part in value.values() for text in _texts(part)]
+    return [value] if isinstance(value, str) else []

@@ -1,0 +1,64 @@
+"""Whose code may run: what an artifact has of it, and that only whoever opens it can allow it, by the command line or a recipe.
+
+What an artifact's own optkit.json says of trust is never an answer; it is a reason to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from optkit.artifact import Artifact
+from optkit.errors import SourceError
+from optkit.progress import Progress
+from optkit.recipe import Recipe
+from optkit.source.foreign_code import classes_of, loaded_unasked
+from optkit.stage import Setting
+
+FLAG = "--trust-remote-code"
+WHY = "Code of others runs only if whoever opens it says so, and never because its own files do"
+
+
+def allow_code(artifact: Artifact, settings: Sequence[Setting], trusted: bool, progress: Progress) -> bool:
+    """Return whether the code that came with an artifact's model is to be run, which is then said.
+
+    `settings` are those that it is opened with. Raises SourceError where there is code that is not `trusted`.
+    """
+    own = bool(artifact.record.recipe["model"].get("trust_remote_code"))
+    code = [_model_code(artifact.directory)] if own else []
+    code += [setting.foreign_code() for setting in settings if setting.foreign_code()] + loaded_unasked(artifact.directory)
+    _ask(artifact.directory, code, trusted, progress)
+    return own and trusted
+
+
+def allow_directory(directory: Path, trusted: bool, progress: Progress) -> bool:
+    """Return `trusted` for a plain model directory, and say what code it allows; raises SourceError where there is more than that."""
+    own = [_model_code(directory)] if trusted and classes_of(directory) else []
+    _ask(directory, own + loaded_unasked(directory), trusted, progress)
+    return trusted
+
+
+def say_code(recipe: Recipe, progress: Progress) -> None:
+    """Say what code of others a recipe runs: that of its model where it trusts it, and what its settings load."""
+    if recipe.model.trust_remote_code:
+        progress.say(f"{recipe.model.name}: the code that comes with the model is run, as you said (trust_remote_code)")
+    for entry in recipe.settings:
+        if code := entry.value.foreign_code():
+            progress.say(f"{entry.kind}: runs code of others, as the recipe says: {code}")
+
+
+def _ask(directory: Path, code: Sequence[str], trusted: bool, progress: Progress) -> None:
+    if code and not trusted:
+        raise SourceError(
+            f"opening it runs code of others: {'; '.join(code)}",
+            where=str(directory),
+            why=WHY,
+            remedy=f"Read that code, then give {FLAG} (in Python: trust_remote_code=True)",
+        )
+    for each in code:
+        progress.say(f"{directory}: runs code of others, as you said: {each}")
+
+
+def _model_code(directory: Path) -> str:
+    files = sorted(path.name for path in directory.glob("*.py"))
+    return f"that of its model ({', '.join(classes_of(directory) or files) or 'none of it lies in the directory'})"
