@@ -163,6 +163,23 @@ def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, target: Path, k
     assert report.details["untied_lm_head_bytes"] == untied == (512 * 64 * 4 if kind in ("llama", "gemma") else 0)
 
 
+def test_a_tied_model_whose_file_holds_both_matrices_is_tied_no_longer(tiny_model: TinyModel, target: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert Checkpoint(source).config["tie_word_embeddings"]
+    rotate(source, target)
+    written = Checkpoint(target)
+    assert not torch.equal(written.read("lm_head.weight"), written.read("model.embed_tokens.weight"))
+    assert written.config["tie_word_embeddings"] is False  # an engine that ties would leave lm_head out
+    predicted(Rotate(), source, target)
+    assert_same_outputs(source, target)
+    (heads := tmp_path / "heads").mkdir()
+    rotate(source, heads, residual=False)
+    assert Checkpoint(heads).config == Checkpoint(source).config
+
+
 def test_other_seeds_give_other_weights_and_the_same_model(tiny_model: TinyModel, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / name).mkdir()

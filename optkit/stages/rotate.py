@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -50,6 +50,8 @@ class Rotate(Transform):
     (arXiv:2405.16406) that are called R1 and R2, without learning. The weights of the norms are folded into the layers that read them,
     which unties `lm_head` from the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
     """
+
+    version: ClassVar[int] = 2
 
     residual: bool = True
     """Rotate the residual stream (R1). It evens out the activations, for stages that quantize these too; for weights alone (GPTQ, 3 bits,
@@ -107,7 +109,7 @@ class Rotate(Transform):
             why = next(iter(job.unrotated_heads.values()))
             raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Take rotate out of the recipe")
         copy_companions(source, target)
-        write_config(target, with_own_head(checkpoint.config) if untied else checkpoint.config)
+        write_config(target, with_own_head(checkpoint.config) if self.residual else checkpoint.config)
         lm_head_bytes = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
         details: dict[str, Any] = {"largest_difference": job.difference, "seconds": round(time.monotonic() - started, 2)}
         if self.residual:
@@ -126,7 +128,7 @@ class Rotate(Transform):
                     "the model has neither lm_head nor an embedding that was found", where="rotate", remedy="Set residual: false"
                 )
             tensors[LM_HEAD] = tensors[embedding]
-            config = with_own_head(config)
+        config = with_own_head(config) if self.residual else config
         left = ModelShape(config=config, tensors=tensors)
         widest = max(32 // DTYPE_BITS[info.dtype] for info in tensors.values() if info.dtype in ("F32", "BF16", "F16"))
         work = 2 * widest * max(shape.block_bytes, shape.outside_bytes)
