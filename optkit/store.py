@@ -29,13 +29,16 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from optkit.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
 from optkit.frozen import digest
+from optkit.held_files import hold
 
 RECORD = "record.json"
+ALIVE = "alive"
+"""The file of a draft that its process holds."""
 
 
 def default_store() -> Path:
@@ -158,10 +161,9 @@ class Store:
         """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own, or copies."""
         with self._explaining("a draft"):
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
-            with (self._entry(key) / "alive").open("w") as alive:
-                fcntl.flock(alive, fcntl.LOCK_EX)
+            with hold(self._entry(key) / ALIVE):
                 self._entry(key).rename(home)
-                shutil.rmtree(home)
+                _clear(home)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Draft]:
@@ -171,34 +173,40 @@ class Store:
         """
         with self._explaining("a draft"):
             self.delete_abandoned_drafts()
-            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
-            (home / "model").mkdir(parents=True)
-            alive = (home / "alive").open("w")
-            fcntl.flock(alive, fcntl.LOCK_EX)
+            home, alive = self._new_draft(key)
         draft = Draft(home / "model")
-        try:
-            with self._explaining(f"the step {key[:12]}"):
-                yield draft
-                make_readable(draft.model)
-                draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
-                (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
-                alive.close()
-                (home / "alive").unlink()
-                entry = self._directory("steps") / key
-                if entry.exists():
-                    entry.rename(home.with_name(home.name + "-damaged"))
-                home.rename(entry)
-        finally:
-            alive.close()
-            shutil.rmtree(home, ignore_errors=True)
-            shutil.rmtree(home.with_name(home.name + "-damaged"), ignore_errors=True)
+        with alive:
+            try:
+                with self._explaining(f"the step {key[:12]}"):
+                    yield draft
+                    make_readable(draft.model)
+                    draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
+                    (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
+                    entry = self._directory("steps") / key
+                    if entry.exists():
+                        self.delete(key)
+                    # Still held: a draft that nobody holds may be deleted at any time, and this one is finished work.
+                    home.rename(entry)
+                    (entry / ALIVE).unlink()
+            finally:
+                _clear(home)
 
     def delete_abandoned_drafts(self) -> None:
         """Delete the drafts whose process is gone."""
         for home in self._directory("drafts").iterdir():
-            with contextlib.suppress(OSError), (home / "alive").open("r") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(home, ignore_errors=True)
+            with contextlib.suppress(OSError), hold(home / ALIVE):
+                _clear(home)
+
+    def _new_draft(self, key: str) -> tuple[Path, IO[str]]:
+        """Return a new draft and the file that is held while this process works on it."""
+        while True:
+            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
+            # Another process may take it for abandoned before it is held, and deletes it.
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                home.mkdir()
+                alive = hold(home / ALIVE)
+                (home / "model").mkdir()
+                return home, alive
 
     @contextlib.contextmanager
     def _alone(self, *names: str) -> Iterator[bool]:
@@ -255,6 +263,12 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
     return StoreError(
         f"cannot write {what}", where=str(place), why=f"{error.strerror or error}", remedy="Name another place with --store or --out"
     )
+
+
+def _clear(home: Path) -> None:
+    """Delete a held draft, last of all the file that it is held by: what a kill leaves of it is found again."""
+    shutil.rmtree(home / "model", ignore_errors=True)
+    shutil.rmtree(home, ignore_errors=True)
 
 
 def note_use(path: Path) -> None:

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -109,6 +110,73 @@ def test_kill_9_leaves_a_draft_that_the_next_run_deletes(store):
     process.stdout.close()
     assert store.get("k") is None
     fill(store, "third")
+    assert list((store.root / "drafts").iterdir()) == []
+
+
+def sweep_before(store, monkeypatch, owner, name, times=5):
+    """Let another process delete abandoned drafts right before the first calls of a function."""
+    plain = getattr(owner, name)
+    sweeps = iter(range(times))
+
+    def swept(*arguments, **options):
+        if next(sweeps, None) is not None:
+            with pytest.MonkeyPatch.context() as unpatched:
+                unpatched.setattr(owner, name, plain)
+                Store(store.root).delete_abandoned_drafts()
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, swept)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Path, "mkdir"), (Path, "open"), (fcntl, "flock"), (Path, "write_text"), (Path, "rename"), (Path, "unlink")]
+)
+def test_a_sweep_at_any_moment_leaves_the_draft_of_a_living_process(store, monkeypatch, owner, name):
+    fill(store)
+    (store.get("k") / "a.txt").write_text("damage!")
+    with monkeypatch.context() as patched:
+        sweep_before(store, patched, owner, name)
+        fill(store)
+    assert (store.get("k") / "a.txt").read_text() == "weights"
+    assert sorted(path.name for path in (store.root / "steps" / "k").iterdir()) == ["model", "record.json"]
+    assert list((store.root / "drafts").iterdir()) == []
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from optkit.store import Store
+store = Store(Path(sys.argv[1]))
+for index in range(400):
+    with store.write(str(index)) as draft:
+        (draft.model / "a.txt").write_text(str(index))
+"""
+SWEEPS = """
+import sys
+from pathlib import Path
+from optkit.store import Store
+store = Store(Path(sys.argv[1]))
+while not (store.root / "done").exists():
+    store.delete_abandoned_drafts()
+"""
+
+
+def test_one_process_writes_while_another_sweeps(store):
+    store.root.mkdir()
+    command = [sys.executable, "-c"]
+    sweeper = subprocess.Popen([*command, SWEEPS, str(store.root)], cwd=Path(__file__).parent.parent)
+    try:
+        subprocess.run([*command, WRITES, str(store.root)], cwd=Path(__file__).parent.parent, check=True)
+    finally:
+        (store.root / "done").touch()
+        assert sweeper.wait() == 0
+    assert [index for index in range(400) if store.get(str(index)) is None] == []
+
+
+def test_what_a_kill_leaves_before_a_draft_is_held_is_deleted(store):
+    (store.root / "drafts" / "k-1").mkdir(parents=True)
+    (store.root / "drafts" / "k-2" / "model").mkdir(parents=True)
+    fill(store)
     assert list((store.root / "drafts").iterdir()) == []
 
 
