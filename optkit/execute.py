@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit import stopping
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
@@ -69,6 +70,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
 
     The keys of the steps that ran are added to `made`.
     """
+    stopping.check()
     step = plan.steps[index]
     if index == 0 and (there := locate_model(plan.recipe.model)):
         return there

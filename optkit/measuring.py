@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit import stopping
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.gates import parse_gate
@@ -146,6 +147,7 @@ class Bench:
     def measure(self, session: Opened, wanted: Sequence[tuple[str, PlannedEval]], beside: Opened | None = None) -> None:
         """Run evals on one opened model, those that compare with the baseline `beside` it, and keep each under its key."""
         for key, each in wanted:
+            stopping.check()
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
             metrics = each.eval.run(session, context)
             self.keep(key, metrics, [*session.notes, *context.notes])
@@ -162,6 +164,7 @@ class Bench:
             self.context.progress.say("timing in turns: the unmodified model, the artifact, the unmodified model again")
         runs: dict[str, TimedRun] = {}
         for subject, turn in turns:
+            stopping.check()
             for measured in (self._apart, self._here):
                 some = [each for each in timed if each.eval.apart() == (measured == self._apart)]
                 if not some:

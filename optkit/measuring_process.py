@@ -21,12 +21,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from optkit import errors
+from optkit import errors, stopping
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.frozen import Frozen
 from optkit.measure import Eval, EvalContext, Metric
-from optkit.processes import end_group
+from optkit.processes import ask_to_end, end_group, start
 from optkit.progress import Progress, Task
 from optkit.stage import Setting
 
@@ -71,6 +71,7 @@ def measure_apart(
             process.stdin.flush()
         said = _listen(messages, context.progress)
         if said is None:
+            stopping.check()
             raise _ended(process.wait(END_S), ", ".join(type(each).__name__.lower() for each in evals))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
@@ -112,12 +113,8 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as messages:  # noqa: PTH123
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(writing)],
-                stdin=subprocess.PIPE,
-                pass_fds=(writing,),
-                start_new_session=True,
-                env=_variables(),
+            process = start(
+                [sys.executable, "-P", "-m", MODULE, str(writing)], stdin=subprocess.PIPE, pass_fds=(writing,), env=_variables()
             )
         finally:
             os.close(writing)
@@ -198,8 +195,5 @@ def _ended(status: int, evals: str) -> OptkitError:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process: let it clean up, then end it with everything that it started."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+    ask_to_end(process, signal.SIGINT, END_S)
     end_group(process)

@@ -1,4 +1,4 @@
-"""Ending a process together with everything that it started, from outside, or from inside where its parent is gone."""
+"""Processes that end with this one: started in a group of their own, ended with everything that they started."""
 
 from __future__ import annotations
 
@@ -7,6 +7,54 @@ import os
 import signal
 import subprocess
 import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from optkit import stopping
+
+POLL_S = 0.1
+ASKED_S = 0.5
+"""How long a process may take to clean up when this one has been asked to stop."""
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session of its own; `end_group` ends it, and so does a signal to this one."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    stopping.adopt(process.pid)
+    return process
+
+
+def run(command: Sequence[str], *, text: bytes = b"", timeout_s: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command with `text` as its stdin, and return its status and what it printed; it ends with this process's work.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    given: bytes | None = text
+    with start(command, **streams, **options) as process:
+        try:
+            while True:
+                try:
+                    printed, complaints = (each.decode(errors="replace") for each in process.communicate(given, timeout=POLL_S))
+                    return subprocess.CompletedProcess(command, process.returncode, printed, complaints)
+                except subprocess.TimeoutExpired:
+                    given = None
+                    stopping.check()
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise
+        finally:
+            end_group(process)
+
+
+def ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals, patience_s: float) -> None:
+    """Send a process a signal, and let it clean up for a while; for a short one where this process has itself been asked to stop."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ASKED_S if stopping.asked() else patience_s)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -16,7 +64,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    stopping.release(process.pid)
     process.wait()
+    stopping.check()
 
 
 def end_with_parent() -> None:

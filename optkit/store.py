@@ -35,6 +35,7 @@ from optkit.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
 from optkit.frozen import digest
 from optkit.held_files import hold
+from optkit.stopping import take_lock
 
 RECORD = "record.json"
 ALIVE = "alive"
@@ -129,7 +130,7 @@ class Store:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
+                take_lock(file, fcntl.LOCK_EX)
             yield
 
     @contextlib.contextmanager
@@ -142,7 +143,7 @@ class Store:
             with contextlib.suppress(PermissionError), self._explaining("the lock", but=(PermissionError,)):
                 for key in sorted(set(keys)):
                     file = held.enter_context((self._directory("locks") / f"{key}.use").open("a"))
-                    fcntl.flock(file, fcntl.LOCK_SH)
+                    take_lock(file, fcntl.LOCK_SH)
             yield
 
     @contextlib.contextmanager

@@ -15,10 +15,11 @@ from pathlib import Path
 import click
 import pytest
 from optkit_cli import validate
-from optkit_cli.failures import Terminated, exit_status_of
+from optkit_cli.failures import exit_status_of
 from optkit_cli.main import COMMANDS, main
 
 from optkit.errors import MissingPackageError, OptkitError, Problem, RecipeError, StageError, UsageError
+from optkit.stopping import Terminated
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
@@ -130,6 +131,7 @@ def test_usage_errors_say_what_to_type(words: list[str], said: str, capsys: pyte
         (MissingPackageError("onnx", where="export"), 1, "error: export: the package `onnx` is not installed. Run: pip install 'onnx'.\n"),
         (click.Abort(), 130, "interrupted; finished steps are kept, run the same command again to go on\n"),
         (KeyboardInterrupt(), 130, "interrupted; finished steps are kept, run the same command again to go on\n"),
+        (Terminated(signal.SIGHUP), 129, "terminated; finished steps are kept, run the same command again to go on\n"),
         (Terminated(), 143, "terminated; finished steps are kept, run the same command again to go on\n"),
         (MemoryError(), 1, "error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.\n"),
         (OSError(errno.ENOSPC, "No space"), 1, "error: the output: the disk is full. Free some space and run the same command again.\n"),
@@ -178,34 +180,6 @@ def test_debug_shows_the_traceback(
     assert "Traceback (most recent call last)" in capsys.readouterr().err
     assert main(["validate", "x"]) == 1
     assert "Traceback" not in capsys.readouterr().err
-
-
-SLOW = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs, and so this test in one, ignore it
-from optkit_cli import validate
-from optkit_cli.main import main
-def slow(**_):
-    try:
-        print("ready", flush=True)
-        time.sleep(60)
-    finally:
-        print("cleared", flush=True)
-validate.command.callback = slow
-sys.exit(main(["validate", "x"]))
-"""
-
-
-@pytest.mark.parametrize(("number", "word", "status"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 143)])
-def test_a_signal_unwinds_and_says_how_to_go_on(number: signal.Signals, word: str, status: int) -> None:
-    process = python(SLOW)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == status
-    assert out == "cleared\n"
-    assert err.strip() == f"{word}; finished steps are kept, run the same command again to go on"
 
 
 def test_sigterm_is_left_as_it_was() -> None:

@@ -127,5 +127,5 @@ def test_a_bar_that_fails_leaves_its_line_and_the_terminal() -> None:
 
 
 def test_lines_where_stderr_is_no_terminal() -> None:
-    assert isinstance(open_progress(quiet=False), LineProgress)
-    assert type(open_progress(quiet=True)) is WarningsOnly
+    assert isinstance(open_progress(quiet=False).to, LineProgress)
+    assert type(open_progress(quiet=True).to) is WarningsOnly

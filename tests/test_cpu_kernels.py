@@ -175,11 +175,11 @@ def test_without_a_compiler(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_compiler_that_fails(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise subprocess.CalledProcessError(1, "g++", stderr="In file\nlinear.cpp:9: fatal error: no such header\n")
+    def fail(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess("g++", 1, "", "In file\nlinear.cpp:9: fatal error: no such header\n")
 
     monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
-    monkeypatch.setattr(native.subprocess, "run", fail)
+    monkeypatch.setattr(native, "run", fail)
     assert fresh() == "my-g++ does not compile optkit's CPU kernels (linear.cpp:9: fatal error: no such header)"
 
 
@@ -199,11 +199,12 @@ def test_a_library_that_cannot_be_loaded_or_is_wrong(fresh: Any, monkeypatch: py
 def test_a_library_is_compiled_once(fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[list[str]] = []
 
-    def make(command: list[str], **_: Any) -> None:
+    def make(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         calls.append(command)
         Path(command[command.index("-o") + 1]).write_bytes(b"")
+        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(native.subprocess, "run", make)
+    monkeypatch.setattr(native, "run", make)
     assert fresh() is None
     assert fresh() is None
     assert len(calls) == 1

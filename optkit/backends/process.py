@@ -17,7 +17,7 @@ from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import only_visible
 from optkit.errors import StageError
-from optkit.processes import end_group
+from optkit.processes import end_group, start
 from optkit.progress import Progress, Task
 
 LAUNCH = Path(__file__).with_name("workers") / "launch.py"
@@ -55,16 +55,7 @@ def run_worker(
         _delete_old_logs(log)
         command = [str(environment.interpreter.absolute()), "-P", str(launch.absolute()), name, str(writing)]
         variables = _variables(environment, str(request["device"]))
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=(writing,),
-            start_new_session=True,
-            env=variables,
-        )
+        process = start(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(writing,), env=variables)
         try:
             os.close(writing)
             assert process.stdin is not None

@@ -18,7 +18,7 @@ from optkit import errors
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
-from optkit.processes import end_group
+from optkit.processes import end_group, start
 from optkit.progress import Task
 
 WORKER = "optkit.onnx.build_worker"
@@ -148,13 +148,12 @@ def _started(request: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Po
     """Run the worker on a request; it and what it started end with this context."""
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as messages, log.open("wb") as output:  # noqa: PTH123
-        process = subprocess.Popen(
+        process = start(
             [sys.executable, "-P", "-m", WORKER, str(writing)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             pass_fds=(writing,),
-            start_new_session=True,
             env=_variables(),
         )
         try:

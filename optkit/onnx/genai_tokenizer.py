@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.model.onnx_file import MODEL
+from optkit.processes import run
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "genai_config.json"
@@ -50,8 +51,10 @@ def genai_tokens(directory: Path, text: str) -> list[int] | None:
     command = [sys.executable, "-P", "-m", "optkit.onnx.genai_tokenizer", str(directory)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
     try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=TIMEOUT_S, env=variables, check=True)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        done = run(command, text=text.encode(), timeout_s=TIMEOUT_S, env=variables)
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode:
         return None
     found: list[int] = json.loads(done.stdout)
     return found

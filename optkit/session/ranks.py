@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from optkit import errors
+from optkit import errors, stopping
 from optkit.errors import OptkitError, StageError
+from optkit.processes import start
 
 TIMEOUT_S = 600.0
 """How long a rank waits for the others, and how long the others may take once one has answered."""
@@ -94,13 +95,12 @@ class Ranks:
         command = [sys.executable, *PROGRAM, str(theirs.fileno()), str(self.memory)]
         with theirs, self._log(index).open("wb") as log:
             self._processes.append(
-                subprocess.Popen(
+                start(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     pass_fds=(theirs.fileno(), self.memory),
-                    start_new_session=True,
                     env=variables,
                 )
             )
@@ -152,6 +152,7 @@ class Ranks:
 
     def _gone(self, index: int) -> OptkitError:
         """Return how a rank ended that should not have, with its last words."""
+        stopping.check()
         with suppress(subprocess.TimeoutExpired):
             self._processes[index].wait(END_S)
         status = self._processes[index].returncode
@@ -200,6 +201,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[Connec
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
+        stopping.release(process.pid)
         process.wait()
     os.close(memory)
     shutil.rmtree(folder, ignore_errors=True)

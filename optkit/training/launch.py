@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from optkit import errors
+from optkit import errors, stopping
 from optkit.environment import cpu_cores
 from optkit.errors import OptkitError, StageError
-from optkit.processes import end_group
+from optkit.processes import ask_to_end, end_group, start
 from optkit.progress import Progress, Task
 from optkit.stage import Context, Report, Transform
 from optkit.training.worker import JOB, MESSAGES, REPORT, Job, end_with_parent
@@ -98,19 +98,13 @@ def _variables(devices: int) -> dict[str, str]:
 def _run(command: list[str], directory: Path, devices: int, context: Context) -> None:
     """Run the launcher until it ends, drawing what the first process says."""
     with (directory / LAUNCHER_LOG).open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=_variables(devices),
-        )
+        process = start(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_variables(devices))
         try:
             with contextlib.ExitStack() as bars:
                 heard = Heard(directory / MESSAGES, context.progress, bars)
                 while process.poll() is None:
                     heard.listen()
+                    stopping.check()
                     time.sleep(POLL_S)
                 heard.listen()
         finally:
@@ -156,11 +150,7 @@ class Heard:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the launcher, which ends its processes; those that are left end with it."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+    ask_to_end(process, signal.SIGTERM, END_S)
     end_group(process)
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from optkit.stopping import take_lock
+
 ABOUT = "about.json"
 IN_USE = "in_use"
 
@@ -25,12 +27,12 @@ class SharedPlace:
         self.place = place
         place.mkdir(parents=True, exist_ok=True)
         self._held: IO[str] = (place / IN_USE).open("a")
-        fcntl.flock(self._held, fcntl.LOCK_SH)
+        take_lock(self._held, fcntl.LOCK_SH)
         (place / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold it for writing, after whoever does so already."""
         with (self.place / "at_work").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            take_lock(file, fcntl.LOCK_EX)
             yield

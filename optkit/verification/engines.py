@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -20,6 +19,7 @@ from optkit.backends.environments import Environments
 from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
+from optkit.processes import end_group, start
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
@@ -156,21 +156,20 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
     question.write_text(json.dumps({**request, "device": device.partition(":")[0]}), encoding="utf-8")
     started = time.monotonic()
     with printed.open("wb") as log:
-        process = subprocess.Popen(
+        process = start(
             [python, str(WORKERS / "worker.py"), engine.worker, str(question), str(answer)],
             cwd=folder,
             env=_environment(python, device),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         try:
             status: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end(process)
+            end_group(process)
     seconds = time.monotonic() - started
     last = _last_lines(printed)
     if status is None:
@@ -202,15 +201,6 @@ def _environment(python: str, device: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         **only_visible(device),
     }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the worker and every process that it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def _ending(status: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from optkit.environment import cpu_name
+from optkit.processes import run
 
 DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp")
@@ -87,7 +88,7 @@ def _compiled(compiler: str) -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as directory:
             made = Path(directory) / library.name
-            subprocess.run(_command(compiler, made), check=True, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+            run(_command(compiler, made), timeout_s=TIME_LIMIT_S).check_returncode()
             made.replace(library)
     return library
 

@@ -1,0 +1,21 @@
+"""The console script: hears signals from its first moment to its last."""
+
+from __future__ import annotations
+
+import sys
+
+from optkit import stopping
+
+
+def start() -> None:
+    """Run the command line and end with its exit status."""
+    stopping.listen()
+    from optkit_cli.main import main
+
+    status = main()
+    stopping.work_is_done()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    start()
