@@ -174,17 +174,29 @@ def _nothing(_number: int, _frame: FrameType | None) -> None:
     """Stand as a handler, so that Python writes the signal's number into the pipe and blocking calls go on."""
 
 
+def _hold_back() -> None:
+    """Let signals wait while a process forks: a new one must not write into the pipe of its parent."""
+    if _current:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _let_through() -> None:
+    if _current:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def _forget() -> None:
     """Leave a forked process without the pipe of its parent, and with none of its children."""
     global _current
     if _current:
-        _current = None
         signal.set_wakeup_fd(-1)
         _default()
+        _let_through()
+        _current = None
     _groups.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_forget)
 
 
 def _watch(now: _Listening) -> None:
