@@ -15,6 +15,7 @@ from pathlib import Path
 
 from optkit.errors import ResourceError, UsageError
 from optkit.frozen import Frozen
+from optkit.processes import safe_children
 
 SIZES = (1 << 20, 16 << 20, 256 << 20, 1 << 30)
 """Bytes of the tensors: what decoding exchanges is small, what training and prefill exchange is large."""
@@ -51,7 +52,8 @@ def all_reduce_rates(processes: int, backend: str, sizes: Sequence[int] = SIZES,
 
     with tempfile.TemporaryDirectory() as place:
         try:
-            spawn(_work, args=(processes, backend, tuple(sizes), place, timeout_s), nprocs=processes)
+            with safe_children():
+                spawn(_work, args=(processes, backend, tuple(sizes), place, timeout_s), nprocs=processes)
         except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
             last = str(error).strip().splitlines()[-1]
             remedy = "Run it again with NCCL_DEBUG=INFO to see which link fails" if backend == "nccl" else ""

@@ -26,7 +26,7 @@ from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.frozen import Frozen
 from optkit.measure import Eval, EvalContext, Metric
-from optkit.processes import ask_to_end, end_group, start
+from optkit.processes import ask_to_end, end_group, python_command, python_environment, start
 from optkit.progress import Progress, Task
 from optkit.stage import Setting
 
@@ -113,9 +113,7 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as messages:  # noqa: PTH123
         try:
-            process = start(
-                [sys.executable, "-P", "-m", MODULE, str(writing)], stdin=subprocess.PIPE, pass_fds=(writing,), env=_variables()
-            )
+            process = start(python_command("-m", MODULE, str(writing)), stdin=subprocess.PIPE, pass_fds=(writing,), env=_variables())
         finally:
             os.close(writing)
         try:
@@ -126,8 +124,7 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
 
 def _variables() -> dict[str, str]:
     """Return the process's environment variables, having given back the memory that this one does not use."""
-    path = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100
-    return {**os.environ, "PYTHONPATH": path, WAITING: str(int(_leave_memory()))}
+    return python_environment(**{WAITING: str(int(_leave_memory()))})
 
 
 def _leave_memory() -> bool:

@@ -1,4 +1,7 @@
-"""Processes that end with this one: started in a group of their own, ended with everything that they started."""
+"""Processes that end with this one: started in a group of their own, ended with everything that they started.
+
+A Python among them imports nothing from the directory that it runs in, whose files are nobody's.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,56 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from optkit import stopping
 
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Variable that does for all Pythons below a process what `-P` does for one: their own directories are no places to import from."""
 POLL_S = 0.1
 ASKED_S = 0.5
 """How long a process may take to clean up when this one has been asked to stop."""
+
+
+def python_command(*arguments: str, python: str | Path = sys.executable) -> list[str]:
+    """Return the command line of a Python of at least 3.11, ours or that of an environment of ours, with `-P`."""
+    return [str(python), "-P", *arguments]
+
+
+def foreign_command(python: str, script: Path, *arguments: str) -> list[str]:
+    """Return the command line of an interpreter of any version, which may lack `-P`: it runs a file, and imports from beside that file."""
+    return [python, str(script.absolute()), *arguments]
+
+
+def python_environment(**changed: str) -> dict[str, str]:
+    """Return the variables of a process that runs our Python: our own places to import from, and for what it starts `SAFE_PATH`."""
+    places = [str(Path(each).absolute()) for each in sys.path if each]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), SAFE_PATH: "1", **changed}
+
+
+def foreign_environment(**changed: str) -> dict[str, str]:
+    """Return the variables of a process that runs another Python than ours: nothing that says where ours imports from."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", SAFE_PATH)
+    return {**{name: value for name, value in os.environ.items() if name not in ours}, **changed}
+
+
+@contextlib.contextmanager
+def safe_children() -> Iterator[None]:
+    """Let every Python that starts meanwhile, by whatever library, import nothing from its working directory."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

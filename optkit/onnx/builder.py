@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from optkit import errors
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
-from optkit.processes import end_group, start
+from optkit.processes import end_group, python_command, python_environment, start
 from optkit.progress import Task
 
 WORKER = "optkit.onnx.build_worker"
@@ -149,7 +148,7 @@ def _started(request: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Po
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as messages, log.open("wb") as output:  # noqa: PTH123
         process = start(
-            [sys.executable, "-P", "-m", WORKER, str(writing)],
+            python_command("-m", WORKER, str(writing)),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -169,14 +168,7 @@ def _started(request: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Po
 
 def _variables() -> dict[str, str]:
     """Return the worker's environment: our own paths, no network, no GPU."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(each for each in sys.path if each),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    return python_environment(PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
 
 
 def _listen(messages: IO[str], task: Task) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Run as `python -P -m optkit.onnx.genai_tokenizer DIRECTORY` it reads a text from
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.model.onnx_file import MODEL
-from optkit.processes import run
+from optkit.processes import python_command, python_environment, run
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "genai_config.json"
@@ -48,10 +47,9 @@ def agree_on_tokens(directory: Path, text: str, ids: Sequence[int]) -> str:
 
 def genai_tokens(directory: Path, text: str) -> list[int] | None:
     """Return the tokens of a text by ONNX Runtime GenAI, in a process of its own; None where it cannot."""
-    command = [sys.executable, "-P", "-m", "optkit.onnx.genai_tokenizer", str(directory)]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    command = python_command("-m", "optkit.onnx.genai_tokenizer", str(directory))
     try:
-        done = run(command, text=text.encode(), timeout_s=TIMEOUT_S, env=variables)
+        done = run(command, text=text.encode(), timeout_s=TIMEOUT_S, env=python_environment())
     except subprocess.TimeoutExpired:
         return None
     if done.returncode:

@@ -22,7 +22,7 @@ import torch
 
 from optkit import errors, stopping
 from optkit.errors import OptkitError, StageError
-from optkit.processes import start
+from optkit.processes import python_command, python_environment, start
 
 TIMEOUT_S = 600.0
 """How long a rank waits for the others, and how long the others may take once one has answered."""
@@ -30,7 +30,7 @@ GRACE_S = 10.0
 """How long the others may take once one has failed; then they wait for it in vain."""
 END_S = 2.0
 """How long a rank may take to notice that it is over."""
-PROGRAM = ("-P", str(Path(__file__).with_name("rank_start.py")))
+PROGRAM = Path(__file__).with_name("rank_start.py")
 """What Python runs as a rank, with the descriptors of its socket and of the common memory."""
 PLAIN_ERRORS = ("EvalError", "ResourceError", "SourceError", "StageError")
 
@@ -84,15 +84,11 @@ class Ranks:
     def _start(self, index: int, device: str) -> None:
         ours, theirs = socket.socketpair()
         threads = str(max(1, torch.get_num_threads() // len(self.devices)))
-        variables = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-            "TOKENIZERS_PARALLELISM": "false",
-            **({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads} if device == "cpu" else {}),
-        }
+        on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads} if device == "cpu" else {}
+        variables = python_environment(TOKENIZERS_PARALLELISM="false", **on_cpu)
         if device == "cpu" and sys.platform == "linux":
             variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        command = [sys.executable, *PROGRAM, str(theirs.fileno()), str(self.memory)]
+        command = python_command(str(PROGRAM), str(theirs.fileno()), str(self.memory))
         with theirs, self._log(index).open("wb") as log:
             self._processes.append(
                 start(

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from optkit import errors, stopping
 from optkit.environment import cpu_cores
 from optkit.errors import OptkitError, StageError
-from optkit.processes import ask_to_end, end_group, start
+from optkit.processes import ask_to_end, end_group, python_command, python_environment, start
 from optkit.progress import Progress, Task
 from optkit.stage import Context, Report, Transform
 from optkit.training.worker import JOB, MESSAGES, REPORT, Job, end_with_parent
@@ -84,15 +83,14 @@ def _command(directory: Path, devices: int, parallel: Literal["ddp", "fsdp"]) ->
     lines += ["fsdp_config: {fsdp_version: 2}"] if parallel == "fsdp" else []
     (directory / "accelerate.yaml").write_text("\n".join([*lines, ""]), encoding="utf-8")
     options = ["--config_file", str(directory / "accelerate.yaml"), "--main_process_port", "0"]
-    return [sys.executable, "-m", "optkit.training.launch", *options, "-m", "optkit.training.worker", str(directory)]
+    return python_command("-m", "optkit.training.launch", *options, "-m", "optkit.training.worker", str(directory))
 
 
 def _variables(devices: int) -> dict[str, str]:
     """Return the environment of the processes: our packages, and each its share of the cores."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))}
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_cores() // devices))
-    paths = [str(Path(each).absolute()) for each in sys.path if each]
-    return kept | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    variables = python_environment(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false")
+    return {name: value for name, value in variables.items() if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))}
 
 
 def _run(command: list[str], directory: Path, devices: int, context: Context) -> None:

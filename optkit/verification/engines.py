@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from optkit.backends.environments import Environments
 from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
-from optkit.processes import end_group, start
+from optkit.processes import SAFE_PATH, end_group, foreign_command, foreign_environment, python_environment, run, start
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
@@ -146,6 +147,12 @@ def install_command(python: str, missing: Sequence[str]) -> str:
     return shlex.join([*(["pip"] if python == sys.executable else [python, "-m", "pip"]), "install", *missing])
 
 
+def can_run(python: str, code: str) -> bool:
+    """Return whether an engine's interpreter runs a line of code to a good end, in an empty directory."""
+    with tempfile.TemporaryDirectory(prefix="optkit-") as empty:
+        return run([python, "-c", code], cwd=empty, env=_environment(python, "cpu")).returncode == 0
+
+
 def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
     """Run an engine's worker on a request in a session of its own, with `folder` as its working directory, and return how it ended.
 
@@ -157,7 +164,7 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
     started = time.monotonic()
     with printed.open("wb") as log:
         process = start(
-            [python, str(WORKERS / "worker.py"), engine.worker, str(question), str(answer)],
+            foreign_command(python, WORKERS / "worker.py", engine.worker, str(question), str(answer)),
             cwd=folder,
             env=_environment(python, device),
             stdin=subprocess.PIPE,
@@ -190,10 +197,8 @@ def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
 
 def _environment(python: str, device: str) -> dict[str, str]:
     """Return our own environment, offline, without GPUs but the one asked for; of Python's paths only for our own interpreter."""
-    kept = dict(os.environ)
-    if python != sys.executable:
-        for name in ("PYTHONPATH", "PYTHONHOME"):
-            kept.pop(name, None)
+    kept = python_environment() if python == sys.executable else foreign_environment()
+    kept.pop(SAFE_PATH, None)  # a worker imports the one for the engine from beside it
     return {
         **kept,
         "HF_HUB_OFFLINE": "1",
