@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
-from optkit.frozen import Frozen
+from optkit.frozen import Frozen, digest
 from optkit.model.onnx_file import is_onnx
-from optkit.store import describe_file, explain_os_error, is_unchanged, list_files
+from optkit.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
 RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
@@ -78,6 +78,22 @@ class Artifact(Frozen):
             write_text_atomically(self.directory / name, text)
         except OSError as error:
             raise explain_os_error(error, name, self.directory) from error
+
+
+def measured_weights(artifact: Artifact, store: Store) -> str:
+    """Return the key under which an artifact's weights are measured: its own where this store holds the same files, else their digest.
+
+    A record alone proves nothing: another version, machine or author leaves other weights under the same key.
+    """
+
+    def contents(files: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+        return {name: facts["sha256"] for name, facts in files.items() if name not in OWN_FILES}
+
+    key, files = artifact.record.weights_key, contents(artifact.record.files)
+    with contextlib.suppress(StoreError):
+        if contents(store.record(key)["files"]) == files:
+            return key
+    return digest(files)
 
 
 def is_artifact(directory: Path) -> bool:

@@ -16,6 +16,7 @@ from optkit.artifact import (
     SCORECARD_MARKDOWN,
     Artifact,
     is_artifact,
+    measured_weights,
     publish,
     read_artifact,
     reserve,
@@ -184,7 +185,8 @@ def evaluate(
     allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
     made = load_recipe(artifact.record.recipe)
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
-    todo = make_plan(made.model_copy(update={"evals": asked.evals, "gates": asked.gates}), shelf, chosen)
+    wanted = made.model_copy(update={"evals": asked.evals, "gates": asked.gates})
+    todo = make_plan(wanted, shelf, chosen, measured_weights(artifact, shelf)).model_copy(update={"artifact_key": artifact.record.key})
     context = _context(todo, progress, data)
     with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
         measured = measure(

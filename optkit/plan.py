@@ -129,8 +129,8 @@ class Plan(Frozen):
         return max((step.cost.gpu_bytes for step in self.pending), default=0)
 
 
-def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
-    """Return the plan of a pinned recipe.
+def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None = None) -> Plan:
+    """Return the plan of a pinned recipe; `weights_key` is that of its weights where they are there, whatever its stages leave today.
 
     Raises StageError where a transform cannot read what the model or the stage before it is, EvalError where an eval needs longer sequences
     than the model was built for, SourceError where the model is gone, and what `Setting.check` raises.
@@ -147,6 +147,7 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
         setting.value.check(left, device, directory)
     for measured in recipe.evals:
         measured.value.check(device)
+    weights_key = weights_key or steps[-1].key
     settings = settings_identity(recipe.settings)
     placing = () if _has_room(shape, device) else tuple(entry for entry in recipe.settings if entry.value.places_weights)
     beside = settings_identity(placing)
@@ -156,9 +157,9 @@ def make_plan(recipe: Recipe, store: Store, device: str) -> Plan:
         recipe=recipe,
         device=device,
         steps=steps,
-        artifact_key=make_artifact_key(steps[-1].key, settings),
+        artifact_key=make_artifact_key(weights_key, settings),
         baseline_key=make_artifact_key(steps[0].key, beside),
-        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, settings, beside) for entry in recipe.evals),
+        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals),
         baseline_settings=placing,
         forecasts=tuple(filter(None, told)),
     )
@@ -339,10 +340,11 @@ def _plan_eval(
     store: Store,
     device: str,
     steps: Sequence[Step],
+    weights: str,
     settings: list[dict[str, Any]],
     of_baseline: list[dict[str, Any]],
 ) -> PlannedEval:
-    model, weights = steps[0].key, steps[-1].key
+    model = steps[0].key
     with_baseline = {"baseline": model} if entry.value.compares else {}
     machine = _machine(device, {steps[0].format, steps[-1].format}) if entry.value.timed else {}
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from optkit_cli.main import main
 from optkit_cli.progress import LineProgress
+from optkit_evals.perplexity import Perplexity
+from safetensors.torch import load_file, save_file
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
@@ -21,6 +23,8 @@ from optkit.errors import UsageError
 from optkit.gates import Verdict
 from optkit.measuring import Measurement
 from optkit.scorecard import Scorecard
+from optkit.stage import Context, Report
+from optkit.stages.cast import Cast
 from optkit.store import Store
 from optkit.store_contents import prune
 
@@ -228,3 +232,41 @@ def test_eval_measures_timings_again_when_asked(desk: Path, capsys: pytest.Captu
     spoken(capsys, "eval", "m", "--evals", "tiny.yaml", "--retime")
     spoken(capsys, "eval", "m", "--evals", "tiny.yaml")
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("change", ["another version", "another machine"])
+def test_what_is_measured_of_an_artifact_is_never_said_of_other_weights(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    spoken(capsys, "run", "tiny.yaml", "--out", "old", "--device", "cpu", "--quiet")
+    plain = Cast.run
+
+    def other_weights(stage: Cast, source: Path, target: Path, context: Context) -> Report:
+        report = plain(stage, source, target, context)
+        weights = load_file(target / "model.safetensors")
+        save_file({name: 1.5 * tensor for name, tensor in weights.items()}, target / "model.safetensors", {"format": "pt"})
+        return report
+
+    monkeypatch.setattr(Cast, "run", other_weights)
+    monkeypatch.setattr(Cast, "version", Cast.version + (change == "another version"))
+    monkeypatch.setenv("OPTKIT_STORE", str(desk / ("store" if change == "another version" else "empty")))
+    (desk / "evals.yaml").write_text((desk / "tiny.yaml").read_text().replace("windows: 4", "windows: 3"), encoding="utf-8")
+
+    def measured(*words: str) -> tuple[str, float]:
+        found = json.loads(spoken(capsys, *words, "--device", "cpu", "--json")[0])
+        row = next(row for row in found["rows"] if row["metric"]["name"] == "perplexity")
+        return found["artifact_key"], row["metric"]["value"]
+
+    of_old = measured("eval", "old", "--evals", "evals.yaml")
+    of_new = measured("run", "tiny.yaml", "--out", "new", "--set", "evals.1.perplexity.windows=3")
+    assert of_old[1] != of_new[1]
+    assert measured("eval", "old", "--evals", "evals.yaml") == of_old
+    assert of_old[0] == read_artifact(desk / "old").record.key
+
+
+def test_an_artifact_of_this_store_needs_no_measuring_again(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
+    monkeypatch.setattr(Perplexity, "run", lambda *_words: pytest.fail("it was measured again"))
+    spoken(capsys, "eval", "artifacts/tiny", "--evals", "tiny.yaml", "--device", "cpu", "--quiet")
