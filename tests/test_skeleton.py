@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.routers import is_router
 from optkit.model.skeleton import Skeleton
 from tests.skeletons import LENGTH, real, reference, run_all_blocks, some_tokens
 
@@ -145,16 +144,6 @@ def test_linears_of_experts_have_the_names_of_the_file(tiny_model) -> None:
     skeleton.load_(skeleton.blocks[0].name, "cpu")
     for name, linear in found.items():
         assert torch.equal(linear.weight, checkpoint.read(f"{name}.weight"))
-
-
-def test_routers_are_told_from_projections(tiny_model) -> None:
-    skeleton = Skeleton(Checkpoint(tiny_model("qwen2_moe")))
-    assert [name for name in skeleton.linears(skeleton.blocks[1]) if is_router(name)] == ["model.layers.1.mlp.shared_expert_gate"]
-    assert is_router("model.layers.0.block_sparse_moe.gate")
-    assert is_router("model.layers.0.mlp.router")
-    assert is_router("model.layers.0.block_sparse_moe.router.layer")
-    assert not is_router("model.layers.0.mlp.gate_proj")
-    assert not is_router("model.layers.0.mlp.experts.0.gate")
 
 
 def test_experts_that_stay_fused_are_reported(tiny_model) -> None:

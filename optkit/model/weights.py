@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from optkit.errors import SourceError
-from optkit.model.routers import is_router
+from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
 
@@ -57,8 +57,8 @@ def weights_of(shape: ModelShape) -> list[Weights]:
         module, leaf = _split(name)
         if _is_text(shape, name):
             modules.setdefault(module, {})[leaf] = info
-    scheme_of = _schemes(shape)
-    found = {name: _weights(name, leaves, shape, scheme_of) for name, leaves in modules.items()}
+    scheme_of, routers = _schemes(shape), routers_of(shape)
+    found = {name: _weights(name, leaves, shape, scheme_of, name in routers) for name, leaves in modules.items()}
     if not any(each.role == "head" for each in found.values()):
         _tie_(found, shape)
     return list(found.values())
@@ -97,7 +97,7 @@ def _schemes(shape: ModelShape) -> Any:
         return lambda _name, _in_block: (PLAIN[0], PLAIN[1], words)
 
 
-def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, scheme_of: Any) -> Weights:
+def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, scheme_of: Any, routes: bool) -> Weights:
     in_block = shape.block(f"{name}.weight") is not None
     size = sum(info.size_bytes for info in leaves.values())
     last = name.rpartition(".")[2]
@@ -108,7 +108,7 @@ def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, sch
     if not elements:
         return Weights("plain", 0, sum(info.elements for info in leaves.values()), size)
     if in_block:
-        role: Role = "experts" if EXPERTS in f".{name}." else "plain" if is_router(name) else "blocks"
+        role: Role = "plain" if routes else "experts" if EXPERTS in f".{name}." else "blocks"
     elif last in HEADS:
         role = "head"
     else:

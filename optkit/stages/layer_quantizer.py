@@ -16,7 +16,6 @@ from pydantic import Field
 from optkit.errors import ResourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import is_out_of_memory
-from optkit.model.routers import is_router
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task
@@ -280,14 +279,15 @@ def linears_of(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
+    told = layers_of(skeleton.checkpoint.shape)
     layers, blocks = {}, []
     for block in skeleton.blocks:
         blocks.append(f"{block.name}.")
         for name, module in skeleton.linears(block).items():
             transposed = isinstance(module, Conv1D)
             outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-            layers[name] = Layer(name, outputs, inputs, transposed)
-    layers |= {name: layer for name, layer in layers_of(skeleton.checkpoint.shape).items() if is_router(name)}
+            layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed)
+    layers |= {name: layer for name, layer in told.items() if layer.router}
     outside = {
         stored: Layer(stored, module.out_features, module.in_features, transposed=False)
         for name, stored in _stored_names(skeleton).items()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.routers import is_router
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.stage import Context, Cost, Report
 from optkit.stages.fitting import EXPERTS, refuse_some_experts
@@ -139,7 +138,7 @@ class Mx(LayerQuantizer):
 
 
 def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
-    dtypes = sorted({shape.tensors[f"{name}.weight"].dtype for name in layers_of(shape) if not is_router(name)} - {"BF16"})
+    dtypes = sorted({shape.tensors[f"{name}.weight"].dtype for name, layer in layers_of(shape).items() if not layer.router} - {"BF16"})
     if dtypes:
         raise StageError(
             f"the model has weights in {', '.join(dtypes)}",

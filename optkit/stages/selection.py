@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from optkit.errors import StageError, did_you_mean
-from optkit.model.routers import is_router
+from optkit.model.routers import routers_of
 from optkit.model.shape import ModelShape
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt"})
@@ -26,6 +26,7 @@ class Layer:
     inputs: int
     transposed: bool
     """Stored [in, out] (Conv1D)."""
+    router: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,14 @@ def layers_of(shape: ModelShape) -> dict[str, Layer]:
 def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     """Return everything that looks like a linear layer: matrices that no name calls an embedding."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
+    routers = routers_of(shape)
     layers = {}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
         looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "relative_attention_bias"))
         if leaf == "weight" and len(info.shape) == 2 and not looked_up:
             outputs, inputs = reversed(info.shape) if transposed else info.shape
-            layers[name] = Layer(name, outputs, inputs, transposed)
+            layers[name] = Layer(name, outputs, inputs, transposed, name in routers)
     return layers
 
 
@@ -104,7 +106,7 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
             skipped[name] = "not included"
         elif any(fnmatchcase(name, pattern) for pattern in exclude):
             skipped[name] = "excluded"
-        elif is_router(name):
+        elif layer.router:
             skipped[name] = ROUTER
         else:
             chosen[name] = layer

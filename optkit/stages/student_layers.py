@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optkit.model.routers import routers_of
 from optkit.stages.selection import Layer
 
 if TYPE_CHECKING:
@@ -17,12 +18,12 @@ def linear_modules(student: Student) -> dict[str, Layer]:
 
     from optkit.model.blocks import find_blocks
 
-    found = {}
+    found, routers = {}, routers_of(student.checkpoint.shape)
     for block in find_blocks(student.model):
         for name, module in block.module.named_modules(prefix=block.name):
             if isinstance(module, (nn.Linear, Conv1D)):
                 transposed = isinstance(module, Conv1D)
                 outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-                tensor = student.tensor_names[f"{name}.weight"]
-                found[name] = Layer(tensor.removesuffix(".weight"), outputs, inputs, transposed)
+                stored = student.tensor_names[f"{name}.weight"].removesuffix(".weight")
+                found[name] = Layer(stored, outputs, inputs, transposed, stored in routers)
     return found
