@@ -51,6 +51,29 @@ def test_every_weight_is_near_its_value(bits: int, symmetric: bool, seed: int, s
     assert ((quantized.dequantize() - weight).abs() <= step * 0.5001).all()
 
 
+@pytest.mark.parametrize(("size", "worse"), [(1.0, 1.01), (1e-3, 1.1), (1e-4, 1.6)])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_in_float16_serve_small_weights_too(bits: int, symmetric: bool, size: float, worse: float) -> None:
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)) * size
+    errors = []
+    for dtype in (torch.float16, torch.float32):
+        grid = Grid(bits, 32, symmetric, dtype)
+        for scales, zeros in (minmax_scales(weight, grid), search_scales(weight, grid)):
+            assert torch.equal(scales.to(dtype).float(), scales)
+            errors.append(float((round_to_nearest(weight, scales, zeros, grid).dequantize() - weight).norm() / weight.norm()))
+    assert errors[0] < worse * errors[2]
+    assert errors[1] < worse * errors[3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_no_scale_is_stored_as_zero_or_infinity(dtype: torch.dtype) -> None:
+    stored = Grid(4, 32, True, dtype).stored(torch.tensor([1e-38, -1e-38, 1e-30, -3e38, 3e38]))
+    assert (stored.isfinite() & (stored != 0)).all()
+    assert torch.equal(stored.sign(), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]))
+    assert torch.equal(stored.to(dtype).float(), stored)
+
+
 def test_a_group_of_zeros_stays_zero() -> None:
     weight = torch.zeros(2, 32)
     for symmetric in (True, False):

@@ -39,7 +39,9 @@ class Grid:
     def stored(self, scales: Tensor) -> Tensor:
         """Return the scales as they will be read back: rounded to `scale_dtype`, but never to 0 or infinity."""
         limits = torch.finfo(self.scale_dtype)
-        size = scales.abs().clamp(limits.tiny, limits.max).to(self.scale_dtype).to(scales.dtype)
+        # Subnormal numbers serve (below 6.1e-5 float16 has no others), except those of float32: processors may take them for 0.
+        least = max(limits.tiny * limits.eps, torch.finfo(torch.float32).tiny)
+        size = scales.abs().clamp(least, limits.max).to(self.scale_dtype).to(scales.dtype)
         return torch.where(scales < 0, -size, size)
 
     def round(self, grouped: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
     from optkit.algorithms.rounding import round_to_nearest
     from optkit.algorithms.scale_search import search_scales
 
-    grid = Grid(form.bits, form.block_size, form.symmetric)
+    grid = Grid(form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32)
     rows = np.pad(weight.T.astype(np.float32), ((0, 0), (0, -weight.shape[0] % form.block_size)))
     padded = torch.from_numpy(rows)
     quantized = round_to_nearest(padded, *search_scales(padded, grid), grid)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Fp8(EightBitQuantizer):
     """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of bfloat16, no text needed."""
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     number: ClassVar[Number] = "float"
 
     scales: Literal["channel", "tensor", "block"] = "channel"

@@ -21,6 +21,7 @@ class KvCache(Setting):
     """
 
     exact: ClassVar[bool] = False
+    version: ClassVar[int] = 2
     shorthand: ClassVar[str] = "dtype"
 
     dtype: Literal["int8", "int4", "fp8"] | None = None

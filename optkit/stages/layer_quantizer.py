@@ -80,6 +80,7 @@ class LayerQuantizer(Transform):
     """Store linear layers of the decoder blocks in a smaller form."""
 
     produces: ClassVar[Format] = Format.QUANTIZED
+    version: ClassVar[int] = 2
 
     include: tuple[str, ...] = Field(default=("*",), min_length=1)
     """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks

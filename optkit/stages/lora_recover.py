@@ -42,6 +42,7 @@ class LoraRecover(Trained):
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     requires: ClassVar[tuple[str, ...]] = ("peft>=0.18",)
+    version: ClassVar[int] = 3
 
     learning_rate: float = Field(default=5e-4, gt=0)
     """Highest learning rate."""

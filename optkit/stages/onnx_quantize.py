@@ -49,6 +49,7 @@ class OnnxQuantize(Transform):
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
+    version: ClassVar[int] = 2
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22", "onnxscript>=0.5")
 
     method: Literal["weights", "dynamic", "static"] = "weights"

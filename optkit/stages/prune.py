@@ -38,6 +38,7 @@ class Prune(Transform):
     """
 
     produces: ClassVar[Format] = Format.CHECKPOINT
+    version: ClassVar[int] = 2
 
     method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
     """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products of weight and input norm, output by

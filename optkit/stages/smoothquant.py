@@ -41,7 +41,7 @@ class Smoothquant(EightBitQuantizer):
     what makes them, a norm or a linear layer. The embedding in front and lm_head behind stay as they are.
     """
 
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     number: ClassVar[Number] = "int"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
