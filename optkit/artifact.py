@@ -17,14 +17,9 @@ from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
 from optkit.frozen import Frozen, digest
 from optkit.model.onnx_file import is_onnx
+from optkit.own_files import OWN_FILES, RECORD, is_own
 from optkit.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
-RECORD = "optkit.json"
-SCORECARD_JSON = "scorecard.json"
-SCORECARD_MARKDOWN = "scorecard.md"
-LOSS_CURVE_SVG = "loss_curve.svg"
-VERIFICATION_JSON = "verification.json"
-OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SVG, VERIFICATION_JSON})
 SCHEMA = 1
 
 
@@ -87,7 +82,7 @@ def measured_weights(artifact: Artifact, store: Store) -> str:
     """
 
     def contents(files: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-        return {name: facts["sha256"] for name, facts in files.items() if name not in OWN_FILES}
+        return {name: facts["sha256"] for name, facts in files.items() if not is_own(name)}
 
     key, files = artifact.record.weights_key, contents(artifact.record.files)
     with contextlib.suppress(StoreError):
@@ -199,7 +194,7 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
     try:
         files = {}
         for name in list_files(weights):
-            if name not in OWN_FILES:
+            if not is_own(name):
                 linked = place(weights / name, draft / name, link=link)
                 files[name] = stored[name] if linked and stored else describe_file(draft / name)
         made = ArtifactRecord.model_validate({**record, "files": files})

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.artifact import (
-    LOSS_CURVE_SVG,
-    SCORECARD_JSON,
-    SCORECARD_MARKDOWN,
     Artifact,
     is_artifact,
     measured_weights,
@@ -28,6 +25,7 @@ from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
 from optkit.measuring import Measurement, Subject, measure
+from optkit.own_files import LOSS_CURVE_SVG, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.plan import Plan, PlannedEval, check_texts, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe import Recipe, load_recipe

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optkit.artifact import RECORD, is_artifact, publish, read_artifact, reserve, settle
+from optkit.artifact import is_artifact, publish, read_artifact, reserve, settle
 from optkit.errors import ArtifactError, StoreError
+from optkit.own_files import OWN_FILES, RECORD
 from optkit.store import Store
 
 RECORD_FIELDS = {
@@ -82,6 +83,15 @@ def test_the_same_artifact_stays_as_it_is_with_its_scorecard(weights, tmp_path):
     publish_from(weights, out).attach("scorecard.json", "{}")
     publish_from(weights, out)
     assert (out / "scorecard.json").read_text() == "{}"
+
+
+def test_the_own_files_of_an_artifact_that_a_model_came_from_are_not_its_weights(tmp_path):
+    store = Store(tmp_path / "store")
+    with store.write("w") as draft:
+        for name in (*OWN_FILES, "config.json", "sub/optkit.json"):
+            (draft.model / name).parent.mkdir(exist_ok=True)
+            (draft.model / name).write_text("{}")
+    assert sorted(publish_from(store, tmp_path / "out").record.files) == ["config.json", "sub/optkit.json"]
 
 
 def test_another_artifact_replaces_it_and_its_scorecard(weights, tmp_path):

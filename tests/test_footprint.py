@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
+from optkit.own_files import OWN_FILES
 from tests.bigram_session import BigramSession
 
 
@@ -90,7 +91,7 @@ def test_int8_weights_beside_their_scales(tmp_path):
 def test_what_is_not_read_when_it_is_opened_does_not_count(tiny_model, tmp_path):
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "m")
     before = measure(directory)["size_bytes"]
-    for name in ("pytorch_model.bin", "model.gguf", "scorecard.json", "scorecard.md", "loss_curve.svg", ".gitattributes"):
+    for name in (*OWN_FILES, "pytorch_model.bin", "model.gguf", ".gitattributes"):
         (directory / name).write_bytes(b"x" * 1000)
     (directory / ".cache").mkdir()
     (directory / ".cache" / "more").write_bytes(b"x" * 1000)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.own_files import OWN_FILES
 from optkit.progress import SilentProgress
 from optkit.source import digests
 from optkit.source.calibration import load_tokenizer
@@ -119,9 +120,7 @@ class TestDirectory:
         copy = shutil.copytree(model, tmp_path / "another")
         assert model_key(pin_model(ModelSource(name=str(model)))) == model_key(pin_model(ModelSource(name=str(copy))))
 
-    @pytest.mark.parametrize(
-        "name", ["scorecard.json", "scorecard.md", "loss_curve.svg", "optkit.json", ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"]
-    )
+    @pytest.mark.parametrize("name", [*sorted(OWN_FILES), ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"])
     def test_what_is_no_part_of_the_model(self, model, name):
         before = pin_model(ModelSource(name=str(model)))
         (model / name).parent.mkdir(exist_ok=True)

@@ -14,6 +14,7 @@ from optkit.errors import ResourceError, StageError
 from optkit.model import writer as writer_module
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import CheckpointWriter, copy_companions, disk_space_for, write_config
+from optkit.own_files import OWN_FILES
 
 
 def copy_model(source: Path, target: Path, shard_bytes: int) -> None:
@@ -153,7 +154,15 @@ def test_companions_are_everything_but_weights_and_config(tmp_path: Path) -> Non
     source, target = tmp_path / "source", tmp_path / "target"
     kept = ["LICENSE", "tokenizer.json", "chat_template.jinja", "modeling_custom.py", "generation_config.json", "extra/notes.md"]
     left = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
-    left += ["pytorch_model.bin.index.json", "consolidated.00.pth", "model.gguf", "onnx/model.onnx", ".git/HEAD", ".cache/huggingface/x"]
+    left += [
+        *OWN_FILES,
+        "pytorch_model.bin.index.json",
+        "consolidated.00.pth",
+        "model.gguf",
+        "onnx/model.onnx",
+        ".git/HEAD",
+        ".cache/huggingface/x",
+    ]
     for name in [*kept, *left]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name)

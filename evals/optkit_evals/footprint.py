@@ -39,7 +39,7 @@ class Footprint(Eval):
     Of a pruned float checkpoint also the share of zeros, which saves no bytes.
     """
 
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight", "zeros")
 
@@ -48,7 +48,7 @@ class Footprint(Eval):
         files, layers = _stored(session.directory)
         quantized = [layer for layer in layers if layer.quantized]
         found = [
-            _metric("size_bytes", deployed_bytes(session.directory, files), "bytes", "weights and every file beside them"),
+            _metric("size_bytes", deployed_bytes(session.directory, files), "bytes", "weights and every file beside them that deploys"),
             _metric("weights_bytes", sum(path.stat().st_size for path in files), "bytes", "files that hold weights"),
             _metric("bits_per_weight", bits_per_weight(layers), "bits", "all tensors (scales, zero points, embeddings), per weight"),
         ]

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optkit.model.weight_files import holds_weights
-
-NOT_DEPLOYED = frozenset({"scorecard.json", "scorecard.md", "loss_curve.svg"})
+from optkit.source.directory import companions
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,5 @@ def bits_per_weight(layers: Sequence[StoredLayer]) -> float:
 
 
 def deployed_bytes(root: Path, weights: Iterable[Path]) -> int:
-    """Return the bytes of a model directory: its weights and all files beside them, without scorecards and other formats' weights."""
-    files = {path for path in root.rglob("*") if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)}
-    beside = {path for path in files if not holds_weights(path) and path.name not in NOT_DEPLOYED}
-    return sum(path.stat().st_size for path in beside | set(weights))
+    """Return the bytes of what deploys of a model directory: its weights and the files beside them, without optkit's own."""
+    return sum(path.stat().st_size for path in {*companions(root).values(), *weights})

@@ -19,6 +19,7 @@ from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
 from optkit.model.weight_files import holds_weights
+from optkit.own_files import is_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,7 +169,7 @@ def _existing(path: Path) -> Path:
 def _left_behind(relative: Path) -> bool:
     if relative == Path("config.json") or any(part in {".git", ".cache", "__pycache__"} for part in relative.parts):
         return True
-    return holds_weights(relative) or relative.name.endswith(INDEX_SUFFIXES)
+    return is_own(relative) or holds_weights(relative) or relative.name.endswith(INDEX_SUFFIXES)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -14,11 +14,10 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
+from optkit.own_files import is_own
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
-OWN_FILES = frozenset({"optkit.json", "scorecard.json", "scorecard.md", "loss_curve.svg"})
-"""What optkit leaves beside the weights of an artifact; it says how they were made and is no part of the model."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head")
 """Keys of a config.json that hold a number above 0, where they are there."""
@@ -108,9 +107,7 @@ def companions(root: Path) -> dict[str, Path]:
     return {
         name.as_posix(): path
         for name, path in found.items()
-        if not holds_weights(name)
-        and str(name) not in OWN_FILES
-        and not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+        if not holds_weights(name) and not is_own(name) and not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
     }
 
 

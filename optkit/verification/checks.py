@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from optkit.artifact import OWN_FILES, Artifact
+from optkit.artifact import Artifact
 from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.onnx_file import MODEL, is_onnx
 from optkit.model.shape import BLOCK_COUNTS, place_in_list
+from optkit.own_files import is_own
 from optkit.store import list_files, sha256_of
 from optkit.verification.check import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
@@ -85,7 +86,7 @@ def _digests(artifact: Artifact) -> Check:
             wrong.append(f"{name} has {path.stat().st_size:,} bytes, not {facts['size_bytes']:,}")
         elif sha256_of(path) != facts["sha256"]:
             wrong.append(f"{name} was changed")
-    others = [name for name in list_files(artifact.directory) if name not in known and name not in OWN_FILES]
+    others = [name for name in list_files(artifact.directory) if name not in known and not is_own(name)]
     beside = f"; beside them {some(others)}, which optkit did not write" if others else ""
     return check_of("digests", wrong, f"the SHA-256 of {len(known)} files are those of optkit.json{beside}")
 

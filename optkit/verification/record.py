@@ -8,9 +8,10 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from optkit.artifact import VERIFICATION_JSON, Artifact
+from optkit.artifact import Artifact
 from optkit.errors import ArtifactError
 from optkit.frozen import Frozen, digest
+from optkit.own_files import VERIFICATION_JSON
 from optkit.scorecard import Loading
 from optkit.verification.engines import ENGINE_NAMES
 

@@ -1,0 +1,17 @@
+"""The files that optkit itself leaves beside the weights of an artifact: they say how it was made and measured, and deploy nothing."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+RECORD = "optkit.json"
+SCORECARD_JSON = "scorecard.json"
+SCORECARD_MARKDOWN = "scorecard.md"
+LOSS_CURVE_SVG = "loss_curve.svg"
+VERIFICATION_JSON = "verification.json"
+OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SVG, VERIFICATION_JSON})
+
+
+def is_own(relative: PurePath | str) -> bool:
+    """Say whether a file, by its name relative to the model's directory, is one of these; below that directory none is."""
+    return str(relative) in OWN_FILES
