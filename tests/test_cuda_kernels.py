@@ -18,8 +18,9 @@ from optkit.algorithms.packing import pack
 from optkit.errors import OptkitError, RecipeError, StageError
 from optkit.kernels.cuda.decoding import MOST_SEQUENCES, GraphDecoder, ModelSteps
 from optkit.kernels.cuda.families import why_not_family
-from optkit.kernels.cuda.matrix import Matrix, can_stack, default_schedule, dequantized, multiply, stacked, tiled, why_not_tiled
+from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, multiply, stacked, tiled, why_not_tiled
 from optkit.kernels.cuda.nvrtc import compile_source
+from optkit.kernels.cuda.schedule import default_schedule
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.packed import PackedWeight
 from optkit.model.shape import ModelShape

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.kernels.cuda.families import REMEDY, why_not_family
-from optkit.kernels.cuda.matrix import CODE_BASES, MOST_TOKENS, ROWS, Matrix, can_stack, scratch_bytes, stacked
+from optkit.kernels.cuda.matrix import CODE_BASES, Matrix, can_stack, scratch_bytes, stacked
 from optkit.kernels.cuda.nvrtc import compiled
+from optkit.kernels.cuda.schedule import MOST_TOKENS, ROWS
 from optkit.kernels.cuda.step_products import step_product
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 
@@ -109,7 +110,7 @@ class Steps:
         self.gated = torch.zeros(batch, outputs // 2, dtype=dtype, device=device)
         self.logits = torch.zeros(batch, decoder.head.outputs, dtype=torch.float32, device=device)
         matrices = [matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        needed = max(scratch_bytes(matrix, min(batch, MOST_TOKENS)) for matrix in (*matrices, decoder.head))
+        needed = max(scratch_bytes(matrix.form, min(batch, MOST_TOKENS)) for matrix in (*matrices, decoder.head))
         self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
         shape = (len(decoder.layers), 2, batch, decoder.kv_heads, capacity, decoder.size)
         self.cache = torch.zeros(shape, dtype=dtype, device=device)

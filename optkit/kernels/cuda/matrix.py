@@ -8,66 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
+from optkit.kernels.cuda.schedule import CHUNK, ROWS, Form, Schedule, choose_tiles, ordered_bytes, sums_bytes, token_tiles
 from optkit.kernels.packed import PackedWeight
 
-ROWS = 16
-"""Outputs of a tile."""
-CHUNK = 128
-"""Inputs of a tile."""
-MOST_TOKENS = 32
-"""That `multiply` takes at once."""
-SHARED_BYTES = 160 << 10
-"""Of a block, that x may take: two blocks do not fit then, but all GPUs since Ampere can."""
 CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
 """What the kernel adds to a code so that its bits are a float."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a block goes over its part of a matrix."""
-
-    warps: int
-    """That share the inputs of a row of tiles."""
-    depth: int
-    """Chunks that a warp has asked for before it needs them."""
-    row_tiles: int
-    """Tiles of 16 outputs that a warp multiplies by the same x."""
-    blocks: int
-    """On each multiprocessor; each goes over several rows of tiles."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a kernel is compiled for."""
-
-    bits: int
-    outputs: int
-    inputs: int
-    dtype: torch.dtype
-    group_size: int
-    asymmetric: bool
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.outputs // ROWS)
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.inputs // CHUNK)
-
-    def macros(self, token_tiles: int = 1, row_tiles: int = 1, warps: int = 8, depth: int = 1) -> dict[str, str]:
-        """Return the macros of linear.cu."""
-        numbers = {
-            **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size},
-            **{"TOKEN_TILES": token_tiles, "ROW_TILES": row_tiles, "WARPS": warps, "DEPTH": depth},
-        }
-        flags = {"BF16": self.dtype == torch.bfloat16, "ASYMMETRIC": self.asymmetric}
-        return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
 
 
 @dataclass(frozen=True)
@@ -203,24 +154,22 @@ class Launch:
 
 @cache
 def _launch(form: Form, tokens: int, norm: bool, add: bool, gated: bool, wide: bool, schedule: Schedule | None, device: int) -> Launch:
-    chosen = schedule or default_schedule(form, tokens, gated)
-    shared = in_shared_memory(form, tokens)
-    token_tiles = _token_tiles(tokens)
-    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "SHARED": shared, "NORM": norm and shared}
+    properties: Any = torch.cuda.get_device_properties(device)
+    tiles = choose_tiles(form, tokens, gated, int(properties.shared_memory_per_block_optin), schedule)
+    chosen = tiles.schedule
+    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "SHARED": tiles.shared, "NORM": norm and tiles.shared}
     macros = {
-        **form.macros(token_tiles, chosen.row_tiles, chosen.warps, _depth(form, chosen)),
+        **form.macros(token_tiles(tokens), chosen.row_tiles, chosen.warps, _depth(form, chosen)),
         **{name: "1" for name, on in flags.items() if on},
     }
     half = form.tiles // 2
     units = -(-half // (chosen.row_tiles // 2)) if gated else -(-form.tiles // chosen.row_tiles)
-    reduced = 2 * chosen.warps * chosen.row_tiles * token_tiles * 8 * ROWS * 4
-    held = tokens * (form.chunks * CHUNK + 32) * 2 + _sums_bytes(form, tokens) if shared else 0
     return Launch(
         kernel=_kernel("linear", macros, device),
-        blocks=min(units, chosen.blocks * torch.cuda.get_device_properties(device).multi_processor_count),
+        blocks=min(units, chosen.blocks * properties.multi_processor_count),
         threads=32 * chosen.warps,
-        shared_bytes=held + reduced,
-        shared=shared,
+        shared_bytes=tiles.shared_bytes,
+        shared=tiles.shared,
         second_half=half if gated else 0,
     )
 
@@ -234,46 +183,19 @@ def dequantized(matrix: Matrix) -> Tensor:
     return weight
 
 
-def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
-    """Return what is good on an H200 for matrices of thousands of inputs."""
-    few, quantized = tokens <= 8, form.bits == 4
-    wide, narrow, long = form.outputs > 16 * form.inputs, form.outputs <= form.inputs, form.inputs > 2 * form.outputs
-    if not few:
-        return Schedule(warps=8, depth=1 if gated or wide else 2, row_tiles=2, blocks=1 if gated else 3)
-    if gated:
-        return Schedule(warps=16, depth=2, row_tiles=2, blocks=1) if quantized else Schedule(warps=8, depth=2, row_tiles=2, blocks=4)
-    if long:
-        return Schedule(warps=16 if quantized else 8, depth=7, row_tiles=1, blocks=1)
-    if wide:
-        return Schedule(warps=4, depth=4, row_tiles=1, blocks=4)
-    if quantized:
-        return Schedule(warps=16 if narrow else 8, depth=2, row_tiles=1, blocks=2 if narrow else 3)
-    return Schedule(warps=8, depth=4, row_tiles=1, blocks=1)
-
-
-def in_shared_memory(form: Form, tokens: int) -> bool:
-    """Say whether x goes through shared memory, where it can be normed on its way."""
-    return tokens <= 8 and tokens * (form.inputs + CHUNK + 32) * 2 <= SHARED_BYTES
-
-
-def scratch_bytes(matrix: Matrix, tokens: int) -> int:
-    """Return what `multiply` needs as `ordered`."""
-    form = matrix.form
-    return 0 if in_shared_memory(form, tokens) else _ordered_bytes(form, tokens) + _sums_bytes(form, tokens)
-
-
-def _ordered_bytes(form: Form, tokens: int) -> int:
-    return _token_tiles(tokens) * 8 * form.chunks * CHUNK * 2
+def scratch_bytes(form: Form, tokens: int) -> int:
+    """Return what `multiply` needs at most as `ordered`: of x in the order in which the kernel reads it, and of its sums."""
+    return ordered_bytes(form, tokens) + sums_bytes(form, tokens)
 
 
 def _arrange(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return x, normed, in the order in which the kernel reads it, and its sums over the inputs that share a scale."""
     tokens = x.shape[0]
     if ordered is None:
-        ordered = torch.empty(scratch_bytes(matrix, tokens), dtype=torch.uint8, device=x.device)
-    sums = ordered[_ordered_bytes(matrix.form, tokens) :]
+        ordered = torch.empty(scratch_bytes(matrix.form, tokens), dtype=torch.uint8, device=x.device)
+    sums = ordered[ordered_bytes(matrix.form, tokens) :]
     macros = matrix.form.macros() | ({} if norm is None else {"NORM": "1"})
-    _kernel("arrange", macros, x.get_device())((_token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens))
+    _kernel("arrange", macros, x.get_device())((token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens))
     return ordered, sums
 
 
@@ -281,20 +203,10 @@ def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
     return compiled("linear.cu", name, tuple(sorted(macros.items())), device)
 
 
-def _sums_bytes(form: Form, tokens: int) -> int:
-    """Return the bytes of a float32 for each group of inputs, no more than a chunk, and each token."""
-    return 0 if form.bits == 16 else form.chunks * max(1, CHUNK // form.group_size) * _token_tiles(tokens) * 8 * 4
-
-
 def _depth(form: Form, schedule: Schedule) -> int:
     """Return the schedule's depth, or the next smaller one that divides the chunks of a warp."""
     turns = -(-form.chunks // schedule.warps)
     return max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
-
-
-def _token_tiles(tokens: int) -> int:
-    tiles = -(-tokens // 8)
-    return tiles if tiles < 3 else 4
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels.cuda.matrix import MOST_TOKENS, Matrix, dequantized, multiply
+from optkit.kernels.cuda.matrix import Matrix, dequantized, multiply
+from optkit.kernels.cuda.schedule import MOST_TOKENS
 
 MOST_STREAMED = {4: 64, 16: 16}
 """Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32 at a time."""

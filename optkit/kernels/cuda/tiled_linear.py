@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.kernels.cuda.matrix import MOST_TOKENS, Matrix, dequantized, multiply
+from optkit.kernels.cuda.matrix import Matrix, dequantized, multiply
+from optkit.kernels.cuda.schedule import MOST_TOKENS
 
 
 class TiledLinear(nn.Module):
