@@ -21,6 +21,7 @@ from optkit import stopping
 SAFE_PATH = "PYTHONSAFEPATH"
 """Variable that does for all Pythons below a process what `-P` does for one: their own directories are no places to import from."""
 POLL_S = 0.1
+STDERR = 2
 ASKED_S = 0.5
 """How long a process may take to clean up when this one has been asked to stop."""
 
@@ -62,8 +63,11 @@ def safe_children() -> Iterator[None]:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session of its own; `end_group` ends it, and so does a signal to this one."""
-    process = subprocess.Popen(command, start_new_session=True, **options)
+    """Start a process that leads a session of its own; `end_group` ends it, and so does a signal to this one.
+
+    Its stdout is our stderr, unless `options` say otherwise: our own stdout is for results.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **{"stdout": STDERR, **options})
     stopping.adopt(process.pid)
     return process
 

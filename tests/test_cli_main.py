@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 from optkit_cli import validate
-from optkit_cli.failures import exit_status_of
+from optkit_cli.failures import failure_of
 from optkit_cli.main import COMMANDS, main
 
 from optkit.errors import MissingPackageError, OptkitError, Problem, RecipeError, StageError, UsageError
@@ -112,7 +112,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_usage_errors_say_what_to_type(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert json.loads(out)["kind"] == "UsageError" if "--json" in words else out == ""
     assert said in err
     assert err.splitlines()[-1].startswith("Try: optkit")
     assert "Traceback" not in err
@@ -139,7 +139,9 @@ def test_usage_errors_say_what_to_type(words: list[str], said: str, capsys: pyte
     ],
 )
 def test_failures_are_one_clean_message(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status_of(error, debug=False) == status
+    failure = failure_of(error)
+    failure.say()
+    assert failure.exit_status == status
     assert capsys.readouterr().err == said
 
 

@@ -163,6 +163,7 @@ def test_show_prints_the_card_and_then_says_that_files_were_changed(desk: Path, 
     out, err = spoken(capsys, "show", "artifacts/tiny", status=1)
     assert "size_bytes" in out
     assert err.startswith("error: artifacts/tiny: 1 of ")
+    assert json.loads(spoken(capsys, "show", "artifacts/tiny", "--json", status=1)[0])["kind"] == "ArtifactError"
 
 
 @pytest.mark.parametrize("words", [["show", "nowhere"], ["compare", "nowhere"], ["eval", "nowhere", "--evals", "tiny.yaml"]])

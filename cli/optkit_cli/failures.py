@@ -5,47 +5,76 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from optkit.errors import OptkitError
+from optkit.errors import OptkitError, Problem
 from optkit.stopping import KEPT, said_of
 
 
-def exit_status_of(error: BaseException, *, debug: bool) -> int:
-    """Print one clean message on stderr, after the traceback where that is wanted, and return the exit status."""
-    if debug:
-        traceback.print_exception(error)
+@dataclass(frozen=True)
+class Failure:
+    """Why a command did not end well: what stderr says of it, and what the document of `--json` says."""
+
+    kind: str
+    """The class of an optkit error, else UsageError, Interrupted, Terminated, ResourceError, OSError or Bug."""
+    exit_status: int
+    message: str
+    where: str = ""
+    why: str = ""
+    remedy: str = ""
+    problems: tuple[Problem, ...] = ()
+    spoken: tuple[str, ...] = ()
+    """The lines of stderr, if they are not the message's."""
+
+    def document(self) -> dict[str, Any]:
+        """Return what stdout holds with `--json`."""
+        fields = asdict(self)
+        del fields["spoken"]
+        return {"status": "error"} | fields
+
+    def say(self) -> None:
+        """Print it on stderr."""
+        for line in self.spoken or [f"error: {line}" for line in self.message.splitlines()]:
+            click.echo(line, err=True, color=sys.stderr.isatty())
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what an exception that ended a command means to the user."""
+    failed = OptkitError.exit_status
     match error:
         case click.UsageError() if error.ctx is not None and error.message == error.ctx.get_help():
-            _say(error.message)
-            return error.exit_code
+            return Failure("UsageError", error.exit_code, error.message, spoken=(error.message,))
         case click.ClickException():
-            _say(f"error: {' '.join(error.format_message().split())}")
-            if isinstance(error, click.UsageError) and error.ctx is not None:
-                _say(f"{error.ctx.get_usage()}\nTry: {error.ctx.command_path} --help")
-            return error.exit_code
+            return _usage_error(error)
         case click.Abort() | KeyboardInterrupt():
             word, status = said_of(error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt())
-            _say(f"{word}; {KEPT}")
-            return status
+            return Failure(word.capitalize(), status, f"{word}; {KEPT}", spoken=(f"{word}; {KEPT}",))
         case OptkitError():
-            for line in str(error).splitlines():
-                _say(f"error: {line}")
-            return error.exit_status
+            problems = getattr(error, "problems", ())
+            return Failure(type(error).__name__, error.exit_status, str(error), error.where, error.why, error.remedy, problems)
         case MemoryError():
-            _say("error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.")
-            return OptkitError.exit_status
+            remedy = "Run on a machine with more of it, or a recipe with smaller batches."
+            return Failure("ResourceError", failed, f"out of memory. {remedy}", remedy=remedy)
         case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _say(f"error: {error.filename or 'the output'}: the disk is full. Free some space and run the same command again.")
-            return OptkitError.exit_status
+            where, remedy = str(error.filename or "the output"), "Free some space and run the same command again."
+            return Failure("ResourceError", failed, f"{where}: the disk is full. {remedy}", where, remedy=remedy)
         case OSError() if error.filename is not None:
-            _say(f"error: {error.filename}: {error.strerror}.")
-            return OptkitError.exit_status
+            return Failure("OSError", failed, f"{error.filename}: {error.strerror}.", str(error.filename))
         case _:
-            _say(f"error: {_describe_bug(error)} This is a bug in optkit. Run the command again with --debug to see the traceback.")
-            return OptkitError.exit_status
+            why, remedy = "This is a bug in optkit.", "Run the command again with --debug to see the traceback."
+            return Failure("Bug", failed, f"{_describe_bug(error)} {why} {remedy}", why=why, remedy=remedy)
+
+
+def _usage_error(error: click.ClickException) -> Failure:
+    message = " ".join(error.format_message().split())
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return Failure("UsageError", error.exit_code, message)
+    remedy = f"Try: {error.ctx.command_path} --help"
+    return Failure("UsageError", error.exit_code, message, remedy=remedy, spoken=(f"error: {message}", error.ctx.get_usage(), remedy))
 
 
 def _describe_bug(error: BaseException) -> str:
@@ -53,7 +82,3 @@ def _describe_bug(error: BaseException) -> str:
     place = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
     what = " ".join(str(error).split())
     return f"{type(error).__name__}{place}: {what}." if what else f"{type(error).__name__}{place}."
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True, color=sys.stderr.isatty())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -10,9 +13,11 @@ from typing import Any
 import click
 
 from optkit import __version__, stopping
+from optkit.errors import OptkitError
 from optkit.processes import safe_children
-from optkit_cli.failures import exit_status_of
+from optkit_cli.failures import failure_of
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
+from optkit_cli.output import document_of, only_the_result_on_stdout, print_document
 
 COMMANDS = (
     "run",
@@ -69,20 +74,45 @@ def optkit() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Run the command line and return its exit status; with `--json`, stdout is one document, whatever happens."""
     _quiet_libraries()
-    words = None if arguments is None else list(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     invocation = Invocation()
+    as_json = "--json" in words and not {"-h", "--help", "--version"} & {*words}
+    with only_the_result_on_stdout() if as_json else contextlib.nullcontext() as stdout, stopping.listening(), safe_children():
+        if stdout is not None:
+            stopping.before_the_end(lambda: _say_the_end(invocation, stdout))
+        status = _status_of(words, invocation, as_json)
+        invocation.over = True
+    return status if print_document(invocation.document) else OptkitError.exit_status
+
+
+def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
     status: Any = None
-    with stopping.listening(), safe_children():
-        failure: BaseException | None = None
-        try:
-            status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
-        except (Exception, KeyboardInterrupt) as error:
-            failure = error
-        if stopping.asked() and not isinstance(failure, KeyboardInterrupt):
-            failure = stopping.request()
-        return int(status or 0) if failure is None else exit_status_of(failure, debug=invocation.debug)
+    error: BaseException | None = None
+    try:
+        status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
+    except BaseException as caught:
+        if isinstance(caught, SystemExit) and isinstance(caught.__context__, BrokenPipeError):
+            raise  # click's, where nobody reads stdout any more
+        error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught  # click hides which it was
+    if stopping.asked() and not isinstance(error, KeyboardInterrupt):
+        error = stopping.request()
+    if error is None:
+        return int(status or 0)
+    if invocation.debug:
+        traceback.print_exception(error)
+    failure = failure_of(error)
+    failure.say()
+    if as_json and not invocation.document:
+        invocation.document = document_of(failure.document())
+    return failure.exit_status
+
+
+def _say_the_end(invocation: Invocation, stdout: int) -> None:
+    """Write the document of a command that is ended before it could end by itself."""
+    if not invocation.over:
+        os.write(stdout, document_of(failure_of(stopping.request()).document()).encode())
 
 
 def _quiet_libraries() -> None:

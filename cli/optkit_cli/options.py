@@ -21,6 +21,9 @@ class Invocation:
     """What the words of one command line say about the program rather than about the work."""
 
     debug: bool = False
+    document: str = ""
+    """The JSON that stdout gets once the command is over."""
+    over: bool = False
 
 
 def _want_debug(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

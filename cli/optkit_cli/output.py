@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from optkit_cli.options import Invocation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,8 +27,31 @@ WIDTH = 100
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    """Leave one JSON document to be printed when the command is over, alone on stdout."""
+    _leave(document_of(value))
+
+
+def document_of(value: Any) -> str:
+    """Return JSON as it is printed."""
+    return f"{json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)}\n"
+
+
+def _leave(document: str) -> None:
+    click.get_current_context().ensure_object(Invocation).document = document
+
+
+def print_document(document: str) -> bool:
+    """Print a document on stdout, and return whether it arrived; nobody to read it is no error to speak of."""
+    try:
+        document.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        document = f"{json.dumps(json.loads(document), indent=2)}\n"
+    try:
+        click.echo(document, nl=False)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
+        return False
+    return True
 
 
 def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bool) -> None:
@@ -33,7 +60,7 @@ def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bo
     from optkit_cli.scorecard_view import scorecard_view
 
     if as_json:
-        click.echo(to_json(scorecard), nl=False)
+        _leave(to_json(scorecard))
     else:
         show(*scorecard_view(scorecard, directory))
 
@@ -62,7 +89,29 @@ def plain_text(*parts: RenderableType, width: int = WIDTH) -> str:
 
 
 @contextlib.contextmanager
-def only_the_result_on_stdout() -> Iterator[None]:
-    """Send whatever libraries print while they work to stderr."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+def only_the_result_on_stdout() -> Iterator[int | None]:
+    """Send whatever libraries print while they work to stderr: of Python, of C, and of the processes that they start.
+
+    Gives the descriptor of stdout itself, where there is one.
+    """
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no stdout
+        yield None
+        return
+    try:
+        _flush()
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield kept
+    finally:
+        _flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _flush() -> None:
+    """Write out what Python and C keep back for stdout."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -13,10 +13,14 @@ from optkit_cli.options import Command, json_option
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
 @json_option
 def command(artifact: Path, as_json: bool) -> None:
-    """Print how ARTIFACT was made and its scorecard; an error follows if its files were changed since."""
+    """Print how ARTIFACT was made and its scorecard; an error follows if its files were changed since, with --json alone."""
     from optkit.artifact import read_artifact
     from optkit.pipeline import read_scorecard
     from optkit_cli.output import print_scorecard
 
-    print_scorecard(read_scorecard(artifact), artifact, as_json=as_json)
-    read_artifact(artifact).check()
+    found, scorecard = read_artifact(artifact), read_scorecard(artifact)
+    if as_json:
+        found.check()
+    print_scorecard(scorecard, artifact, as_json=as_json)
+    if not as_json:
+        found.check()

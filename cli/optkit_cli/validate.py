@@ -5,24 +5,29 @@ from __future__ import annotations
 import click
 
 from optkit.errors import OptkitError, RecipeError
-from optkit_cli.options import Command
+from optkit_cli.options import Command, json_option
 
 
 @click.command(cls=Command, short_help="Check recipes; every problem at once.")
 @click.argument("recipes", metavar="RECIPE...", nargs=-1, required=True)
-def command(recipes: tuple[str, ...]) -> None:
+@json_option
+def command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.errors import Problem
     from optkit.recipe import load_recipe
+    from optkit_cli.output import print_json
 
     problems: list[Problem] = []
     for recipe in recipes:
         try:
             load_recipe(recipe)
-            click.echo(f"{recipe}: ok")
+            if not as_json:
+                click.echo(f"{recipe}: ok")
         except RecipeError as error:
             problems.extend(error.problems)
         except OptkitError as error:
             problems.append(Problem(str(error)))
     if problems:
         raise RecipeError(problems)
+    if as_json:
+        print_json({"status": "ok", "recipes": recipes})
