@@ -17,7 +17,7 @@ from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
 from optkit.frozen import Frozen, digest
 from optkit.model.onnx_file import is_onnx
-from optkit.own_files import OWN_FILES, RECORD, is_own
+from optkit.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
 from optkit.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
 SCHEMA = 1
@@ -47,6 +47,8 @@ class ArtifactRecord(Frozen):
     """Each transform with its key, seconds and report."""
     calibrated_on: tuple[dict[str, str], ...] = ()
     """Texts that shaped the weights; evals refuse them."""
+    finished: bool | None = None
+    """The scorecard is there; None of an artifact that is older than this field, which is finished if it has one."""
     files: dict[str, dict[str, Any]]
     """Size, time and SHA-256 of every file of the model."""
 
@@ -66,6 +68,22 @@ class Artifact(Frozen):
                 where=str(self.directory),
                 remedy="Run its recipe again",
             )
+
+    def require_finished(self) -> None:
+        """Raise ArtifactError where the run that published it ended before its scorecard was there."""
+        finished = self.record.finished
+        if not ((self.directory / SCORECARD_JSON).is_file() if finished is None else finished):
+            raise ArtifactError(
+                "its run did not finish",
+                where=str(self.directory),
+                why="The weights are there, and what was to be measured of them is not",
+                remedy="Run its recipe again: it goes on from what is finished",
+            )
+
+    def finish(self) -> None:
+        """Say in its record that the scorecard is there."""
+        if not self.record.finished:
+            self.attach(RECORD, self.record.model_copy(update={"finished": True}).model_dump_json(indent=1))
 
     def attach(self, name: str, text: str) -> None:
         """Write one of optkit's own files (a scorecard, a verification) beside the weights."""
@@ -113,6 +131,13 @@ def read_artifact(directory: Path) -> Artifact:
         raise ArtifactError(
             "cannot be read", where=str(path), why=str(error).splitlines()[0], remedy="Delete the directory and run its recipe again"
         ) from error
+
+
+def read_finished(directory: Path) -> Artifact:
+    """Return a published artifact as `read_artifact` does; raises ArtifactError where its run did not finish, too."""
+    found = read_artifact(directory)
+    found.require_finished()
+    return found
 
 
 def settle(out: Path) -> Path:
@@ -197,7 +222,7 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
             if not is_own(name):
                 linked = place(weights / name, draft / name, link=link)
                 files[name] = stored[name] if linked and stored else describe_file(draft / name)
-        made = ArtifactRecord.model_validate({**record, "files": files})
+        made = ArtifactRecord.model_validate({**record, "files": files, "finished": False})
         (draft / RECORD).write_text(made.model_dump_json(indent=1), encoding="utf-8")
         if out.exists():
             out.rename(out.with_name(f".{out.name}.old-{secrets.token_hex(4)}"))

@@ -57,8 +57,8 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     check_disk(plan, store)
     made: set[str] = set()
     last = len(plan.steps) - 1
-    if first := next((index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), None):
-        check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
+    first = next((index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), len(plan.steps))
+    check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
     weights = materialize(plan, last, store, context, made)
     outcomes = tuple(_outcomes(plan.steps[1:], store, made))
     in_store = store.get(plan.steps[last].key) == weights

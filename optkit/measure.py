@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 from optkit.frozen import Frozen
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
+from optkit.source.text_place import TextPlace
 from optkit.statistics import Estimate, mean_estimate
 
 if TYPE_CHECKING:
@@ -210,6 +211,12 @@ class Eval(Frozen):
         """Refuse, before anything runs and without torch, what the device or the installed packages cannot measure.
 
         Raises MissingPackageError, EvalError.
+        """
+
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse, before anything is computed, a tokenizer that cannot be opened and texts that are too short.
+
+        Raises SourceError, EvalError.
         """
 
     def apart(self) -> bool:

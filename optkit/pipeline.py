@@ -15,7 +15,7 @@ from optkit.artifact import (
     is_artifact,
     measured_weights,
     publish,
-    read_artifact,
+    read_finished,
     reserve,
     settle,
     standing,
@@ -106,6 +106,7 @@ def run(
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added})
         _attach(artifact, scorecard)
+        artifact.finish()
         if verified:
             _refuse_damaged(verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress))
             return read_scorecard(target)
@@ -126,11 +127,11 @@ def verify(
     """Check an artifact's files and what each engine makes of it beside optkit's own session; the result is kept in its scorecard.
 
     `pythons` says in which interpreter an engine is installed, where it is not our own. The logits after `tokens` tokens of a fixed text
-    are compared. Raises UsageError for an interpreter that is not there, ArtifactError where the directory is no artifact, SourceError
-    where opening it would run code of others without `trust_remote_code`.
+    are compared. Raises UsageError for an interpreter that is not there, ArtifactError where the directory is no artifact or its run did
+    not finish, SourceError where opening it would run code of others without `trust_remote_code`.
     """
     progress = progress or SilentProgress()
-    found = read_artifact(Path(artifact))
+    found = read_finished(Path(artifact))
     trusted = allow_code(found, (), trust_remote_code, progress)
     done = verify_artifact(
         found,
@@ -178,7 +179,7 @@ def evaluate(
         with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
             found = measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime)
         return _scorecard(todo, found, [])
-    artifact = read_artifact(Path(model))
+    artifact = read_finished(Path(model))
     artifact.check()
     allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
     made = load_recipe(artifact.record.recipe)
@@ -202,9 +203,9 @@ def evaluate(
 
 def read_scorecard(artifact: Path) -> Scorecard:
     """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError where there is none."""
-    found = read_artifact(artifact)
+    found = read_finished(artifact)
     if not (artifact / SCORECARD_JSON).is_file():
-        raise ArtifactError("there is no scorecard", where=str(artifact), why="Its run did not finish", remedy="Run its recipe again")
+        raise ArtifactError("there is no scorecard", where=str(artifact), why="It was deleted", remedy="Run its recipe again")
     return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
 
 
@@ -223,8 +224,8 @@ def open_artifact(
 ) -> AnySession:
     """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
 
-    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed,
-    SourceError where opening it would run code of others without `trust_remote_code`.
+    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed, or its
+    run did not finish, SourceError where opening it would run code of others without `trust_remote_code`.
     """
     from optkit.session import open_session
 
@@ -232,7 +233,7 @@ def open_artifact(
     if not is_artifact(directory):
         trusted = allow_directory(directory, trust_remote_code, progress or SilentProgress())
         return open_session(directory, (), _usable(device), dtype, progress, trusted)
-    artifact = read_artifact(directory)
+    artifact = read_finished(directory)
     artifact.check()
     settings = settings_of(artifact)
     trusted = allow_code(artifact, settings, trust_remote_code, progress or SilentProgress())

@@ -35,7 +35,8 @@ from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
 from optkit.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape
-from optkit.stage import Cost, Format, TextPlace, Transform, check_together
+from optkit.source.text_place import TextPlace
+from optkit.stage import Cost, Format, Transform, check_together
 from optkit.store import Store
 
 _REASONS = {
@@ -166,18 +167,23 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
 
 
 def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
-    """Let the stages that will run refuse texts that are too short for them, where the texts and the tokenizer are here already.
+    """Let the stages and evals that will run refuse what they cannot read, where the texts and the tokenizer are here already.
 
-    `directory` is what the first of them reads; left out, it is looked for. Raises StageError.
+    `directory` is what the first of them reads, in a run, which imports transformers; left out, it is looked for. Raises StageError,
+    EvalError, SourceError.
     """
+    running = directory is not None
     there = [step.directory for step in plan.steps if step.directory]
     directory = directory or (there[-1] if there else None)
     if directory is None:
         return
-    place = TextPlace(directory, data, store.root / "counts", plan.recipe.model.trust_remote_code)
+    place = TextPlace(directory, data, store.root / "counts", plan.recipe.model.trust_remote_code, running)
     for step in plan.pending:
         if step.stage:
             step.stage.check_texts(place)
+    for each in plan.evals:
+        if not (each.hit and each.baseline_hit):
+            each.eval.check_texts(place)
 
 
 def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:

@@ -20,6 +20,7 @@ from optkit.frozen import Frozen
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
+from optkit.source.text_place import TextPlace
 
 
 class Format(StrEnum):
@@ -67,19 +68,6 @@ class Context:
     workspace: Path | None = None
     """Directory, perhaps not there yet, whose files outlive a run that fails or is killed: checkpoints of a training. It belongs to this
     step alone and goes when the step is finished."""
-
-
-@dataclass(frozen=True)
-class TextPlace:
-    """Where the texts of a stage, and the tokenizer that reads them, are before it runs."""
-
-    tokenizer: Path
-    """A model directory."""
-    data: Path | None
-    """Directory with local copies of data sets, if the user named one."""
-    counts: Path
-    """Directory, perhaps not there yet, in which it is remembered how many tokens texts have."""
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit import pipeline
-from optkit.errors import StageError
+from optkit.errors import SourceError, StageError
 from optkit.execute import execute
 from optkit.plan import Plan, check_texts, make_plan
 from optkit.recipe import Recipe, load_recipe
 from optkit.source import token_counts
+from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
-from optkit.stage import Context, TextPlace
+from optkit.stage import Context
 from optkit.stages.distill import Distill
 from optkit.stages.qat import Qat
 from optkit.store import Store
@@ -77,7 +78,7 @@ def test_what_was_counted_is_not_counted_again(tiny_model, texts, tmp_path, monk
     monkeypatch.delattr(token_counts, "load_tokenizer")
     assert TokenCounts(tiny_model("llama"), None, tmp_path / "counts").enough_sequences(texts, LENGTH, 10_000) == total
     (next((tmp_path / "counts").glob("*.json"))).write_text("{", encoding="utf-8")
-    with pytest.raises(AttributeError):
+    with pytest.raises(SourceError):
         counts.enough_sequences(texts, LENGTH, 10_000)
 
 
@@ -176,7 +177,7 @@ def test_enough_text_is_counted_without_torch(texts, tiny_model, tmp_path):
     stage = Distill.model_validate(SHORT | {"texts": [text.model_dump() for text in texts]})
     place = f"TextPlace(Path({str(tiny_model('llama'))!r}), None, Path({str(tmp_path / 'counts')!r}))"
     program = f"""import json, sys; from pathlib import Path
-from optkit.stage import TextPlace; from optkit.stages.distill import Distill
+from optkit.source.text_place import TextPlace; from optkit.stages.distill import Distill
 Distill.model_validate_json({stage.model_dump_json()!r}).check_texts({place}); print({{"torch", "transformers"}} & {{*sys.modules}})"""
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -11,8 +11,11 @@ from pydantic import Field
 
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, EvalContext
+from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
-from optkit_evals.windows import refuse_calibrated, short_revision
+from optkit.source.token_counts import TokenCounts
+from optkit.source.training_text import TrainingText
+from optkit_evals.windows import MOST_CHECKED, refuse_calibrated, short_revision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,11 +45,16 @@ class SentenceText(TextSource):
     batch: int = Field(default=8, ge=1)
     """Sentences that are encoded together, those of like lengths; the shorter ones are padded."""
 
-    def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
-        """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has too few."""
-        text = self if self.revision else self.pinned(context.data)
-        refuse_calibrated(text, context)
-        found = split_sentences(text.documents(context.data))
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too few sentences."""
+        counts = TokenCounts.of(place)
+        if self.is_local(place.data):
+            self._taken(split_sentences(self.documents(place.data)))
+        text = TrainingText.model_validate({**self.identity(), "field": self.field, "packing": "joined"})
+        counts.check_ids(text, MOST_CHECKED, place.vocabulary)
+
+    def _taken(self, found: list[str]) -> list[str]:
+        """Return those sentences that are measured on, the short ones first; raises EvalError where there are too few."""
         if len(found) < self.sentences:
             raise EvalError(
                 f"the text has {len(found):,} different sentences and {self.sentences:,} are asked for",
@@ -54,7 +62,13 @@ class SentenceText(TextSource):
                 why=f"Counted are those of {FEWEST_WORDS} to {MOST_WORDS} words that end in a full stop, ! or ?",
                 remedy="Lower sentences, or take a longer text",
             )
-        taken = sorted((found[index * len(found) // self.sentences] for index in range(self.sentences)), key=lambda each: (len(each), each))
+        return sorted((found[index * len(found) // self.sentences] for index in range(self.sentences)), key=lambda each: (len(each), each))
+
+    def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
+        """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has too few."""
+        text = self if self.revision else self.pinned(context.data)
+        refuse_calibrated(text, context)
+        taken = self._taken(split_sentences(text.documents(context.data)))
         batches = tuple(session.tokenize(taken[start : start + self.batch]) for start in range(0, len(taken), self.batch))
         ids = hashlib.sha256("\n".join(taken).encode())
         for tokens, _ in batches:

@@ -17,10 +17,19 @@ from pydantic import Field
 
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Session
+from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
+from optkit.source.token_counts import TokenCounts
+from optkit.source.training_text import TrainingText
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+FEWEST = 2
+"""Windows; one would have no error bar."""
+MOST_CHECKED = 1 << 20
+"""Tokens of a text that is measured whole whose ids are compared with the vocabulary before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,20 @@ class WindowedText(TextSource):
         """Return the tokens of a window."""
         return self.window
 
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too few windows."""
+        counts = TokenCounts.of(place)
+        text = TrainingText.model_validate({**self.identity(), "field": self.field, "packing": "joined"})
+        least = self.windows or FEWEST
+        room = self.window - 1 if self.bos == "window" else self.window
+        found = counts.enough_sequences((text,), room, least)
+        if found is not None and found < least:
+            raise self._too_short(f"{found:,} windows of {self.window:,} tokens and {least:,} are needed")
+        counts.check_ids(text, self.windows * room if self.windows else MOST_CHECKED, place.vocabulary)
+
+    def _too_short(self, told: str) -> EvalError:
+        return EvalError(f"the text has {told}", where=self.where, remedy="Lower windows or window, or take a longer text")
+
     def cut(self, session: Session, context: EvalContext) -> Windows:
         """Return the windows; raises EvalError where the text was calibrated on, is too short, or the model's positions are too few."""
         text = self if self.revision else self.pinned(context.data)
@@ -61,13 +84,9 @@ class WindowedText(TextSource):
         prefix, body = self._encode(session, text.joined(context.data))
         room = self.window - len(prefix) if self.bos == "window" else self.window
         stream = [*prefix, *body] if self.bos == "text" else body
-        least = self.windows or 2
+        least = self.windows or FEWEST
         if len(stream) < least * room:
-            raise EvalError(
-                f"the text has {len(stream):,} tokens and {least} windows of {self.window} need {least * room:,}",
-                where=self.where,
-                remedy="Lower windows or window, or take a longer text",
-            )
+            raise self._too_short(f"{len(stream):,} tokens and {least} windows of {self.window} need {least * room:,}")
         count = self.windows or len(stream) // room
         lead = prefix if self.bos == "window" else []
         rows = [[*lead, *stream[index * room : (index + 1) * room]] for index in range(count)]

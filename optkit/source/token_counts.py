@@ -10,12 +10,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from optkit.atomic import write_text_atomically
+from optkit.errors import SourceError
 from optkit.frozen import digest
 from optkit.source.calibration import load_tokenizer
 from optkit.source.digests import sha256_of
+from optkit.source.text_place import TextPlace
 from optkit.source.training_text import TrainingText
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -30,6 +32,8 @@ class _Count:
     """What is known of a text."""
 
     tokens: int
+    largest: int
+    """The largest id of a token."""
     whole: bool
     """All of it was counted."""
     exact: bool
@@ -46,6 +50,26 @@ class TokenCounts:
     cache: Path
     """Directory, perhaps not there yet, of what was counted before."""
     trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, place: TextPlace) -> Self:
+        """Return what counts at a place. Raises SourceError where the tokenizer there cannot be opened."""
+        if place.transformers or not (place.tokenizer / TOKENIZER).is_file():
+            load_tokenizer(place.tokenizer, place.trust_remote_code)
+        return cls(place.tokenizer, place.data, place.counts, place.trust_remote_code)
+
+    def check_ids(self, text: TrainingText, tokens: int, vocabulary: int | None) -> None:
+        """Raise SourceError where the first `tokens` tokens of a text have an id that the model does not know, where that is known here."""
+        if vocabulary is None or not text.is_local(self.data) or not (self.directory / TOKENIZER).is_file():
+            return
+        largest = self._count(text, tokens).largest
+        if largest >= vocabulary:
+            raise SourceError(
+                f"the tokenizer makes token {largest:,} of {text.where}, and the model's vocabulary ends at {vocabulary - 1:,}",
+                where=str(self.directory / TOKENIZER),
+                why="It belongs to another model",
+                remedy="Copy the tokenizer files of the model itself",
+            )
 
     def enough_sequences(self, texts: tuple[TrainingText, ...], length: int, wanted: int) -> int | None:
         """Return at least `wanted` where the texts give so many sequences of `length` tokens, else exactly how many they give.
@@ -67,28 +91,25 @@ class TokenCounts:
         known = self._known(text)
         if known and (known.whole or known.tokens >= wanted):
             return known
-        tokens = 0
-        for some in self._pieces(text):
-            tokens += some
+        tokens = largest = 0
+        for some, top in self._pieces(text):
+            tokens, largest = tokens + some, max(largest, top)
             if tokens >= wanted:
-                return self._keep(text, _Count(tokens, whole=False, exact=False))
-        return self._keep(text, _Count(tokens, whole=True, exact=False))
+                return self._keep(text, _Count(tokens, largest, whole=False, exact=False))
+        return self._keep(text, _Count(tokens, largest, whole=True, exact=False))
 
     def _exact(self, text: TrainingText) -> int:
         """Return how many tokens the training will find."""
         known = self._known(text)
         if known and known.exact:
             return known.tokens
-        found = len(text.token_ids(load_tokenizer(self.directory, self.trust_remote_code), self.data))
-        return self._keep(text, _Count(found, whole=True, exact=True)).tokens
+        found = text.token_ids(load_tokenizer(self.directory, self.trust_remote_code), self.data)
+        return self._keep(text, _Count(len(found), max(found, default=0), whole=True, exact=True)).tokens
 
-    def _pieces(self, text: TrainingText) -> Iterator[int]:
-        """Yield the tokens of one part of a text after the other."""
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(self.directory / TOKENIZER))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+    def _pieces(self, text: TrainingText) -> Iterator[tuple[int, int]]:
+        """Yield how many tokens one part of a text after the other has, and the largest of their ids."""
+        tokenizer = self._tokenizer()
+        yield 0, max(tokenizer.encode("").ids, default=0)
         if text.packs_documents:
             parts, at_once = [document for document in text.documents(self.data) if document.strip()], DOCUMENTS_AT_ONCE
         else:
@@ -97,7 +118,22 @@ class TokenCounts:
         ends = int(text.packs_documents and self._has_end())
         for start in range(0, len(parts), at_once):
             some = tokenizer.encode_batch_fast(parts[start : start + at_once], add_special_tokens=text.packs_documents)
-            yield sum(len(each) + ends for each in some)
+            yield sum(len(each) + ends for each in some), max((max(each.ids, default=0) for each in some), default=0)
+
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer; raises SourceError where its file is damaged."""
+        from tokenizers import Tokenizer
+
+        path = self.directory / TOKENIZER
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library has no class of its own
+            raise SourceError(
+                "the tokenizer cannot be read", where=str(path), why=str(error), remedy="Copy the file from the model's source again"
+            ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def _has_end(self) -> bool:
         """Say whether documents are ended by a token."""

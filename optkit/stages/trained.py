@@ -13,9 +13,10 @@ from optkit.frozen import digest
 from optkit.model.shape import ModelShape
 from optkit.model.weights import expert_counts
 from optkit.source.models import model_shape
+from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
-from optkit.stage import Context, Cost, Report, TextPlace
+from optkit.stage import Context, Cost, Report
 from optkit.stages.layer_quantizer import out_of_memory
 from optkit.stages.teaching import Taught
 from optkit.training.budget import Budget
