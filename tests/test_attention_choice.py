@@ -31,6 +31,7 @@ from optkit.store import Store
 from optkit.training.student import open_student
 from optkit.training.teacher import LiveTeacher
 from tests.conftest import TinyModel
+from tests.near import near
 from tests.skeletons import changed_copy, logits_of, reference, some_tokens
 
 TOKENS = some_tokens(2)
@@ -60,12 +61,12 @@ def test_everything_that_opens_a_model_keeps_its_cap(kind: str, tiny_model: Tiny
     assert (expected - eager_logits(directory, "sdpa")).abs().max() > 0.1
     session = open_session(directory)
     assert session.notes == (f"attention: eager, because sdpa leaves out the soft cap of the scores of {kind}",)
-    torch.testing.assert_close(session.logits(TOKENS), expected)
-    torch.testing.assert_close(logits_of(directory)[:2], expected)
+    assert near(session.logits(TOKENS), expected)
+    assert near(logits_of(directory)[:2], expected)
     with torch.no_grad():
-        torch.testing.assert_close(open_student(directory, "cpu").model(TOKENS).logits, expected)
+        assert near(open_student(directory, "cpu").model(TOKENS).logits, expected)
     taught = LiveTeacher(directory, "cpu").targets(range(2), TOKENS).logits(slice(0, TOKENS.numel()))
-    torch.testing.assert_close(taught, expected.flatten(0, 1))
+    assert near(taught, expected.flatten(0, 1))
 
 
 def test_a_quantized_model_keeps_its_cap(tiny_model: TinyModel, target: Path) -> None:
@@ -81,7 +82,7 @@ def test_an_artifact_keeps_its_cap_in_plain_transformers(tiny_model: TinyModel, 
     model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     assert model.config._attn_implementation == "eager"
     with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS).logits, eager_logits(target))
+        assert near(model(TOKENS).logits, eager_logits(target))
     asked = transformers.AutoModelForCausalLM.from_pretrained(target, attn_implementation="sdpa")
     assert asked.config._attn_implementation == "sdpa"
 
@@ -96,7 +97,7 @@ def test_what_decodes_keeps_the_cap(tiny_model: TinyModel) -> None:
         model: Any = plain.model
         kept = model(TOKENS, past_key_values=static_cache(model.config, 128), use_cache=True).logits
     logits = eager_logits(directory)
-    torch.testing.assert_close(kept, logits)
+    assert near(kept, logits)
     coded = open_session(directory, [KvCache(dtype="int8")]).logits(TOKENS)
     assert (coded - logits).norm() / logits.norm() < 0.03
     with pytest.raises(StageError, match="the model's layers have windows of their own"):
@@ -116,7 +117,7 @@ def test_a_model_without_its_cap_is_opened_as_ever(tiny_model: TinyModel, tmp_pa
     session = open_session(directory, [Attention(implementation="sdpa")])
     assert open_session(directory).model.config._attn_implementation == session.model.config._attn_implementation == "sdpa"
     assert session.notes == ()
-    torch.testing.assert_close(session.logits(TOKENS), eager_logits(directory))
+    assert near(session.logits(TOKENS), eager_logits(directory))
     assert not attends_eagerly(Checkpoint(directory).config)
 
 

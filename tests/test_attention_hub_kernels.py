@@ -27,6 +27,7 @@ from optkit.source import kernels
 from optkit.source.kernels import PACKAGE, AttentionKernel, why_not_function
 from optkit.stages.attention import Attention
 from optkit.store import Store
+from tests.near import near
 
 NAME, COMMIT = "kernels-community/flash-attn2", "c" * 40
 SHAPE = ModelShape({}, {})
@@ -250,7 +251,7 @@ def test_a_kernel_from_a_directory_computes_what_sdpa_does(local: Path, tiny_mod
     tokens = torch.arange(24).reshape(2, 12)
     ours = open_session(tiny_model("llama"), [Attention(implementation="me/tiny").pinned(None)])
     plain = open_session(tiny_model("llama"))
-    assert torch.allclose(ours.logits(tokens), plain.logits(tokens), atol=1e-4)
+    assert near(ours.logits(tokens), plain.logits(tokens))
     assert ours.generate(tokens, 8).equal(plain.generate(tokens, 8))
     assert ours.attention_kernels(tokens).startswith("me/tiny@local-")
     with pytest.raises(OptkitError, match="the kernel me/none cannot be loaded"):

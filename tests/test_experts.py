@@ -6,6 +6,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.model.experts import Expert, Experts, unfuse_experts_
+from tests.near import near
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
@@ -43,7 +44,7 @@ def test_the_logits_are_the_same(kind: str) -> None:
         want = model(tokens).logits
         assert unfuse_experts_(model) == {}
         got = model(tokens).logits
-    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert near(got, want)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     experts = [module for module in model.modules() if isinstance(module, Expert)]
     assert experts

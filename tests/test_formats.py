@@ -20,6 +20,7 @@ from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.near import near
 from tests.packed_models import save_packed
 
 
@@ -102,7 +103,7 @@ def test_groups_of_different_bits_in_one_model(tiny_model: TinyModel, tmp_path: 
     (directories[4] / "config.json").write_text(json.dumps(config))
     tokens = torch.arange(5, 30)[None]
     session = open_session(directories[4])
-    torch.testing.assert_close(session.logits(tokens), open_session(tmp_path / "plain4").logits(tokens), rtol=1e-3, atol=1e-4)
+    assert near(session.logits(tokens), open_session(tmp_path / "plain4").logits(tokens), 1e-4)
     assert {note.split(" layers")[0] for note in session.notes if " layers " in note} == {"int4: 12 of 21", "int8: 9 of 21"}
 
 
@@ -134,5 +135,5 @@ def test_formats_of_different_kinds_in_one_model(tiny_model: TinyModel, tmp_path
         save_file(held, tmp_path / directory / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "mixed" / "config.json").write_text(json.dumps(config))
     session, tokens = open_session(tmp_path / "mixed"), torch.arange(5, 30)[None]
-    torch.testing.assert_close(session.logits(tokens), open_session(tmp_path / "plain").logits(tokens), rtol=1e-3, atol=1e-4)
+    assert near(session.logits(tokens), open_session(tmp_path / "plain").logits(tokens), 1e-4)
     assert sorted(note.split(" layers")[0] for note in session.notes if " layers " in note) == ["fp8: 9 of 21", "int4: 12 of 21"]

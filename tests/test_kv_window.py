@@ -20,6 +20,7 @@ from optkit.stages.attention import Attention
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.speculative import Speculative
 from tests.conftest import TinyModel
+from tests.near import near
 
 TOKENS = torch.randint(90, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -43,7 +44,7 @@ def test_without_sinks_it_is_the_sliding_window_of_mistral(tiny_model: TinyModel
     own = AutoModelForCausalLM.from_pretrained(mistral, attn_implementation="eager")
     session = opened(llama, Attention(implementation=implementation), KvCache(window=9, sinks=0))  # type: ignore[arg-type]
     with torch.no_grad():
-        assert torch.allclose(session.logits(TOKENS), own(TOKENS).logits, atol=2e-5)
+        assert near(session.logits(TOKENS), own(TOKENS).logits)
     expected = own.generate(TOKENS, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
     assert session.generate(TOKENS, 12).equal(expected)
 
@@ -59,12 +60,12 @@ def test_prompts_parts_and_steps_see_the_same(tiny_model: TinyModel, kind: str, 
     plain = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
     with torch.no_grad():
         expected = plain(TOKENS, attention_mask=seen.expand(2, 1, length, length)).logits
-    assert torch.allclose(session.logits(TOKENS), expected, atol=2e-5)
+    assert near(session.logits(TOKENS), expected)
     cache, found = session.new_cache(), []
     for start, end in ((0, 15), (15, 17), (17, 18), (18, 19), (19, 33), (33, 40)):
         with torch.no_grad():
             found.append(session.step(TOKENS[:, start:end], cache))
-    assert torch.allclose(torch.cat(found, dim=1), expected, atol=2e-5)
+    assert near(torch.cat(found, dim=1), expected)
     assert cache.layers[0].key_parts[0].shape[-2] == 10
 
 

@@ -19,6 +19,7 @@ from optkit.stage import Context
 from optkit.stages.gptq import Gptq
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.near import near
 from tests.predictions import predicted
 
 TOKENS = torch.arange(60).view(2, 30)
@@ -39,7 +40,7 @@ def test_the_skeleton_gives_what_lm_head_is_given(tiny_model: TinyModel, kind: s
         for batch in inputs.batches:
             inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
         skeleton.release_(block.name)
-    assert torch.allclose(torch.cat(list(skeleton.head_inputs(inputs, "cpu"))), seen[0], atol=1e-5)
+    assert near(torch.cat(list(skeleton.head_inputs(inputs, "cpu"))), seen[0])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_rtn_of_lm_head_opens_everywhere(tiny_model: TinyModel, tmp_path: Path, 
     assert "model.embed_tokens.weight" in written.tensors
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
-    assert torch.allclose(open_session(tmp_path).logits(TOKENS), expected, atol=1e-4)
+    assert near(open_session(tmp_path).logits(TOKENS), expected)
 
 
 def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(

@@ -26,6 +26,7 @@ from tests.exported import (
     unpacked,
     with_float_matrices,
 )
+from tests.near import near
 
 CONTEXT = Context()
 TOKENS = np.random.default_rng(5).integers(0, 512, (2, 17))
@@ -66,7 +67,7 @@ def test_says_what_its_codes_say(llama: Path, target: Path, fields: dict[str, An
     assert [attributes(node)["bits"] for node in blocks if node.name == HEAD] == [head] * (head != "keep")
     assert {attributes(node)["block_size"] for node in blocks} == {fields.get("block_size", 32)}
     feeds = decoder_feeds(model, TOKENS)
-    np.testing.assert_allclose(outputs(target, feeds), outputs(with_float_matrices(model), feeds), atol=2e-5)
+    assert near(outputs(target, feeds), outputs(with_float_matrices(model), feeds))
     source = constants(loaded(llama))
     for node in blocks:
         weight = source[node.input[1].rpartition("_Q")[0]]
@@ -104,7 +105,7 @@ def test_a_tied_embedding_reads_the_codes_of_lm_head(llama: Path, target: Path, 
     plain.graph.initializer.append(helper.make_tensor("table", 1, table.shape, table.tobytes(), raw=True))
     gather.CopyFrom(helper.make_node("Gather", ["table", gather.input[1]], list(gather.output), name=gather.name))
     feeds = decoder_feeds(model, TOKENS)
-    np.testing.assert_allclose(outputs(target, feeds), outputs(plain, feeds), atol=2e-5)
+    assert near(outputs(target, feeds), outputs(plain, feeds))
     assert all(array.shape != (512, 64) or array.dtype != np.float32 for array in constants(model).values())
     assert report.details["quantized"][f"GatherBlockQuantized, {fields.get('lm_head', 8)} bits"]["count"] == 1
 
@@ -168,7 +169,7 @@ def test_other_graphs(tmp_path: Path, target: Path) -> None:
         ["stack", "straight", *(f"{name}_Q4{end}" for name in ("straight", "turned") for end in ("", "_scales", "_zeros"))]
     )
     feeds = {"x": random.normal(size=(5, 40)).astype(np.float32)}
-    np.testing.assert_allclose(outputs(target, feeds), outputs(with_float_matrices(model), feeds), rtol=1e-4)
+    assert near(outputs(target, feeds), outputs(with_float_matrices(model), feeds))
 
 
 @pytest.mark.parametrize(

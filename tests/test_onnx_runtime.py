@@ -23,10 +23,12 @@ from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.runtime import OnnxRunner
 from optkit.session.onnx_session import OnnxSession
 from tests.handmade_decoder import VOCABULARY, expected, handmade
+from tests.near import near
 from tests.onnx_changes import change_graph
 
 TinyOnnx = Callable[[str, str], Path]
-TOLERANCE = {"float": 1e-5, "float16": 2e-2, "bfloat16": 2e-1}
+TOLERANCE = {"float": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
+"""Shares of the largest logit."""
 
 
 class LargeTensors(TorchDispatchMode):
@@ -55,9 +57,9 @@ def test_a_prompt_and_ten_steps_are_one_long_sequence(tiny_onnx: TinyOnnx, preci
     tokens = some_tokens(batch, 27)
     whole = runner.logits(tokens)
     decoding = runner.prefill(tokens[:, :17], 27)
-    assert torch.allclose(decoding.logits, whole[:, 16], atol=1e-4)
+    assert near(decoding.logits, whole[:, 16])
     for position in range(17, 27):
-        assert torch.allclose(decoding.step(tokens[:, position]), whole[:, position], atol=1e-4)
+        assert near(decoding.step(tokens[:, position]), whole[:, position])
     assert decoding.position == 27
     with pytest.raises(OptkitError, match="28 tokens do not fit into a KV cache of 27"):
         decoding.step(tokens[:, 0])
@@ -68,7 +70,7 @@ def test_logits_are_those_of_torch(tiny_onnx: TinyOnnx, tiny_model: Callable[[st
     tokens = some_tokens(2, 40)
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)(tokens).logits
-    assert torch.allclose(OnnxRunner(tiny_onnx(kind, "fp32")).logits(tokens), theirs, atol=1e-4)
+    assert near(OnnxRunner(tiny_onnx(kind, "fp32")).logits(tokens), theirs)
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
@@ -79,17 +81,17 @@ def test_a_cache_that_grows(tmp_path: Path, dtype: str, batch: int) -> None:
     limit = TOLERANCE[dtype]
     whole = runner.logits(tokens)
     assert whole.dtype == torch.float32
-    assert torch.allclose(whole, expected(tokens), atol=limit, rtol=limit)
+    assert near(whole, expected(tokens), limit)
     decoding = runner.prefill(tokens[:, :20], 30)
-    assert torch.allclose(decoding.logits, whole[:, 19], atol=limit)
+    assert near(decoding.logits, whole[:, 19], limit)
     for position in range(20, 30):
-        assert torch.allclose(decoding.step(tokens[:, position]), whole[:, position], atol=limit)
+        assert near(decoding.step(tokens[:, position]), whole[:, position], limit)
 
 
 def test_a_model_without_a_cache(tmp_path: Path) -> None:
     runner = OnnxRunner(handmade(tmp_path / "m", cached=False))
     tokens = some_tokens(2, 9, VOCABULARY)
-    assert torch.allclose(runner.logits(tokens), expected(tokens), atol=1e-5)
+    assert near(runner.logits(tokens), expected(tokens))
     with pytest.raises(OptkitError, match="the graph has no KV cache"):
         runner.prefill(tokens, 12)
 
@@ -101,9 +103,9 @@ def test_long_sequences_go_in_parts(tiny_onnx: TinyOnnx, tmp_path: Path, monkeyp
     tokens = some_tokens(3, 50, vocabulary)
     whole = runner.logits(tokens)
     monkeypatch.setattr(runtime, "TOKENS_AT_ONCE", 16)
-    assert torch.allclose(runner.logits(tokens), whole, atol=1e-5)
-    assert torch.allclose(runner.prefill(tokens[:1], 60).logits, whole[:1, -1], atol=1e-5)
-    assert torch.allclose(runner.prefill(tokens, 60).logits, whole[:, -1], atol=1e-5)
+    assert near(runner.logits(tokens), whole)
+    assert near(runner.prefill(tokens[:1], 60).logits, whole[:1, -1])
+    assert near(runner.prefill(tokens, 60).logits, whole[:, -1])
 
 
 def test_inputs_that_are_rounded_together_are_computed_together(tmp_path: Path) -> None:
@@ -119,8 +121,8 @@ def test_two_decodings_at_once(tiny_onnx: TinyOnnx) -> None:
     whole = runner.logits(tokens)
     first, second = (runner.prefill(tokens[row : row + 1, :10], 20) for row in range(2))
     for position in range(10, 20):
-        assert torch.allclose(first.step(tokens[:1, position]), whole[:1, position], atol=1e-4)
-        assert torch.allclose(second.step(tokens[1:, position]), whole[1:, position], atol=1e-4)
+        assert near(first.step(tokens[:1, position]), whole[:1, position])
+        assert near(second.step(tokens[1:, position]), whole[1:, position])
 
 
 def test_threads_follow_torch(tiny_onnx: TinyOnnx) -> None:

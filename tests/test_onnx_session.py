@@ -26,6 +26,7 @@ from optkit.session import TorchSession, open_session
 from optkit.session.onnx_session import NO_POSITIONS, OnnxSession
 from optkit.stage import Format, Setting
 from tests.handmade_decoder import POSITIONS, VOCABULARY, expected, handmade
+from tests.near import near
 
 TinyOnnx = Callable[[str, str], Path]
 TEXT = {"dataset": "python-reference", "split": "test", "window": 64, "windows": 3}
@@ -75,7 +76,7 @@ def test_logits_are_those_of_the_torch_session(exported: Path, tiny_model: Calla
     tokens = tokens_of(2, 70)
     ours, theirs = open_session(exported).logits(tokens), open_session(tiny_model("llama")).logits(tokens)
     assert ours.dtype == theirs.dtype == torch.float32
-    assert torch.allclose(ours, theirs, atol=1e-4)
+    assert near(ours, theirs)
 
 
 def test_two_streams_at_once(exported: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_graph_without_a_cache_generates_too(tmp_path: Path) -> None:
     assert plain.generate(tokens, 8).equal(cached.generate(tokens, 8))
     assert plain.notes[1].startswith("onnxruntime: the graph has no KV cache")
     assert cached.notes[1].startswith("onnxruntime: the graph copies its KV cache at each token")
-    assert torch.allclose(plain.logits(tokens), expected(tokens), atol=1e-5)
+    assert near(plain.logits(tokens), expected(tokens))
 
 
 def test_more_tokens_than_positions(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.overrides import Override, override_of
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.near import near
 from tests.predictions import predicted
 
 OVERRIDES = {
@@ -70,7 +71,7 @@ def test_every_reader_opens_the_mixture(tiny_model: TinyModel, tmp_path: Path) -
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)(tokens).logits
-    assert torch.allclose(open_session(packed).logits(tokens), expected, atol=1e-4)
+    assert near(open_session(packed).logits(tokens), expected)
 
 
 def test_gptq_rounds_the_layers_that_ask_for_it_to_nearest(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from optkit.stage import Setting
 from optkit.stages.attention import Attention
 from optkit.stages.compile import Compile
 from tests.conftest import TinyModel
+from tests.near import near
 from tests.packed_models import equally_fast, save_packed
 
 KINDS = ["llama", "qwen2", "gemma3", "gpt2", "mixtral", "qwen2_moe"]
@@ -55,7 +56,7 @@ def test_logits_and_tokens_are_those_of_transformers(kind: str, tiny_model: Tiny
     session: Session = open_session(tiny_model(kind))
     model, tokens = reference(tiny_model(kind)), prompt()
     with torch.no_grad():
-        torch.testing.assert_close(session.logits(tokens), model(tokens).logits)
+        assert near(session.logits(tokens), model(tokens).logits)
     model.generation_config.eos_token_id = None
     expected = model.generate(tokens, max_new_tokens=9, do_sample=False, pad_token_id=0)
     assert torch.equal(session.generate(tokens, 9), expected)
@@ -216,7 +217,7 @@ def test_packed_weights_give_the_logits_of_the_float_model(
     save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", method=method)
     session, tokens = open_session(tmp_path / "packed"), prompt()
     with torch.no_grad():
-        torch.testing.assert_close(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, rtol=1e-3, atol=1e-4)
+        assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)
     assert torch.equal(session.generate(tokens, 5), open_session(tmp_path / "plain").generate(tokens, 5))
     packed = [module for module in session.model.modules() if isinstance(module, (BagLinear, CodedLinear, PackedLinear))]
     assert session.notes[0].split(" use ")[0] == f"int4: {len(packed)} of {len(packed)} layers"
@@ -231,7 +232,7 @@ def test_all_grids(method: str, bits: int, symmetric: bool, activation_order: bo
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", method=method, **options)  # type: ignore[arg-type]
     session, tokens = open_session(tmp_path / "packed"), prompt()
     with torch.no_grad():
-        torch.testing.assert_close(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, rtol=1e-3, atol=1e-4)
+        assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)
     assert session.notes[0].startswith(f"int{bits}: 21 of 21 layers")
 
 
@@ -297,7 +298,7 @@ def test_settings_are_applied(tiny_model: TinyModel) -> None:
     for implementation in ("eager", "sdpa"):
         session = open_session(tiny_model("llama"), [Attention(implementation=implementation)])
         assert session.model.config._attn_implementation == implementation
-        torch.testing.assert_close(session.logits(tokens), plain, rtol=1e-4, atol=1e-4)
+        assert near(session.logits(tokens), plain, 1e-4)
 
 
 class Traced(Setting):

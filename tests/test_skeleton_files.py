@@ -14,6 +14,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
+from tests.near import near
 from tests.skeletons import Change, changed_copy, logits_of, reference, replacing, run_all_blocks, some_tokens, without
 
 
@@ -54,7 +55,7 @@ def test_experts_joined_in_the_file_stay_fused(tiny_model, tmp_path: Path) -> No
     joined = {name: tensor.clone() for name, tensor in reference(tiny_model("mixtral")).state_dict().items()}
     directory = changed_copy(tiny_model("mixtral"), tmp_path, lambda _: joined)
     assert "the checkpoint stores the experts joined" in Skeleton(Checkpoint(directory)).fused["model.layers.0.mlp.experts"]
-    assert torch.allclose(logits_of(directory), logits_of(tiny_model("mixtral")), rtol=1e-5, atol=1e-5)
+    assert near(logits_of(directory), logits_of(tiny_model("mixtral")))
 
 
 # Errors

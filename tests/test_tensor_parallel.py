@@ -37,6 +37,7 @@ from optkit.stages.offload import Offload
 from optkit.stages.speculative import Speculative
 from optkit.stages.tensor_parallel import TensorParallel, stored_plan
 from tests.conftest import TinyModel
+from tests.near import near
 
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 TWO = TensorParallel(devices=2)
@@ -52,7 +53,7 @@ def split_llama(tiny_model: TinyModel) -> Iterator[ParallelSession]:
 
 def test_two_processes_compute_what_one_does(tiny_model: TinyModel, split_llama: ParallelSession) -> None:
     alone: Any = open_session(tiny_model("llama"))
-    torch.testing.assert_close(split_llama.logits(TOKENS), alone.logits(TOKENS), rtol=1e-4, atol=1e-4)
+    assert near(split_llama.logits(TOKENS), alone.logits(TOKENS), 1e-4)
     assert split_llama.generate(TOKENS, 6).equal(alone.generate(TOKENS, 6))
     assert (split_llama.vocabulary, split_llama.positions, split_llama.dtype) == (512, 512, "float32")
     assert split_llama.notes == ("tensor_parallel: 2 processes by gloo, 289 kB of weights on each",)
@@ -103,7 +104,7 @@ def test_biases_and_a_cache_of_codes_and_a_process_that_dies(tiny_model: TinyMod
     cache = KvCache(dtype="int8")
     alone: Any = open_session(tiny_model("qwen2"), [cache])
     split: Any = open_session(tiny_model("qwen2"), [cache, TWO])
-    torch.testing.assert_close(split.logits(TOKENS), alone.logits(TOKENS), rtol=1e-4, atol=1e-4)
+    assert near(split.logits(TOKENS), alone.logits(TOKENS), 1e-4)
     assert split.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
     os.kill(split._ranks._processes[1].pid, signal.SIGKILL)
     begin = time.monotonic()
@@ -129,7 +130,7 @@ def _without_weights(model: Path, place: Path) -> Path:
 def test_other_architectures(tiny_model: TinyModel, kind: str) -> None:
     alone: Any = open_session(tiny_model(kind))
     split: Any = open_session(tiny_model(kind), [TWO])
-    torch.testing.assert_close(split.logits(TOKENS), alone.logits(TOKENS), rtol=1e-4, atol=1e-4)
+    assert near(split.logits(TOKENS), alone.logits(TOKENS), 1e-4)
     assert split.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
     split.close()
 
@@ -144,7 +145,7 @@ def test_two_gpus_compute_what_one_does(tiny_model: TinyModel, settings: tuple[S
     assert split.devices == ("cuda:0", "cuda:1")
     logits = split.logits(TOKENS)
     assert logits.device == torch.device("cuda:0")
-    torch.testing.assert_close(logits, alone.logits(TOKENS), rtol=1e-3, atol=1e-3)
+    assert near(logits, alone.logits(TOKENS), 1e-3)
     assert split.generate(TOKENS, 6).equal(alone.generate(TOKENS, 6))
     grid, context = Throughput(prompts=(8,), new_tokens=3, repeats=2, warmup=1, limit_s=1), EvalContext()
     rows = {metric.name: metric.value for metric in grid.run(split, context)}
