@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
 from optkit.frozen import Frozen, digest
+from optkit.model.companions import published_files
 from optkit.model.onnx_file import is_onnx
 from optkit.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
 from optkit.store import Store, describe_file, explain_os_error, is_unchanged, list_files
@@ -218,7 +219,8 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
     link = stored is not None and not is_onnx(weights)
     try:
         files = {}
-        for name in list_files(weights):
+        trusted = bool(record["recipe"].get("model", {}).get("trust_remote_code"))
+        for name in list_files(weights) if stored is not None else published_files(weights, trusted):
             if not is_own(name):
                 linked = place(weights / name, draft / name, link=link)
                 files[name] = stored[name] if linked and stored else describe_file(draft / name)

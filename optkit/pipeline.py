@@ -31,6 +31,8 @@ from optkit.progress import Progress, SilentProgress
 from optkit.recipe import Recipe, load_recipe
 from optkit.registry import stage_class
 from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, loss_curves, read_json, to_json, to_markdown, trainings
+from optkit.source.directory import left_out
+from optkit.source.models import locate_model
 from optkit.stage import Context, Setting
 from optkit.store import Store, default_store
 from optkit.trust import allow_code, allow_directory, say_code
@@ -104,7 +106,8 @@ def run(
         )
         scorecard = _scorecard(todo, measured, [asdict(step) for step in execution.steps])
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
-        scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added})
+        notes = (*scorecard.notes, *_left_out(todo))
+        scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added, "notes": notes})
         _attach(artifact, scorecard)
         artifact.finish()
         if verified:
@@ -282,6 +285,13 @@ def _usable(device: str | None) -> str:
 def _context(todo: Plan, progress: Progress, data: Path | None) -> Context:
     trusted = todo.recipe.model.trust_remote_code
     return Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data, trust_remote_code=trusted)
+
+
+def _left_out(todo: Plan) -> list[str]:
+    """Return a note on the files of the user's own model directory that the artifact does not have."""
+    directory = locate_model(todo.recipe.model)
+    said = left_out(directory, todo.recipe.model.trust_remote_code) if directory else ""
+    return [said] if said else []
 
 
 def _metric_keys(*evals: PlannedEval) -> Iterator[str]:

@@ -182,10 +182,10 @@ def test_a_directory_with_both_is_a_checkpoint(copied: Path) -> None:
 
 
 def test_companions_hold_no_weights(copied: Path, tmp_path: Path) -> None:
-    for name in ("other.onnx_data", "model.onnx_data_1", "onnx.md", "template.jinja"):
+    for name in ("other.onnx_data", "model.onnx_data_1", "README_onnx.md", "template.jinja"):
         (copied / name).write_text("x")
     copy_companions(copied, tmp_path / "target")
     assert json.loads((tmp_path / "target" / "genai_config.json").read_text())
     names = {path.name for path in (tmp_path / "target").iterdir()}
-    assert {"onnx.md", "template.jinja", "genai_config.json"} <= names
-    assert not any("onnx" in name for name in names - {"onnx.md"})
+    assert {"README_onnx.md", "template.jinja", "genai_config.json"} <= names
+    assert not any("onnx" in name for name in names - {"README_onnx.md"})

@@ -150,9 +150,14 @@ def test_other_system_errors_pass_through(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_companions_are_everything_but_weights_and_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+def test_companions_are_of_stated_kinds(trusted: bool, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    kept = ["LICENSE", "tokenizer.json", "chat_template.jinja", "modeling_custom.py", "generation_config.json", "extra/notes.md"]
+    kept = ["LICENSE", "README.md", "tokenizer.json", "chat_template.jinja", "generation_config.json", "1_Pooling/config.json"]
+    kept += ["modeling_custom.py"] * trusted
+    if not trusted:
+        (source / "x").mkdir(parents=True)
+        (source / "x" / "modeling.py").write_text("code")
     left = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
     left += [
         *OWN_FILES,
@@ -163,12 +168,13 @@ def test_companions_are_everything_but_weights_and_config(tmp_path: Path) -> Non
         ".git/HEAD",
         ".cache/huggingface/x",
     ]
+    left += [".env", ".hidden/tokenizer.json", "notes.txt", "credentials.json", "id_rsa"]
     for name in [*kept, *left]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(name)
-    copy_companions(source, target)
+    copy_companions(source, target, trusted)
     assert sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()) == sorted(kept)
-    assert (target / "extra" / "notes.md").read_text() == "extra/notes.md"
+    assert (target / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
 
 
 def test_the_config_is_replaced_whole(tmp_path: Path) -> None:

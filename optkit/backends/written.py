@@ -14,7 +14,7 @@ from optkit.model.writer import copy_companions, write_config
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
-def take_over(written: Path, source: Checkpoint, target: Path, chosen: Collection[str], name: str) -> None:
+def take_over(written: Path, source: Checkpoint, target: Path, chosen: Collection[str], name: str, trusted: bool = False) -> None:
     """Move the tensors that a library wrote into `target`, beside the source's own config, tokenizer and other files.
 
     Of the library's config.json the `quantization_config` alone is kept: what the model is, the source says. Raises StageError where
@@ -25,7 +25,7 @@ def take_over(written: Path, source: Checkpoint, target: Path, chosen: Collectio
     if not config:
         raise StageError("it wrote no quantization_config", where=f"backend {name}", why="Nobody could open the packed weights")
     check_layers(source, left, chosen, name)
-    copy_companions(source.directory, target)
+    copy_companions(source.directory, target, trusted)
     for path in sorted({*left.files.values(), *written.glob("*.safetensors.index.json")}):
         path.rename(target / path.name)
     write_config(target, {**source.config, **_dtype(left, chosen), "quantization_config": dict(config)})

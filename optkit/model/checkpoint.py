@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import SourceError
+from optkit.model.companions import require_inside
 from optkit.model.onnx_file import is_onnx
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 
@@ -72,6 +73,7 @@ class Checkpoint:
             )
         if not (self.directory / "config.json").is_file():
             raise SourceError("there is no config.json", where=str(directory), why="A model directory needs one")
+        require_inside(self.directory, "config.json")
         self.files: dict[str, Path] = {}
         """Tensor name -> the file that holds it."""
         self.tensors: dict[str, TensorInfo] = {}
@@ -127,9 +129,12 @@ class Checkpoint:
         index = self.directory / INDEX
         if index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise SourceError("is not an index of safetensors", where=str(index), why=repr(error)) from error
+            if odd := next((name for name in names if not isinstance(name, str)), None):
+                raise SourceError(f"names {odd} as a file", where=str(index), remedy="Copy or download it again")
+            files = [require_inside(self.directory, name, INDEX) for name in names]
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
                 raise SourceError(
@@ -138,9 +143,9 @@ class Checkpoint:
                     why=f"{INDEX} names them",
                     remedy="Copy or download them again",
                 )
-            return [self.directory / name for name in names]
+            return files
         if (self.directory / SINGLE).is_file():
-            return [self.directory / SINGLE]
+            return [require_inside(self.directory, SINGLE)]
         pickles = sorted(path.name for pattern in PICKLES for path in self.directory.glob(pattern))
         if pickles:
             raise SourceError(

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import MissingPackageError, SourceError
+from optkit.model.companions import require_inside
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -147,6 +148,8 @@ class OnnxFile:
                     remedy="Copy or export it again",
                 )
             needed[known.location] = max(needed.get(known.location, 0), int(entry.get("offset") or 0) + length)
+        for name in (self.path.name, *needed):
+            require_inside(self.path.parent, name)
         missing = [name for name in needed if not (root / name).is_file()]
         if missing:
             raise SourceError(

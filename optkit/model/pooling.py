@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optkit.errors import SourceError
+from optkit.model.companions import require_inside
 
 MODULES = "modules.json"
 CONFIG = "config.json"
@@ -95,7 +96,7 @@ def longest_text(directory: Path) -> int | None:
 def missing_modules(directory: Path) -> list[str]:
     """Return the configs of poolings that modules.json names and that are not there."""
     places = [f"{path}/{CONFIG}" for kind, path in _modules(directory) if kind == "Pooling"]
-    return [place for place in places if not (directory / place).is_file()]
+    return [place for place in places if not require_inside(directory, place, MODULES).is_file()]
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:

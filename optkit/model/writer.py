@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, Self
 from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
-from optkit.model.weight_files import holds_weights
-from optkit.own_files import is_own
+from optkit.model.companions import find_companions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 4 << 30
 """Largest shard, unless one tensor is larger."""
-INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".h5.index.json", ".msgpack.index.json")
 
 
 class CheckpointWriter:
@@ -114,16 +112,15 @@ class CheckpointWriter:
             path.unlink()
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """Copy every file that holds no weights (tokenizer, chat template, licence, custom code, subfolders), but not config.json.
+def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
+    """Copy tokenizer, chat template, licence and the like (`optkit.model.companions`), where `trusted` code too, but not config.json.
 
     Raises ResourceError when the disk is full.
     """
-    for path in sorted(Path(source).rglob("*")):
-        relative = path.relative_to(source)
-        if not path.is_file() or _left_behind(relative):
+    for name, path in find_companions(Path(source), trusted).kept.items():
+        if name == "config.json":
             continue
-        copy = Path(target) / relative
+        copy = Path(target) / name
         with disk_space_for(copy, path.stat().st_size):
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
@@ -164,12 +161,6 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
 
 def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
-
-
-def _left_behind(relative: Path) -> bool:
-    if relative == Path("config.json") or any(part in {".git", ".cache", "__pycache__"} for part in relative.parts):
-        return True
-    return is_own(relative) or holds_weights(relative) or relative.name.endswith(INDEX_SUFFIXES)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

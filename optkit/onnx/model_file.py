@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from optkit.model.companions import require_inside
 from optkit.model.onnx_file import MODEL, OnnxFile, read_proto
-from optkit.model.writer import disk_space_for
+from optkit.model.writer import copy_companions, disk_space_for
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DATA = "model.onnx.data"
+CONFIG = "config.json"
 INLINE_BYTES = 1024
 """Tensors up to this size stay in the graph: shapes and constants, which shape inference wants to see."""
 PAGE_BYTES = 4096
@@ -155,19 +157,15 @@ class ModelWriter:
             entry.key, entry.value = key, str(value)
 
 
-def copy_files_beside(source: Path, target: Path) -> None:
-    """Copy every file of an ONNX directory but the models and their data: config.json, genai_config.json, tokenizer, licence, subfolders.
+def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None:
+    """Copy config.json and what `copy_companions` copies: genai_config.json, tokenizer, licence, subfolders.
 
     Raises ResourceError when the disk is full.
     """
-    data = {path.resolve() for path in OnnxFile(source / MODEL).files}
-    for path in sorted(Path(source).rglob("*")):
-        if not path.is_file() or path.suffix == ".onnx" or path.resolve() in data:
-            continue
-        copy = Path(target) / path.relative_to(source)
-        with disk_space_for(copy, path.stat().st_size):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+    copy_companions(source, target, trusted)
+    if (source / CONFIG).is_file():
+        with disk_space_for(target / CONFIG, (source / CONFIG).stat().st_size):
+            shutil.copyfile(require_inside(source, CONFIG), target / CONFIG)
 
 
 def all_graphs(graph: Any) -> Iterator[Any]:

@@ -68,7 +68,7 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
         graph = ModelFile(Path(work))
         name_by_modules_(graph)
         ModelWriter(graph, target).finish()
-    copy_companions(source, target)
+    copy_companions(source, target, trust_remote_code)
     write_config(target, exported_config(checkpoint.config, "float32"))
     written = ModelFile(target)
     return {

@@ -11,6 +11,7 @@ from typing import Any
 from optkit.errors import SourceError
 from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.companions import files_of, find_companions, lies_inside
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
@@ -102,13 +103,20 @@ def directory_revision(model: Checkpoint | OnnxFile, digests: FileDigests) -> st
 
 
 def companions(root: Path) -> dict[str, Path]:
-    """Return relative name -> path of every file of a model directory that holds no weights."""
-    found = {path.relative_to(root): path for path in root.rglob("*") if path.is_file()}
+    """Return relative name -> path of every file that lies in a model directory and holds no weights, whether it would be copied or not."""
     return {
-        name.as_posix(): path
-        for name, path in found.items()
-        if not holds_weights(name) and not is_own(name) and not any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+        name: path
+        for name, path in files_of(root)
+        if not holds_weights(path)
+        and not is_own(name)
+        and not any(part.startswith(".") or part == "__pycache__" for part in Path(name).parts)
+        and lies_inside(root, path)
     }
+
+
+def left_out(directory: Path, trust_remote_code: bool) -> str:
+    """Return a sentence on the files of a model directory that no artifact gets; empty where it gets all."""
+    return find_companions(directory, trust_remote_code).said()
 
 
 def read_config(path: Path) -> dict[str, Any]:

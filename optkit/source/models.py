@@ -16,6 +16,7 @@ from pydantic import model_validator
 from optkit.errors import MissingPackageError, SourceError
 from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.companions import published_files
 from optkit.model.onnx_file import is_onnx
 from optkit.model.onnx_shape import onnx_shape
 from optkit.model.pooling import missing_modules
@@ -164,9 +165,8 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
     Checkpoint(snapshot)
     if not _is_whole(snapshot):
         raise SourceError("the repository has no tokenizer", where=pinned.name, why=f"None of {', '.join(TOKENIZERS)} is in it")
-    for path in sorted(snapshot.rglob("*")):
-        if path.is_file():
-            _link(path.resolve(), target / path.relative_to(snapshot))
+    for name in published_files(snapshot, pinned.trust_remote_code):
+        _link((snapshot / name).resolve(), target / name)
     return {"format": "hub", "snapshot": str(snapshot)}
 
 

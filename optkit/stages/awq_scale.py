@@ -77,7 +77,7 @@ class AwqScale(InputScaling, Transform):
                 for name in skeleton.block_tensors(block):
                     writer.add(name, scaled.changed.pop(name) if name in scaled.changed else skeleton.checkpoint.read_finite(name))
                 task.advance(note=block.name)
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(len(changed), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),))

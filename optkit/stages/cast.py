@@ -54,7 +54,7 @@ class Cast(Transform):
                 tensor = checkpoint.read_finite(name)
                 writer.add(name, self._cast(name, tensor) if name in changing else tensor)
                 task.advance(note=name)
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         write_config(target, self._config(checkpoint.config))
         before = {name for name, stored in FLOATS.items() for info in changing.values() if info.dtype == stored}
         details = {

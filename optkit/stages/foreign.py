@@ -115,7 +115,7 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
         written.mkdir()
         apart = _Agreement(Path(source), request, environment)
         library_says = run_worker(environment, request, context.progress, environments.log(offer.library), apart.check)
-        take_over(written, checkpoint, target, selection.layers, offer.library)
+        take_over(written, checkpoint, target, selection.layers, offer.library, context.trust_remote_code)
     return Report(
         changed=len(selection.layers),
         skipped=dict(selection.skipped),

@@ -70,7 +70,7 @@ class KvScales(Transform):
         if wrong:
             raise StageError("its keys or values are 0, NaN or Inf on the calibration text", where=f"kv_scales: {wrong}")
         _write(checkpoint, target, layers, keys, values)
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         write_config(target, _config(checkpoint.config))
         details = {
             "largest_keys": dict(zip(layers, keys, strict=True)),

@@ -135,7 +135,7 @@ class LayerQuantizer(Transform):
         with context.progress.task(self._kind, len(skeleton.blocks), "blocks") as task:
             job = Job(skeleton, Path(source), selection, formats, context, task)
             self._write(job, target)
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         self._write_config(job, target)
         job.details |= recount(Checkpoint(target), skeleton.checkpoint, selection, formats)
         job.details["seconds"] = round(time.monotonic() - started, 2)

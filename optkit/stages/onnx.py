@@ -292,7 +292,7 @@ def _head_is_coded(shape: ModelShape) -> bool:
 
 def _write_beside(order: Order) -> None:
     """Add config.json and every file of the source that holds no weights, and correct what the exporter says of the provider."""
-    copy_companions(order.source, order.target)
+    copy_companions(order.source, order.target, order.trust_remote_code)
     for name in STALE:
         (order.target / name).unlink(missing_ok=True)
     write_config(order.target, exported_config(Checkpoint(order.source).config, order.dtype))

@@ -78,7 +78,7 @@ class OnnxOptimize(Transform):
         size_before = model.size_bytes
         wanted = run_it(source, "onnx_optimize")
         rounds = self.float16 or any(kind in before for kind in ROUNDING)
-        copy_files_beside(source, target)
+        copy_files_beside(source, target, context.trust_remote_code)
         with TemporaryDirectory(prefix=".optimized-", dir=target) as work:
             model, converted = self._change(model, Path(work))
             ModelWriter(model, target).finish()

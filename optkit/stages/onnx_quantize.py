@@ -126,7 +126,7 @@ class OnnxQuantize(Transform):
 
         model = ModelFile(source)
         before, size_before = model.node_kinds(), model.size_bytes
-        copy_files_beside(source, target)
+        copy_files_beside(source, target, context.trust_remote_code)
         quantize = self._quantize_weights if self.method == "weights" else self._quantize_int8
         quantized, skipped, notes = quantize(model, target, context)
         written = ModelFile(target)

@@ -150,7 +150,7 @@ class Prune(Transform):
         )
         pruner = BlockPruner(skeleton, sparsities, options, context)
         _write(pruner, tokens, target)
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         if few := pruner.by_magnitude:
             name, seen = next(iter(few.items()))

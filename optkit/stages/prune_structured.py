@@ -127,7 +127,7 @@ class PruneStructured(WidthFields, Transform):
             else:
                 for name, new in names.items():
                     writer.add(new, checkpoint.read_finite(name))
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
         config = shallower_config(checkpoint.config, kept, resolved)
         write_config(target, narrower_config(config, planned.before, planned.after) if planned.narrows else config)

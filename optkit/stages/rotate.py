@@ -108,7 +108,7 @@ class Rotate(Transform):
         if not job.changed:
             why = next(iter(job.unrotated_heads.values()))
             raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Take rotate out of the recipe")
-        copy_companions(source, target)
+        copy_companions(source, target, context.trust_remote_code)
         write_config(target, with_own_head(checkpoint.config) if self.residual else checkpoint.config)
         lm_head_bytes = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
         details: dict[str, Any] = {"largest_difference": job.difference, "seconds": round(time.monotonic() - started, 2)}

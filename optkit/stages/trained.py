@@ -123,7 +123,7 @@ class Trained(Taught):
         """Write the trained student; returns how many tensors changed."""
         from optkit.training.student import write_student
 
-        return write_student(student, target)
+        return write_student(student, target, context.trust_remote_code)
 
     def _details(self, student: Student) -> dict[str, Any]:
         """Return what else belongs into the report, before the training."""

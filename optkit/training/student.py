@@ -54,7 +54,7 @@ def _tie_(model: PreTrainedModel) -> None:
         head.weight = embedding.weight
 
 
-def write_student(student: Student, target: Path) -> int:
+def write_student(student: Student, target: Path, trusted: bool = False) -> int:
     """Write a student as a checkpoint with the dtypes of the one that it was; returns how many tensors are others now.
 
     Raises StageError where a weight does not fit its dtype, ResourceError on a full disk.
@@ -71,7 +71,7 @@ def write_student(student: Student, target: Path) -> int:
             changed += not torch.equal(before, after)
             writer.add(name, after.clone() if after is before or after.data_ptr() in places else after)
             places.add(after.data_ptr())
-    copy_companions(student.checkpoint.directory, target)
+    copy_companions(student.checkpoint.directory, target, trusted)
     write_config(target, student.checkpoint.config)
     return changed
 

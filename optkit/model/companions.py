@@ -1,0 +1,127 @@
+"""Which files of a model directory are the model's: what really lies in it, and of that the kinds that travel with weights.
+
+A link that leads out of the directory would publish a file of its owner, and so would a file that merely happens to lie there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from optkit.errors import SourceError
+from optkit.model.weight_files import holds_weights
+from optkit.own_files import is_own
+
+KINDS = {
+    "configs": ("config.json", "*_config.json", "config_*.json", "*config.json", "configuration.json", "params.json", "modules.json"),
+    "tokenizers": (
+        *("tokenizer*.json", "vocab*.json", "vocab*.txt", "merges*.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
+        *("*.model", "tokenizer.model*", "*.tiktoken", "*.spm", "*.vocab", "dict.txt", "bpe.codes", "normalizer.json"),
+    ),
+    "templates": ("*.jinja", "chat_template*.json"),
+    "processors": ("*processor*.json",),
+    "documents": ("README*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*"),
+}
+"""What travels with the weights, by patterns of file names; `*.py` too, where its code is trusted."""
+CODE = ".py"
+UNSAID = frozenset({".git", ".gitattributes", ".gitignore", ".cache", "__pycache__"})
+"""Left out of every copy, and nobody has to be told."""
+SHOWN = 4
+OUTSIDE = "leads out of the directory"
+UNTRUSTED = "code, and the recipe does not trust the model's"
+UNKNOWN = "of no kind that travels with a model"
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The files of a model directory that hold no weights, by their names relative to it."""
+
+    kept: dict[str, Path]
+    left: dict[str, str]
+    """Those that are not copied, with the reason."""
+
+    def said(self) -> str:
+        """Return a sentence on what is left out; empty where nothing is."""
+        if not self.left:
+            return ""
+        shown = [f"{name} ({why})" for name, why in sorted(self.left.items())[:SHOWN]]
+        more = len(self.left) - len(shown)
+        return f"files beside the model that the artifact does not have: {', '.join(shown)}{f' and {more} more' if more else ''}"
+
+
+def find_companions(root: Path, trusted: bool = False) -> Companions:
+    """Return which files travel with the weights; `trusted`: Python files too."""
+    kept, left = {}, {}
+    for name, path in files_of(root):
+        parts = Path(name).parts
+        if holds_weights(path) or name.endswith(".index.json") or is_own(name) or not UNSAID.isdisjoint(parts):
+            continue
+        if why := _why_not(root, name, path, trusted):
+            left[name] = why
+        else:
+            kept[name] = path
+    return Companions(kept, left)
+
+
+def published_files(root: Path, trusted: bool) -> list[str]:
+    """Return the names of what an artifact has of a user's model directory: every safetensors or the ONNX model, and companions."""
+    from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
+
+    if is_onnx(root):
+        weights = {path.relative_to(root).as_posix() for path in OnnxFile(root / MODEL).files}
+    else:
+        wanted = (".safetensors", ".safetensors.index.json")
+        weights = {name for name, path in files_of(root) if name.endswith(wanted) and lies_inside(root, path)}
+    return sorted(weights | find_companions(root, trusted).kept.keys())
+
+
+def files_of(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield relative name and path of every file and link below a directory, in order; what links lead to is not entered."""
+    for place, folders, names in os.walk(root):
+        folders.sort()
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in sorted([*names, *links]):
+            path = Path(place) / name
+            yield path.relative_to(root).as_posix(), path
+
+
+def lies_inside(root: Path, path: Path) -> bool:
+    """Say whether a path is a regular file that lies below a directory, or leads to one there.
+
+    A snapshot in the hub's cache consists of links to the blobs of the same repository, which count as its own.
+    """
+    try:
+        real, home = path.resolve(strict=True), root.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return False
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    return real.is_file() and (real.is_relative_to(home) or real.is_relative_to(blobs))
+
+
+def require_inside(root: Path, name: str, named_by: str = "") -> Path:
+    """Return the path of a file that belongs to a model; raises SourceError where it is named or leads out of the directory."""
+    path = root / name
+    climbs = Path(name).is_absolute() or ".." in Path(name).parts
+    if climbs or (path.exists() and not lies_inside(root, path)):
+        raise SourceError(
+            f"{named_by} names {name}, outside of the directory" if climbs and named_by else f"{name} {OUTSIDE}",
+            where=str(root),
+            why="A model's files lie in its directory; others would reach the artifact",
+            remedy="Copy the file into the directory, or name the directory that it lies in",
+        )
+    return path
+
+
+def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
+    """Return why a file is not copied; empty where it is."""
+    if not lies_inside(root, path):
+        return OUTSIDE
+    if path.suffix == CODE:
+        return "" if trusted else UNTRUSTED
+    hidden = any(part.startswith(".") for part in Path(name).parts)
+    spellings = (path.name, path.name.upper())  # documents are spelled either way
+    known = any(fnmatchcase(each, pattern) for patterns in KINDS.values() for pattern in patterns for each in spellings)
+    return "" if known and not hidden else UNKNOWN
