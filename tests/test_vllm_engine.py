@@ -61,11 +61,56 @@ def test_what_vllm_measured_is_in_rows_of_its_own(python: Callable[[str], Path],
         "vLLM; random token ids (seed 7), greedy, no early stop, prefix caching off (and on CPUs its compiler); 2 warm"
     )
     assert not {"peak_memory_bytes", "energy_per_token_j"} & {metric.name for metric in metrics}
-    assert context.notes[0].startswith("throughput: vllm 0.22 in bfloat16, prefix caching off")
+    assert context.notes[0].startswith(
+        "throughput: vllm 0.22 in bfloat16, no quantization, linear layers by kernels that it does not tell; prefix caching off"
+    )
     asked = json.loads((tmp_path / "asked.json").read_text())
     assert asked["cells"] == [[1, 8, 3], [4, 8, 3]]
     assert (asked["repeats"], asked["warmup"], asked["seed"], asked["device"], asked["vocabulary"]) == (2, 2, 7, "cpu", 32)
     assert asked["directory"] == str(Path("bigram").absolute())
+
+
+@pytest.mark.parametrize(
+    ("kernels", "said", "warned"),
+    [
+        ({"MacheteLinearKernel (CompressedTensorsWNA16)": 112}, "quantization gptq, linear layers 112 by MacheteLinearKernel (Comp", False),
+        ({"MarlinLinearKernel (GPTQMarlin)": 2, "UnquantizedLinearMethod": 1}, "GPTQMarlin), 1 by UnquantizedLinearMethod; prefix", False),
+        ({"UnquantizedLinearMethod": 113}, "quantization gptq, linear layers 113 by UnquantizedLinearMethod", True),
+    ],
+)
+def test_the_kernel_that_ran_is_said(
+    kernels: dict[str, int], said: str, warned: bool, python: Callable[[str], Path], tmp_path: Path
+) -> None:
+    python(saying(tmp_path, quantization="gptq", kernels=kernels))
+    context = EvalContext()
+    EVAL.run(BigramSession(), context)
+    assert said in context.notes[0]
+    assert any("vLLM has not one linear layer with a kernel for packed weights" in note for note in context.notes) == warned
+
+
+def test_what_computes_a_layer_is_read_off_the_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(worker.__file__).parent))
+    import vllm_throughput_worker as timed
+
+    names = ("UnquantizedLinearMethod", "CompressedTensorsLinearMethod", "GPTQMarlinLinearMethod", "UnquantizedEmbeddingMethod")
+    plain, packed, marlin, embedding = (type(name, (), {})() for name in names)
+    scheme = type("CompressedTensorsWNA16", (), {})()
+    scheme.kernel, marlin.kernel = type("MacheteLinearKernel", (), {})(), type("MarlinLinearKernel", (), {})()
+    layers = [
+        SimpleNamespace(quant_method=plain),
+        *[SimpleNamespace(quant_method=packed, scheme=scheme)] * 2,
+        SimpleNamespace(quant_method=marlin),
+        SimpleNamespace(quant_method=embedding),
+        SimpleNamespace(),
+    ]
+    found = {
+        "UnquantizedLinearMethod": 1,
+        "MacheteLinearKernel (CompressedTensorsWNA16)": 2,
+        "MarlinLinearKernel (GPTQMarlinLinearMethod)": 1,
+    }
+    assert timed.kernels_of(SimpleNamespace(modules=lambda: layers)) == found
+    assert timed.kernels(SimpleNamespace(apply_model=lambda function: [function(SimpleNamespace(modules=lambda: layers))])) == found
+    assert timed.kernels(SimpleNamespace()) == {}
 
 
 def test_a_turn_asks_for_its_share(python: Callable[[str], Path], tmp_path: Path) -> None:

@@ -182,9 +182,8 @@ class Throughput(Eval):
             seed=context.seed,
         )
         with context.progress.task("throughput under vLLM", 1, "runs") as task:
-            answers, note = time_vllm(session, asked)
+            answers = time_vllm(session, asked, context)
             task.advance()
-        context.notes.append(note)
         unknown = Peak(unknown="vLLM takes a share of the memory that is fixed beforehand")
         measured = [Repeats(each.timings, unknown, each.warm_up, None) for each in answers]
         return [row for cell, repeats in zip(cells, measured, strict=True) for row in self._metrics(session, cell, repeats, protocol)]

