@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from optkit.environment import cpu_name
-from optkit.processes import run
+from optkit.kernels.cpu.library_cache import LENGTH, keep_library, kept_library, private_directory
+from optkit.processes import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp")
@@ -83,14 +85,22 @@ def _compiled(compiler: str) -> Path:
     sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     parts = (*sources, torch.__version__, compiler, *FLAGS, *instructions)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-    library = _directory() / f"{digest[:32]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-            made = Path(directory) / library.name
-            run(_command(compiler, made), timeout_s=TIME_LIMIT_S).check_returncode()
-            made.replace(library)
-    return library
+    place, made_of = private_directory(_directory()), digest[:LENGTH]
+    if kept := kept_library(place, made_of):
+        return kept
+    with tempfile.TemporaryDirectory(dir=place) as directory:
+        made = Path(directory) / "kernels.so"
+        run(_command(compiler, made), timeout_s=TIME_LIMIT_S).check_returncode()
+        _try(made)
+        return keep_library(made, place, made_of)
+
+
+def _try(library: Path) -> None:
+    """Load a new library in a process of its own first: where that crashes, it costs the kernels and not the run. Raises OSError."""
+    done = run(python_command("-m", "optkit.kernels.cpu.native", str(library)), timeout_s=TIME_LIMIT_S, env=python_environment())
+    if done.returncode:
+        ended = f"was ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"ended with status {done.returncode}"
+        raise OSError(f"a process that tried them {ended}")
 
 
 def _directory() -> Path:
@@ -130,3 +140,8 @@ def _is_right() -> bool:
     scales = torch.ones(2, 2, 16)
     right = torch.equal(packed_linear(rows, words, scales, shifts, 4, 30), rows @ weight[:30].T)
     return right and torch.equal(dense_linear(rows, weight), rows @ weight.T)
+
+
+if __name__ == "__main__":  # the process of `_try`
+    torch.ops.load_library(sys.argv[1])
+    _is_right()
