@@ -177,7 +177,7 @@ def test_packed_on_a_gpu(bits: int) -> None:
         "cuda",
     )
     assert isinstance(layer, PackedLinear)
-    assert "because torch's int4 kernel" in phrase
+    assert "because optkit's int4 kernel" in phrase
     hidden = torch.randn(5, 96)
     reference = hidden.double() @ dense.double().T
     assert float((layer(hidden.cuda()).double().cpu() - reference).norm() / reference.norm()) < 2e-5
