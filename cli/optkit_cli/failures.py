@@ -13,6 +13,7 @@ import click
 
 from optkit.errors import OptkitError, Problem
 from optkit.stopping import KEPT, said_of
+from optkit.visible import visible
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Failure:
 
     def say(self) -> None:
         """Print it on stderr."""
-        for line in self.spoken or [f"error: {line}" for line in self.message.splitlines()]:
-            click.echo(line, err=True, color=sys.stderr.isatty())
+        errors = [f"error: {text}" for text in ([str(each) for each in self.problems] or [self.message])]
+        for line in [line for text in self.spoken for line in text.split("\n")] or errors:
+            click.echo(visible(line), err=True, color=sys.stderr.isatty())
 
 
 def failure_of(error: BaseException) -> Failure:

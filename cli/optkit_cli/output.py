@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from optkit.visible import CONTROLS, visible_lines
 from optkit_cli.options import Invocation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from optkit.scorecard import Scorecard
 
@@ -46,6 +47,7 @@ def print_document(document: str) -> bool:
         document.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
         document = f"{json.dumps(json.loads(document), indent=2)}\n"
+    document = "\n".join(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in document.split("\n"))
     try:
         click.echo(document, nl=False)
     except BrokenPipeError:
@@ -67,22 +69,31 @@ def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bo
 
 def show(*parts: RenderableType) -> None:
     """Print tables and lines: as wide as the terminal, else `WIDTH` columns of plain text without spaces at the ends of lines."""
-    from rich.console import Console
-
     if sys.stdout is not None and sys.stdout.isatty():
-        console = Console(highlight=False)
+        console = _console(highlight=False)
         for part in parts:
             console.print(part)
     else:
         click.echo(plain_text(*parts), nl=False)
 
 
+def _console(**settings: Any) -> Console:
+    """Return a console that shows the control characters of texts; it sends its own for colours alone."""
+    from rich.console import Console, ConsoleOptions
+    from rich.segment import Segment
+
+    class Visible(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible_lines(segment.text), segment.style)
+
+    return Visible(**settings)
+
+
 def plain_text(*parts: RenderableType, width: int = WIDTH) -> str:
     """Return tables and lines as text without colours."""
-    from rich.console import Console
-
     buffer = io.StringIO()
-    console = Console(file=buffer, highlight=False, width=width, force_terminal=False, color_system=None)
+    console = _console(file=buffer, highlight=False, width=width, force_terminal=False, color_system=None)
     for part in parts:
         console.print(part)
     return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())

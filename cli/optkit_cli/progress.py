@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from optkit import stopping
 from optkit.progress import Progress, SilentProgress, SilentTask, Task
+from optkit.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,23 +36,23 @@ def open_progress(*, quiet: bool) -> SafePoints:
 
 @dataclass(frozen=True)
 class SafePoints:
-    """Says what another says; each word is a point at which a run that is asked to stop does so."""
+    """Says what another says, each word in one line; it is a point at which a run that is asked to stop does so."""
 
     to: Progress
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a task whose steps are such points."""
         stopping.check()
-        return SafeTask(self.to.task(label, total, unit))
+        return SafeTask(self.to.task(visible(label), total, unit))
 
     def say(self, line: str) -> None:
         """Pass on one line."""
         stopping.check()
-        self.to.say(line)
+        self.to.say(visible(line))
 
     def warn(self, line: str) -> None:
         """Pass on one warning."""
-        self.to.warn(line)
+        self.to.warn(visible(line))
         stopping.check()
 
 
@@ -70,7 +71,7 @@ class SafeTask:
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count, and stop here if that is asked."""
-        self.to.advance(steps, note)
+        self.to.advance(steps, visible(note))
         stopping.check()
 
 

@@ -15,6 +15,7 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.errors import Problem
     from optkit.recipe import load_recipe
+    from optkit.visible import visible
     from optkit_cli.output import print_json
 
     problems: list[Problem] = []
@@ -22,7 +23,7 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
         try:
             load_recipe(recipe)
             if not as_json:
-                click.echo(f"{recipe}: ok")
+                click.echo(visible(f"{recipe}: ok"))
         except RecipeError as error:
             problems.extend(error.problems)
         except OptkitError as error:
