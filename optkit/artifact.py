@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
 from optkit.frozen import Frozen, digest
+from optkit.held_files import hold, release
 from optkit.model.companions import published_files
 from optkit.model.onnx_file import is_onnx
 from optkit.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
@@ -147,14 +147,42 @@ def settle(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def reserve(out: Path) -> Iterator[None]:
-    """Hold an output directory for this process, so that two runs never write one artifact.
+def reserve(out: Path, store: Path) -> Iterator[None]:
+    """Hold an output directory for this process, so that two runs never write one artifact; mends what a killed one left there.
 
-    Raises StoreError where another run holds it, where it holds files that are not ours, where the process stands in it, or where it
-    cannot be written.
+    Raises StoreError where another run holds it, where it holds files that are not ours, where one of it and the store lies inside the
+    other, where the process stands in it, or where it cannot be written.
     """
+    _check_place(out, store)
+    lock = out.with_name(f".{out.name}.lock")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        held = hold(lock)
+    except BlockingIOError as error:
+        raise StoreError(
+            "another optkit run is writing there", where=str(out), remedy="Wait for it, or name another directory with --out"
+        ) from error
+    except OSError as error:
+        raise explain_os_error(error, "the artifact", out.parent) from error
+    try:
+        _settle_beside(out)
+        yield
+    finally:
+        release(held, lock)
+
+
+def _check_place(out: Path, store: Path) -> None:
     if out.exists() and not out.is_dir():
         raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
+    place, shelf = out.resolve(), store.resolve()
+    if place.is_relative_to(shelf) or shelf.is_relative_to(place):
+        how = "is the store itself" if place == shelf else "lies in the store" if place.is_relative_to(shelf) else "holds the store"
+        raise StoreError(
+            f"{how} ({shelf})",
+            where=str(out),
+            why="An artifact is replaced as a whole, and finished steps would go with it",
+            remedy="Name another directory with --out, or another store with --store",
+        )
     if out.is_dir() and any(out.iterdir()) and not is_artifact(out):
         raise StoreError(
             "the directory holds files that optkit did not write",
@@ -162,23 +190,18 @@ def reserve(out: Path) -> Iterator[None]:
             why="They would be replaced",
             remedy="Empty it, or name another directory with --out",
         )
-    if Path.cwd().is_relative_to(out.resolve()):
+    if Path.cwd().is_relative_to(place):
         raise StoreError("is the directory that you are in", where=str(out), why="It would be replaced", remedy="Name another with --out")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock = (out.parent / f".{out.name}.lock").open("a")
-    except OSError as error:
-        raise explain_os_error(error, "the artifact", out.parent) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StoreError(
-                "another optkit run is writing there", where=str(out), remedy="Wait for it, or name another directory with --out"
-            ) from error
-        for abandoned in [*out.parent.glob(f".{out.name}.draft-*"), *out.parent.glob(f".{out.name}.old-*")]:
-            shutil.rmtree(abandoned, ignore_errors=True)
-        yield
+
+
+def _settle_beside(out: Path) -> None:
+    """Put the artifact back that a run moved aside and never replaced, and delete what else unfinished runs left beside `out`."""
+    for each in list(out.parent.iterdir()):
+        if each.name.startswith(f".{out.name}.old-") and not out.exists():
+            with contextlib.suppress(OSError):
+                each.rename(out)
+        elif each.name.startswith((f".{out.name}.old-", f".{out.name}.draft-")):
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def standing(out: Path, key: str) -> Artifact | None:
@@ -208,9 +231,9 @@ def standing(out: Path, key: str) -> Artifact | None:
 def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping[str, dict[str, Any]] | None = None) -> Artifact:
     """Make `out` the artifact with these weights, by a rename; call it inside `reserve(out)`.
 
-    `stored`: the files of the store's record when the weights lie in the store; they become hard links where the disk allows it, which
-    costs no space. The files of a user's own directory are copied, so that nobody changes both by changing one, and so are those of an
-    ONNX model, because `onnx.load` and onnx.checker refuse data files with several hard links.
+    `stored`: the files of the store's record when a stage left the weights there; they become hard links where the disk allows it, which
+    costs no space. The files of a user's own directory and of the hub's cache are copied, so that nobody changes both by changing one, and
+    so are those of an ONNX model, because `onnx.load` and onnx.checker refuse data files with several hard links.
     An artifact of the same key that is still whole stays as it is. `record` holds the fields of `ArtifactRecord` but `files`.
     """
     if known := standing(out, record["key"]):
@@ -232,9 +255,7 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
     except OSError as error:
         raise explain_os_error(error, "the artifact", out.parent) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        for old in out.parent.glob(f".{out.name}.old-*"):
-            shutil.rmtree(old, ignore_errors=True)
+        _settle_beside(out)
     return Artifact(directory=out, record=made)
 
 

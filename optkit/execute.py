@@ -39,7 +39,7 @@ class Execution:
 
     weights: Path
     stored: Mapping[str, dict[str, Any]] | None
-    """Files of the store's record; None where the weights are the user's own directory or the hub's cache."""
+    """Files of the store's record; None where no stage made them: they are the user's own, or links into the hub's cache."""
     steps: tuple[StepOutcome, ...]
 
     @property
@@ -61,8 +61,7 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
     weights = materialize(plan, last, store, context, made)
     outcomes = tuple(_outcomes(plan.steps[1:], store, made))
-    in_store = store.get(plan.steps[last].key) == weights
-    return Execution(weights, store.record(plan.steps[last].key)["files"] if in_store else None, outcomes)
+    return Execution(weights, store.record(plan.steps[last].key)["files"] if last else None, outcomes)
 
 
 def materialize(plan: Plan, index: int, store: Store, context: Context, made: set[str]) -> Path:
@@ -85,7 +84,9 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
         with store.write(step.key) as draft:
             start = time.perf_counter()
             origin = materialize(plan, 0, store, context, made) if step.stage and step.stage.reads_origin else None
-            report = run_step(plan, step, source, draft.model, replace(context, origin=origin, workspace=store.workspace(step.key)))
+            report = run_step(
+                plan, step, source, draft.model, replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1)
+            )
             draft.record.update(
                 kind=step.kind,
                 fields=step.stage.model_dump(mode="json") if step.stage else plan.recipe.model.model_dump(mode="json"),
@@ -99,7 +100,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             )
         made.add(step.key)
         shutil.rmtree(store.workspace(step.key), ignore_errors=True)
-    return store.get(step.key) or locate_model(plan.recipe.model) or _lost(step)
+    return store.get(step.key) or _lost(step)
 
 
 def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context: Context) -> Report:

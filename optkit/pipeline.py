@@ -84,8 +84,8 @@ def run(
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = _usable(device)
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
-    with reserve(target), ExitStack() as held:
-        shelf = Store(store or default_store())
+    shelf = Store(store or default_store())
+    with reserve(target, shelf.root), ExitStack() as held:
         todo = make_plan(wanted.pinned(data), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
         held.enter_context(shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)]))

@@ -68,6 +68,8 @@ class Context:
     workspace: Path | None = None
     """Directory, perhaps not there yet, whose files outlive a run that fails or is killed: checkpoints of a training. It belongs to this
     step alone and goes when the step is finished."""
+    may_link: bool = False
+    """A stage may link the files of its source: they are the store's own, and not the user's or the hub's."""
 
 
 @dataclass(frozen=True)

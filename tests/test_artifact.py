@@ -33,7 +33,7 @@ def weights(tmp_path):
 
 
 def publish_from(store, out, key="k1"):
-    with reserve(out):
+    with reserve(out, store.root):
         return publish(store.get("w"), out, {**RECORD_FIELDS, "key": key}, store.record("w")["files"])
 
 
@@ -71,7 +71,7 @@ def test_an_onnx_model_from_the_store_opens_where_onnx_refuses_hard_links(tmp_pa
 
 
 def test_weights_of_the_user_are_copied(weights, tmp_path):
-    with reserve(tmp_path / "out"):
+    with reserve(tmp_path / "out", weights.root):
         publish(weights.get("w"), tmp_path / "out", RECORD_FIELDS)
     copy = tmp_path / "out" / "model.safetensors"
     assert copy.read_text() == "weights"
@@ -100,7 +100,7 @@ def test_another_artifact_replaces_it_and_its_scorecard(weights, tmp_path):
     publish_from(weights, out, key="k2")
     assert read_artifact(out).record.key == "k2"
     assert not (out / "scorecard.json").exists()
-    assert [path.name for path in tmp_path.iterdir() if ".out." in path.name] == [".out.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
 
 
 def test_a_damaged_artifact_is_published_again(weights, tmp_path):
@@ -115,14 +115,17 @@ def test_a_damaged_artifact_is_published_again(weights, tmp_path):
 
 def test_a_directory_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(StoreError, match=r"holds files that optkit did not write\. They would be replaced\. Empty it"), reserve(tmp_path):
+    with (
+        pytest.raises(StoreError, match=r"holds files that optkit did not write\. They would be replaced\. Empty it"),
+        reserve(tmp_path, tmp_path.parent / "store"),
+    ):
         pass
     assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_file_as_output_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(StoreError, match="is a file"), reserve(tmp_path / "out"):
+    with pytest.raises(StoreError, match="is a file"), reserve(tmp_path / "out", tmp_path / "store"):
         pass
 
 
@@ -130,7 +133,7 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from optkit.artifact import reserve
-with reserve(Path(sys.argv[1])):
+with reserve(Path(sys.argv[1]), Path(sys.argv[2])):
     print("holds", flush=True)
     time.sleep(60)
 """
@@ -138,15 +141,81 @@ with reserve(Path(sys.argv[1])):
 
 def test_a_directory_that_another_run_writes_is_refused_until_it_ends(weights, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / "out")], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
+        [sys.executable, "-c", HOLDS, str(tmp_path / "out"), str(weights.root)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
     )
     assert process.stdout.readline() == b"holds\n"
-    with pytest.raises(StoreError, match="another optkit run is writing there"), reserve(tmp_path / "out"):
+    with pytest.raises(StoreError, match="another optkit run is writing there"), reserve(tmp_path / "out", tmp_path / "store"):
         pass
     process.kill()
     process.wait()
     process.stdout.close()
     publish_from(weights, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
+
+
+def test_a_failed_run_leaves_nothing_beside_its_output(tmp_path):
+    with pytest.raises(ZeroDivisionError), reserve(tmp_path / "out", tmp_path / "store"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from optkit.artifact import publish, reserve
+from optkit.store import Store
+from tests.test_artifact import RECORD_FIELDS
+out, store = Path(sys.argv[2]), Store(Path(sys.argv[3]))
+rename = Path.rename
+Path.rename = lambda path, target: os._exit(9) if "draft" in path.name else rename(path, target)
+with reserve(out, store.root):
+    publish(store.get("w"), out, {**RECORD_FIELDS, "key": "k2"})
+"""
+
+
+def test_an_artifact_that_a_killed_run_moved_aside_is_put_back(weights, tmp_path):
+    made = publish_from(weights, tmp_path / "out")
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", DIES, root, str(tmp_path / "out"), str(weights.root)], check=False, cwd=root)
+    assert done.returncode == 9
+    assert not (tmp_path / "out").exists()
+    with reserve(tmp_path / "out", weights.root):
+        assert read_artifact(tmp_path / "out") == made
+        made.check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store"]
+
+
+def test_an_artifact_stays_where_the_new_one_cannot_take_its_place(weights, tmp_path, monkeypatch):
+    made = publish_from(weights, tmp_path / "out")
+    rename = Path.rename
+
+    def fails(path, target):
+        if "draft" in path.name:
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(StoreError, match=r"cannot write the artifact\. Permission denied"):
+        publish_from(weights, tmp_path / "out", key="k2")
+    assert read_artifact(tmp_path / "out") == made
+    made.check()
+
+
+@pytest.mark.parametrize(
+    ("out", "how"),
+    [("o", "holds the store"), ("o/store", "is the store itself"), ("o/store/steps/x", "lies in the store"), ("link/x", "lies in")],
+)
+def test_an_artifact_and_the_store_never_lie_in_each_other(tmp_path, out, how):
+    store = Store(tmp_path / "o" / "store")
+    with store.write("w") as draft:
+        (draft.model / "config.json").write_text("{}")
+    (tmp_path / "o" / RECORD).write_text("{}")
+    (tmp_path / "link").symlink_to(store.root)
+    expected = rf"{how}.*An artifact is replaced as a whole, and finished steps would go with it\. Name another directory with --out"
+    with pytest.raises(StoreError, match=expected), reserve(tmp_path / out, store.root):
+        pass
+    assert store.get("w")
 
 
 def test_what_is_no_artifact_is_said(tmp_path):
@@ -177,7 +246,10 @@ def test_a_link_as_output_stays_and_what_it_leads_to_is_written(weights, tmp_pat
 def test_the_directory_that_one_is_in_is_refused(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(StoreError, match=r"here: is the directory that you are in\. It would be replaced\."), reserve(settle(Path())):
+    with (
+        pytest.raises(StoreError, match=r"here: is the directory that you are in\. It would be replaced\."),
+        reserve(settle(Path()), tmp_path / "store"),
+    ):
         pass
     assert list(tmp_path.iterdir()) == [tmp_path / "here"]
 

@@ -271,3 +271,9 @@ def test_an_artifact_of_this_store_needs_no_measuring_again(
     spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
     monkeypatch.setattr(Perplexity, "run", lambda *_words: pytest.fail("it was measured again"))
     spoken(capsys, "eval", "artifacts/tiny", "--evals", "tiny.yaml", "--device", "cpu", "--quiet")
+
+
+def test_an_output_that_holds_the_store_is_refused_before_anything_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = spoken(capsys, "run", "tiny.yaml", "--store", "o/store", "--out", "o", "--device", "cpu", status=1)
+    assert "o: holds the store" in err
+    assert not (desk / "o").exists()

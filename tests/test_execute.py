@@ -85,10 +85,19 @@ class Learns(Halve):
         return super().run(source, target, context)
 
 
+class Links(Halve):
+    """Say whether it may link the files of its source."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        report = super().run(source, target, context)
+        RUNS.append(context.may_link)
+        return report
+
+
 @pytest.fixture(autouse=True)
 def stages(monkeypatch):
     RUNS.clear()
-    classes = {each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets, Learns)}
+    classes = {each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets, Learns, Links)}
     monkeypatch.setattr("optkit.registry.STAGES", dict.fromkeys(classes, "here"))
     monkeypatch.setattr("optkit.entries.stage_class", classes.__getitem__)
 
@@ -188,3 +197,25 @@ def test_a_disk_too_small_is_found_before_anything_runs(planned, monkeypatch):
     with pytest.raises(ResourceError, match=r"the steps will write \d{3},\d{3} bytes and 10 bytes are free\. Free some space"):
         execute(plan, store, Context())
     assert RUNS == []
+
+
+def test_only_what_a_stage_left_in_the_store_may_be_linked(planned):
+    plan, store = planned({"links": {"factor": 0.5}}, {"links": {"factor": 0.25}})
+    execution = execute(plan, store, Context())
+    assert RUNS == [0.5, False, 0.25, True]
+    assert execution.stored == store.record(plan.weights_key)["files"]
+
+
+def test_a_model_that_was_linked_into_the_store_is_not_linked_on_into_the_artifact(planned, tiny_model, monkeypatch):
+    def link(_model, target, _progress):
+        for path in tiny_model("llama").iterdir():
+            (target / path.name).hardlink_to(path)
+        return {}
+
+    monkeypatch.setattr(executing, "locate_model", lambda _model: None)
+    monkeypatch.setattr(executing, "import_model", link)
+    plan, store = planned("halve")
+    plan = plan.model_copy(update={"steps": plan.steps[:1]})
+    execution = execute(plan, store, Context())
+    assert execution.weights == store.get(plan.weights_key)
+    assert execution.stored is None

@@ -32,9 +32,9 @@ TOKENS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-def scaled(source: Path, target: Path) -> Report:
+def scaled(source: Path, target: Path, may_link: bool = False) -> Report:
     target.mkdir()
-    return KvScales(calibration=TEXT, batch_size=3).run(source, target, Context())
+    return KvScales(calibration=TEXT, batch_size=3).run(source, target, Context(may_link=may_link))
 
 
 def packed(source: Path, target: Path, **fields: Any) -> Path:
@@ -69,11 +69,13 @@ def test_the_scales_are_the_largest_keys_and_values(
     assert report.calibrated_on == (TEXT.identity(),)
 
 
-def test_weights_are_linked_and_nothing_is_lost(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source, target = tiny_model("llama"), tmp_path / "scaled"
-    scaled(source, target)
+@pytest.mark.parametrize("may_link", [True, False])
+def test_weights_are_linked_where_they_may_be_and_nothing_is_lost(tiny_model: TinyModel, tmp_path: Path, may_link: bool) -> None:
+    source, target = shutil.copytree(tiny_model("llama"), tmp_path / "source"), tmp_path / "scaled"
+    scaled(source, target, may_link=may_link)
     linked = target / "model-00001-of-00002.safetensors"
-    assert linked.samefile(source / "model.safetensors") or linked.read_bytes() == (source / "model.safetensors").read_bytes()
+    assert linked.samefile(source / "model.safetensors") == may_link
+    assert linked.read_bytes() == (source / "model.safetensors").read_bytes()
     assert not (target / "model.safetensors").exists()  # transformers and vLLM would read it instead of the index
     assert {path.name for path in source.iterdir()} - {"model.safetensors"} <= {path.name for path in target.iterdir()}
     before, after = Checkpoint(source), Checkpoint(target)

@@ -32,7 +32,7 @@ RECORD = {
 
 
 def published(weights: Path, out: Path) -> Artifact:
-    with reserve(out):
+    with reserve(out, out.parent / "store"):
         return publish(weights, out, RECORD)
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -126,13 +126,17 @@ def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
             shutil.copyfile(path, copy)
 
 
-def link_or_copy(file: Path, copy: Path) -> None:
-    """Let `copy` be the same file, which takes no space, or a copy of it on another disk; raises ResourceError when that is full."""
+def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
+    """Let `copy` be the same file, which takes no space, where links are allowed and possible, else a copy of it.
+
+    Raises ResourceError when the disk is full.
+    """
     with disk_space_for(copy, file.stat().st_size):
-        try:
-            copy.hardlink_to(file.resolve())
-        except OSError:  # another disk, or one without links
-            shutil.copyfile(file, copy)
+        if link:
+            with suppress(OSError):  # another disk, or one without links
+                copy.hardlink_to(file.resolve())
+                return
+        shutil.copyfile(file, copy)
 
 
 def write_config(target: Path, config: Mapping[str, Any]) -> None:

@@ -69,7 +69,7 @@ class KvScales(Transform):
         )
         if wrong:
             raise StageError("its keys or values are 0, NaN or Inf on the calibration text", where=f"kv_scales: {wrong}")
-        _write(checkpoint, target, layers, keys, values)
+        _write(checkpoint, target, layers, keys, values, link=context.may_link)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, _config(checkpoint.config))
         details = {
@@ -144,8 +144,8 @@ def _config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "quantization_config": {**quantization, "kv_cache_scheme": dict(SCHEME)}}
 
 
-def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[float], values: list[float]) -> None:
-    """Link the files with the weights into `target` as shards, and add one more with the scales and the index of all."""
+def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[float], values: list[float], *, link: bool) -> None:
+    """Link or copy the files with the weights into `target` as shards, and add one more with the scales and the index of all."""
     import torch
     from safetensors.torch import save_file
 
@@ -154,7 +154,7 @@ def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[f
     files = sorted(set(checkpoint.files.values()))
     shards = {file: f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number, file in enumerate(files, start=1)}
     for file, shard in shards.items():
-        link_or_copy(file, target / shard)
+        link_or_copy(file, target / shard, link=link)
     last = f"model-{len(files) + 1:05d}-of-{len(files) + 1:05d}.safetensors"
     tensors = {name: torch.tensor([largest / FLOAT8_MAX], dtype=torch.float32) for name, largest in scales.items()}
     with disk_space_for(target / last, 4 * len(tensors)):

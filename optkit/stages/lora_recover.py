@@ -215,7 +215,7 @@ class LoraRecover(Trained):
             return write_student(student, target, context.trust_remote_code)
         for file in sorted({*checkpoint.files.values(), checkpoint.directory / INDEX}):
             if file.is_file():
-                link_or_copy(file, target / file.name)
+                link_or_copy(file, target / file.name, link=context.may_link)
         copy_companions(checkpoint.directory, target, context.trust_remote_code)
         shutil.copyfile(checkpoint.directory / "config.json", target / "config.json")
         return write_adapter(student.model, student.config, target / ADAPTER, stored_dtype(checkpoint))  # type: ignore[attr-defined]

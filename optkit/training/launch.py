@@ -54,6 +54,7 @@ def launch(
             trust_remote_code=context.trust_remote_code,
             origin=context.origin.absolute() if context.origin else None,
             workspace=context.workspace.absolute() if context.workspace else None,
+            may_link=context.may_link,
         )
         (directory / JOB).write_text(job.model_dump_json(), encoding="utf-8")
         _run(_command(directory, devices, parallel), directory, devices, context)

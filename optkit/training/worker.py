@@ -50,6 +50,7 @@ class Job(Frozen):
     trust_remote_code: bool
     origin: Path | None
     workspace: Path | None
+    may_link: bool
 
 
 class Messages:
@@ -143,6 +144,7 @@ def work(job: Job, directory: Path, rank: int) -> Report:
         trust_remote_code=job.trust_remote_code,
         origin=job.origin,
         workspace=job.workspace,
+        may_link=job.may_link,
     )
     module, _, name = job.stage.partition(":")
     stage = getattr(importlib.import_module(module), name).model_validate(job.fields)
