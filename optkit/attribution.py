@@ -68,7 +68,7 @@ def attribute(
     except ResourceError as error:
         context.progress.warn(f"what each stage added is left out: {error}")
         return ()
-    first = {each.eval.metrics[0] for rung in rungs for each in rung.evals}
+    first = {next(iter(each.eval.metrics)) for rung in rungs for each in rung.evals}
     last = SETTINGS if rungs[-1].index == len(plan.steps) - 1 else plan.steps[-1].kind
     return (
         Rung(stage=UNMODIFIED, metrics=_named(first, measured.baseline)),

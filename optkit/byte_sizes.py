@@ -9,17 +9,19 @@ UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for ending, base in (("b", 1000), ("ib", 1024))
 }  # fmt: skip
+LARGEST = 1e15
+"""Bytes; what is written larger is a slip."""
 
 
 def size_bytes(written: int | str) -> int:
     """Return the bytes of a size, e.g. `20 GiB`; raises ValueError where it is none, or not above zero."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(written))
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(written))
     if found is None or found[2].lower() not in UNITS:
         raise ValueError(f"'{written}' is no size: write 20 GiB, 500 MB or a number of bytes")
-    size = round(float(found[1]) * UNITS[found[2].lower()])
-    if size < 1:
-        raise ValueError(f"'{written}' is no size above zero")
-    return size
+    size = float(found[1]) * UNITS[found[2].lower()]
+    if not 0.5 < size <= LARGEST:
+        raise ValueError(f"'{written}' is no size above zero and up to {size_text(LARGEST)}")
+    return round(size)
 
 
 def size_text(size: float) -> str:

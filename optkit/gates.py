@@ -7,9 +7,11 @@ decode_tokens_per_s[batch=1]: ">= 1.2x"     only the rows measured at batch 1
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from optkit.errors import did_you_mean
@@ -19,9 +21,51 @@ from optkit.statistics import Estimate
 
 OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
-_KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?")
-_LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*")
-_LIMIT = re.compile(r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)")
+_KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?", re.ASCII)
+_LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*", re.ASCII)
+_LIMIT = re.compile(r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number can be."""
+
+    words: str
+    """What it is, as a sentence goes on after `is`."""
+    low: float = 0.0
+    high: float = 1e18
+    reaches_low: bool = False
+    """Whether it can be `low` itself; `high` it can always be."""
+
+    def passes(self, gate: Gate) -> bool:
+        """Say whether any number keeps the limit."""
+        if gate.operator.startswith(">"):
+            return gate.limit < self.high or (gate.operator == ">=" and gate.limit == self.high)
+        return gate.limit > self.low or (gate.operator == "<=" and gate.limit == self.low and self.reaches_low)
+
+    def breaks(self, gate: Gate) -> bool:
+        """Say whether any number does not keep the limit."""
+        if gate.operator.startswith("<"):
+            return gate.limit < self.high or (gate.operator == "<" and gate.limit == self.high)
+        return gate.limit > self.low or (gate.operator == ">" and gate.limit == self.low and self.reaches_low)
+
+
+RATIO = Range("a ratio to the baseline, which is above 0")
+RANGES = {
+    "fraction": Range("a share between 0 and 1", high=1.0, reaches_low=True),
+    "cosine": Range("a cosine between -1 and 1", -1.0, 1.0, True),
+    "correlation": Range("a correlation between -1 and 1", -1.0, 1.0, True),
+    "perplexity": Range("at least 1", 1.0, 1e304, True),
+    "nats/token": Range("a divergence, which is at least 0", high=1e4, reaches_low=True),
+    "requests/s": Range("a rate, which is at least 0", reaches_low=True),
+    **dict.fromkeys(("tokens/s", "sequences/s", "bytes/s"), Range("a rate, which is above 0")),
+    "s": Range("a time in seconds, which is above 0", high=1e9),
+    "bytes": Range("a number of bytes, which is above 0"),
+    "bits": Range("a number of bits, which is above 0", high=1e6),
+    "J": Range("an energy in joules, which is above 0"),
+    "tokens": Range("a number of tokens, which is above 0"),
+}
+"""Unit of a metric -> what it can be."""
 
 
 class Verdict(StrEnum):
@@ -53,7 +97,7 @@ class Gate(Frozen):
     @property
     def text(self) -> str:
         """The limit as a recipe spells it."""
-        return f"{self.operator} {self.limit:g}{'x' if self.relative else ''}"
+        return f"{self.operator} {self.limit:.12g}{'x' if self.relative else ''}"
 
     def matches(self, metric: Metric) -> bool:
         """Return whether the gate is about this metric."""
@@ -81,10 +125,12 @@ def parse_gate(key: str, text: str) -> Gate:
         label = _LABEL.fullmatch(part)
         if not label:
             raise ValueError(f"'{part.strip()}' in '{key}' is no label. Write name[batch=1,prompt=128] to pick rows.")
-        labels[label[1]] = int(label[2]) if label[2].isdecimal() else label[2]
+        labels[label[1]] = int(label[2]) if label[2].isascii() and label[2].isdecimal() else label[2]
     stated = _LIMIT.fullmatch(text.strip())
     if not stated:
         raise ValueError(f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" relative to the baseline.')
+    if not math.isfinite(float(stated["limit"])):
+        raise ValueError(f"'{text}' is no limit: {stated['limit']} is beyond all numbers. Write a number that can be reached.")
     return Gate(
         name=named["name"], labels=labels, operator=stated["operator"], limit=float(stated["limit"]), relative=bool(stated["relative"])
     )
@@ -102,12 +148,24 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     if gate.name not in measures:
         raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
     if gate.relative and measures[gate.name].compares:
-        absolute = f"{gate.operator} {gate.limit:g}"
+        absolute = f"{gate.operator} {gate.limit:.12g}"
         raise ValueError(f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\".")
+    _check_range(gate, RATIO if gate.relative else RANGES.get(measures[gate.name].metrics[gate.name]))
     measuring = [each for each in evals if gate.name in each.metrics]
     instances = [each for each in measuring if isinstance(each, Eval)]
     if len(instances) == len(measuring):
         _check_labels(gate, [row for each in instances for row in each.row_labels()])
+
+
+def _check_range(gate: Gate, values: Range | None) -> None:
+    """Refuse a limit that nothing breaks, or nothing keeps."""
+    if values is None or (values.passes(gate) and values.breaks(gate)):
+        return
+    remedy = "Give a limit that can be kept and broken."
+    if values.high == 1.0 and 1.0 < gate.limit <= 100.0:
+        remedy = f'Write "{gate.operator} {gate.limit / 100:g}" for {gate.limit:g}%.'
+    never = "break" if values.passes(gate) else "pass"
+    raise ValueError(f"'{gate.name}' is {values.words}, so that nothing can {never} {gate.text}. {remedy}")
 
 
 def _check_labels(gate: Gate, rows: Sequence[dict[str, int | str]]) -> None:

@@ -196,8 +196,8 @@ class Eval(Frozen):
     """Says what each layer does alone, so that it cannot measure an adapter beside packed weights, which makes up for all of them."""
     attributed: ClassVar[bool] = False
     """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
-    metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of the metrics that `run` returns, so that a recipe's gates can be checked before anything runs."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Name and unit of the metrics that `run` returns, so that a recipe's gates can be checked before anything runs."""
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return the labels of each row that a metric of this eval will have; one row without labels unless an eval says more."""

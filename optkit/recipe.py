@@ -15,6 +15,7 @@ from optkit.measure import Eval
 from optkit.overrides import override
 from optkit.recipe_check import (
     check_fields,
+    check_files,
     check_formats,
     check_gates,
     check_order,
@@ -25,10 +26,13 @@ from optkit.recipe_check import (
     check_texts,
     read_items,
 )
-from optkit.recipe_files import find_recipe, read_text
+from optkit.recipe_files import find_recipe, is_stream, read_text
 from optkit.source.models import ModelSource, pin_model
 from optkit.stage import Setting, Stage, Transform
 from optkit.yaml_places import PlacedData, read_yaml_leniently
+
+LONGEST_NAME = 100
+"""Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before and behind it."""
 
 
 class Entry(Frozen):
@@ -59,9 +63,10 @@ class EvalEntry(Entry):
 class Heading(Frozen):
     """The part of a recipe that is no list."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the artifact's directory: letters, digits, dot, dash and underscore. The file's own name where it is left out."""
-    description: str = ""
+    name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at most. The file's own name where it
+    is left out."""
+    description: str = Field(default="", max_length=10_000)
     """What the recipe is for, in a sentence."""
     model: ModelSource
     """The model to start from: its name, or a mapping of its fields. Required."""
@@ -123,21 +128,21 @@ class Recipe(Heading):
 
 
 def load_recipe(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: str | None = None) -> Recipe:
-    """Return the recipe of a file, of a shipped recipe's name, of YAML text (more than one line) or of plain data.
+    """Return the recipe of a file, of a shipped recipe's name, of standard input (`-`), of YAML text (more than one line) or of plain data.
 
     `overrides` are changes like `stages.0.gptq.group_size=32`; `model` replaces the recipe's. Raises RecipeError with every problem.
     """
-    if isinstance(source, Mapping):
-        placed, name = PlacedData(dict(source)), "recipe"
-    elif isinstance(source, str) and "\n" in source:
+    if isinstance(source, Mapping):  # e.g. of an artifact, whose texts may be long gone
+        return _checked(PlacedData(dict(source)), "recipe", overrides, model, files=False)
+    if isinstance(source, str) and "\n" in source:
         placed, name = read_yaml_leniently(source, "recipe"), "recipe"
     else:
         path = find_recipe(source)
-        placed, name = read_yaml_leniently(read_text(path), str(path)), path.stem
-    return _checked(placed, name, overrides, model)
+        placed, name = read_yaml_leniently(read_text(path), str(path)), "recipe" if is_stream(path) else path.stem
+    return _checked(placed, name, overrides, model, files=True)
 
 
-def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str | None) -> Recipe:
+def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str | None, files: bool) -> Recipe:
     known = Recipe.model_fields
     if not isinstance(placed.data, dict):
         raise RecipeError(placed.problems or check_root(placed, known))
@@ -154,6 +159,7 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
     problems += [*stage_problems, *eval_problems, *gate_problems]
     problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
     problems += [*check_formats(placed, stages, evals), *check_tasks(placed, stages, evals), *check_settings(placed, stages)]
+    problems += check_files(placed, [*stages, *evals]) if files else ()
     said = {(problem.line, problem.column) for problem in placed.problems}
     problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
     if problems or isinstance(heading, list):
@@ -176,7 +182,7 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     given = {key: value for key, value in data.items() if key in Heading.model_fields}
     if isinstance(given.get("model"), str):
         given["model"] = {"name": given["model"]}
-    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "recipe", **given}
+    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:LONGEST_NAME] or "recipe", **given}
 
 
 def _pinned(value: Any, data: Path | None) -> Any:

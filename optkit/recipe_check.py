@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,7 @@ from optkit.measure import Eval
 from optkit.model.task import EVERY_TASK, PHRASES, phrase_of
 from optkit.registry import EVALS, PRESETS, eval_class
 from optkit.source.models import BUILT_IN
+from optkit.source.texts import is_file_name
 from optkit.stage import Format, Setting, Stage, Transform, exclusion
 from optkit.validation import shown, validate
 from optkit.yaml_places import PlacedData, Steps
@@ -243,6 +245,16 @@ def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> It
                 steps = (*item.steps, *way)
                 place = recipe.values.get((*steps, "split")) or recipe.value_place((*steps, "dataset"))
                 yield place.problem(f"{message} {remedy}")
+
+
+def check_files(recipe: PlacedData, items: Iterable[Item]) -> Iterator[Problem]:
+    """Yield the local texts that are not there."""
+    for item in items:
+        for way, (dataset, _) in texts_in(item.value):
+            path = Path(dataset).expanduser()
+            if is_file_name(dataset) and not path.is_file():
+                message = f"there is no file {path}. A path counts from the directory in which optkit runs, {Path.cwd()}."
+                yield recipe.value_place((*item.steps, *way, "dataset")).problem(message)
 
 
 def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from pathlib import Path
 
 from optkit.errors import Problem, RecipeError
 
 LARGEST_BYTES = 1_000_000
 SUFFIXES = (".yaml", ".yml")
+STANDARD_INPUT = "-"
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -21,7 +23,7 @@ def shipped_recipes() -> dict[str, Path]:
 def find_recipe(source: Path | str) -> Path:
     """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError with the nearest names."""
     path = Path(source)
-    if path.is_file():
+    if path.is_file() or is_stream(path):
         return path
     if path.is_dir():
         inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
@@ -36,12 +38,21 @@ def find_recipe(source: Path | str) -> Path:
     raise _refused(path, f"there is no such recipe. {hint}")
 
 
+def is_stream(path: Path) -> bool:
+    """Say whether a recipe comes through a pipe, a terminal or standard input (`-`), which can be read once."""
+    return str(path) == STANDARD_INPUT or path.is_fifo() or path.is_char_device() or path.is_socket()
+
+
 def read_text(path: Path) -> str:
     """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not UTF-8."""
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise _refused(path, f"{path.stat().st_size:,} bytes are too many for a recipe. Name the YAML file.")
-        content = path.read_bytes()
+        if str(path) == STANDARD_INPUT:
+            content = sys.stdin.buffer.read(LARGEST_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                content = file.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise _refused(path, f"more than {LARGEST_BYTES:,} bytes are too many for a recipe. Name the YAML file.")
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror}.") from error
     try:

@@ -150,7 +150,8 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """Return a type as the reader of a YAML file would say it."""
     bounds = [bound for part in metadata for bound in (part.metadata if isinstance(part, FieldInfo) else (part,))]
-    limits = "".join(f" {sign} {getattr(bound, name):g}" for bound in bounds for name, sign in _LIMITS.items() if hasattr(bound, name))
+    said = ((sign, getattr(bound, name)) for bound in bounds for name, sign in _LIMITS.items() if hasattr(bound, name))
+    limits = "".join(f" {sign} {_number(value)}" for sign, value in said)
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *limiting = get_args(annotation)
@@ -167,6 +168,10 @@ def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"mapping, see [`{annotation.__name__}`](#{annotation.__name__.lower()})"
     return _NAMES.get(annotation, str(getattr(annotation, "__name__", annotation))) + limits
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,.0f}" if bound == round(bound) else f"{bound:g}"
 
 
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

@@ -6,9 +6,10 @@ Data is checked as JSON in strict mode: `"4"` and `true` are no numbers, a list 
 from __future__ import annotations
 
 import json
+import re
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -35,17 +36,29 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model | list[Fault]
     except ValidationError as error:
         grouped: dict[tuple[tuple[str | int, ...], bool], list[ErrorDetails]] = {}
         details = error.errors(include_url=False)
-        for detail in details:
-            if detail["type"] == "too_short" and any(_lies_in(other, detail) for other in details):
-                continue  # only because what is wrong in it is left out
-            steps = _steps(detail, data)
+        places = [_steps(detail, data) for detail in details]
+        for detail, steps in zip(details, places, strict=True):
+            around = any(len(other) > len(steps) and other[: len(steps)] == steps for other in places)
+            if around and (detail["type"] == "too_short" or isinstance(detail["input"], Mapping | list)):
+                continue  # only because what is wrong in it is left out, or it was read as the other one of two types
             grouped.setdefault((steps, detail["type"] in _ABOUT_KEYS), []).append(detail)
-        return [Fault(steps, _sentence(model, steps, details), of_key) for (steps, of_key), details in grouped.items()]
+        faults = [Fault(steps, _sentence(model, steps, details), of_key) for (steps, of_key), details in grouped.items()]
+        return [replace(fault, steps=(*fault.steps, *_named(fault, data))) for fault in faults]
 
 
-def _lies_in(other: ErrorDetails, detail: ErrorDetails) -> bool:
-    depth = len(detail["loc"])
-    return len(other["loc"]) > depth and other["loc"][:depth] == detail["loc"]
+def _named(fault: Fault, data: Any) -> tuple[str, ...]:
+    """Return the field that a check across fields names first, by its name or else its value, where it is written."""
+    for step in fault.steps:
+        data = data[step] if isinstance(data, list) and isinstance(step, int) else data.get(step) if isinstance(data, Mapping) else None
+    if fault.of_key or not isinstance(data, Mapping):
+        return ()
+    names = {name: rf"\b{re.escape(name)}\b" for name in data}
+    values = {name: f"'{re.escape(value)}'" for name, value in data.items() if isinstance(value, str)}
+    for patterns in (names, values):
+        found = {name: match.start() for name, pattern in patterns.items() if (match := re.search(pattern, fault.message))}
+        if found:
+            return (min(found, key=found.__getitem__),)
+    return ()
 
 
 def shown(value: Any) -> str:
@@ -60,22 +73,37 @@ def shown(value: Any) -> str:
 
 def fields_model(model: type[BaseModel], steps: tuple[str | int, ...]) -> type[BaseModel] | None:
     """Return the class whose fields are the keys below `steps`, None where they are not fields of a class."""
-    current: type[BaseModel] | None = model
+    annotations: list[Any] = [model]
     for step in steps:
-        if isinstance(step, int):
-            continue
-        if current is None or step not in current.model_fields:
-            return None
-        current = _model_in(current.model_fields[step].annotation)
-    return current
+        annotations = [below for annotation in annotations for below in _below(annotation, step)]
+    return next((found for annotation in annotations for found in _parts(annotation) if _is_model(found)), None)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, Annotated, tuple, list):
-        return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
-    return None
+def _below(annotation: Any, step: str | int) -> Iterator[Any]:
+    """Yield what a step into a value of a type can lead to."""
+    for part in _parts(annotation):
+        origin = get_origin(part)
+        if _is_model(part) and step in part.model_fields:
+            yield part.model_fields[step].annotation
+        elif origin in (dict, Mapping):
+            yield get_args(part)[1]
+        elif origin in (tuple, list) and isinstance(step, int):
+            yield get_args(part)[0]
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, or the one type that it is."""
+    if get_origin(annotation) is Annotated:
+        yield from _parts(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _parts(part)
+    else:
+        yield annotation
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _steps(detail: ErrorDetails, root: Any) -> tuple[str | int, ...]:

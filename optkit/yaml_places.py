@@ -157,6 +157,8 @@ class _Reader:
             else:
                 first[key] = self.placed.keys[(*steps, key)] = self.place(key_node)
                 result[key] = self.read(value_node, (*steps, key))
+                if value_node.start_mark.index == value_node.end_mark.index:  # an empty value has the place of what comes next
+                    self.placed.values[(*steps, key)] = first[key]
         return result
 
     def check_tag(self, node: Node, expected: str) -> None:

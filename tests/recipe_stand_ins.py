@@ -95,7 +95,7 @@ class Tone(Setting):
 class Score(TextSource, Eval):
     """Scores a text."""
 
-    metrics: ClassVar[tuple[str, ...]] = ("score",)
+    metrics: ClassVar[dict[str, str]] = {"score": ""}
 
     window: int = 16
 
@@ -103,7 +103,7 @@ class Score(TextSource, Eval):
 class Speed(Eval):
     """Times."""
 
-    metrics: ClassVar[tuple[str, ...]] = ("tokens_per_s",)
+    metrics: ClassVar[dict[str, str]] = {"tokens_per_s": ""}
 
     batch_sizes: tuple[int, ...] = (1,)
     prompt: int = 128

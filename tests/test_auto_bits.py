@@ -174,7 +174,7 @@ def test_one_budget_is_asked_for(fields: dict[str, Any]) -> None:
 
 
 def test_no_choice_is_there_twice() -> None:
-    with pytest.raises(ValidationError, match="choices holds one form twice"):
+    with pytest.raises(ValidationError, match="is here twice"):
         AutoBits(average_bits=4, choices=(SMALL, SMALL))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -10,12 +11,12 @@ from optkit.statistics import Estimate
 
 
 class Alone(Eval):
-    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "size_bytes")
+    metrics: ClassVar[dict[str, str]] = {"perplexity": "perplexity", "size_bytes": "bytes"}
 
 
 class Beside(Eval):
     compares: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = ("kl_divergence",)
+    metrics: ClassVar[dict[str, str]] = {"kl_divergence": "nats/token"}
 
 
 def metric(name="perplexity", **labels):
@@ -48,7 +49,7 @@ def test_labels_pick_rows_and_a_bare_name_takes_all():
     assert parse_gate("decode_tokens_per_s", "> 1").matches(metric("decode_tokens_per_s", batch=8))
 
 
-@pytest.mark.parametrize("text", ["1.10x", "= 3", "<= ", "<= 1.1 x y", "<= 10%", "at most 3", "<= nan", "== 1"])
+@pytest.mark.parametrize("text", ["1.10x", "= 3", "<= ", "<= 1.1 x y", "<= 10%", "at most 3", "<= nan", "== 1", "<= \uff11\uff12"])
 def test_what_is_no_limit(text):
     with pytest.raises(ValueError, match=r"is no limit\. Write <=, >=, < or > and a number"):
         parse_gate("perplexity", text)
@@ -96,7 +97,50 @@ def test_a_gate_is_checked_against_the_evals_before_anything_runs():
         check_gate(parse_gate("perplexity", "<= 1.1x"), [])
 
 
+class Shares(Eval):
+    metrics: ClassVar[dict[str, str]] = {"top1_agreement": "fraction", "decode_s": "s", "odd": "furlongs"}
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "why"),
+    [
+        ("size_bytes", "<= -5", "is a number of bytes, which is above 0, so that nothing can pass <= -5"),
+        ("size_bytes", ">= 0", "nothing can break >= 0"),
+        ("size_bytes", "<= 0x", "is a ratio to the baseline, which is above 0, so that nothing can pass <= 0x"),
+        ("size_bytes", "> -1x", "nothing can break > -1x"),
+        ("perplexity", "< 1", "is at least 1, so that nothing can pass < 1"),
+        ("perplexity", ">= 1", "nothing can break >= 1"),
+        ("top1_agreement", ">= 99", r'is a share between 0 and 1, so that nothing can pass >= 99. Write ">= 0.99" for 99%.'),
+        ("top1_agreement", "<= 1", "nothing can break <= 1"),
+        ("top1_agreement", "> 1", "nothing can pass > 1"),
+        ("decode_s", "<= 0", "nothing can pass <= 0"),
+        ("kl_divergence", "< 0", "nothing can pass < 0"),
+        ("odd", "<= 0x", "nothing can pass <= 0x"),
+    ],
+)
+def test_a_gate_that_nothing_can_pass_or_break_is_refused(key, limit, why):
+    with pytest.raises(ValueError, match=re.escape(why)):
+        check_gate(parse_gate(key, limit), [Alone(), Beside(), Shares()])
+
+
+@pytest.mark.parametrize(
+    ("key", "limit"),
+    [("top1_agreement", ">= 1"), ("top1_agreement", "<= 0"), ("kl_divergence", "<= 0"), ("perplexity", "<= 1"), ("odd", "<= -3")],
+)
+def test_a_limit_at_the_end_of_what_can_be_is_one(key, limit):
+    check_gate(parse_gate(key, limit), [Alone(), Beside(), Shares()])
+
+
+def test_a_limit_beyond_all_numbers():
+    with pytest.raises(ValueError, match=r"'<= 1e999' is no limit: 1e999 is beyond all numbers\."):
+        parse_gate("perplexity", "<= 1e999")
+
+
 def test_the_worst_verdict_counts():
     assert overall([]) is Verdict.PASS
     assert overall([Verdict.PASS, Verdict.INCONCLUSIVE]) is Verdict.INCONCLUSIVE
     assert overall([Verdict.INCONCLUSIVE, Verdict.FAIL, Verdict.PASS]) is Verdict.FAIL
+
+
+def test_digits_of_other_scripts_are_no_numbers():
+    assert parse_gate("decode[engine=\u0661]", "> 1").labels == {"engine": "\u0661"}

@@ -23,7 +23,7 @@ IN_TURNS = [("timed", "baseline"), ("timed", "artifact"), ("timed", "baseline")]
 class Plain(Eval):
     """Count the calls."""
 
-    metrics: ClassVar[tuple[str, ...]] = ("plain",)
+    metrics: ClassVar[dict[str, str]] = {"plain": ""}
     field: int = 0
 
     def run(self, session, context):

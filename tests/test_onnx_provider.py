@@ -41,7 +41,7 @@ def test_a_provider_of_another_device(tiny_onnx: TinyOnnx) -> None:
     ("fields", "message"),
     [
         ({}, "it says nothing: set engine, providers or threads"),
-        ({"providers": ["cpu", "cpu"]}, "a provider is named twice"),
+        ({"providers": ["cpu", "cpu"]}, "'cpu' is here twice"),
         ({"providers": ["npu"]}, "Input should be 'cpu', 'cuda'"),
         ({"threads": 0}, "greater than or equal to 1"),
     ],

@@ -165,8 +165,8 @@ def test_sizes_are_told(llama: Path, tmp_path: Path) -> None:
     [
         ({}, "nothing is asked"),
         ({"remove_layers": []}, "the list is empty"),
-        ({"remove_layers": [1, 1]}, r"\[1, 1\] is no list of different blocks"),
-        ({"remove_layers": [-1]}, r"\[-1\] is no list of different blocks, counted from 0"),
+        ({"remove_layers": [1, 1]}, "1 is here twice"),
+        ({"remove_layers": [-1]}, "-1 is not at least 0"),
         ({"remove_layers": 1.5}, "1.5 is no fraction between 0 and 1"),
         ({"remove_layers": 0}, "remove_layers: 0 is less than 1"),
         ({"remove_layers": [1], "layer_importance": "perplexity"}, "remove_layers names them: give one of the two"),

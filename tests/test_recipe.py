@@ -178,7 +178,7 @@ class TestFiles:
             load_recipe(file)
         assert str(caught.value) == f"{file}:2:7: the byte 0xff is not UTF-8 text. Save the file as UTF-8."
         file.write_bytes(b"\0" * 2_000_000)
-        with pytest.raises(RecipeError, match="2,000,000 bytes are too many for a recipe"):
+        with pytest.raises(RecipeError, match="more than 1,000,000 bytes are too many for a recipe"):
             load_recipe(file)
 
     def test_an_empty_file(self, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import pytest
 from ruamel.yaml import YAML
 
-from optkit.errors import ArtifactError, EvalError
+from optkit.errors import ArtifactError
 from optkit.gates import Verdict
 from optkit.measure import Metric
 from optkit.scorecard import (
@@ -119,24 +119,35 @@ def test_a_bare_name_judges_every_row_of_it():
     assert scorecard.exit_status == 3
 
 
-def test_a_gate_that_nothing_was_measured_for():
-    with pytest.raises(EvalError, match=r"gate perplexty: no eval measured this\. Did you mean 'perplexity'\?"):
-        card(gates={"perplexty": "<= 1"})
-    with pytest.raises(
-        EvalError, match=r"gate decode_tokens_per_s\[batch=2\]: no row has these labels\. Measured: .*batch=1,new_tokens=64\]"
-    ):
-        card(gates={"decode_tokens_per_s[batch=2]": ">= 1"})
-    with pytest.raises(EvalError, match="nothing was measured"):
-        card(metrics=(), gates={"perplexity": "<= 1"})
+def test_a_gate_that_nothing_was_measured_for_fails_and_the_scorecard_is_there():
+    scorecard = card(gates={"energy_per_token_j": "<= 1", "perplexity": "<= 1.20x"}, environment={"device": "cpu"})
+    row = scorecard.rows[-1]
+    assert (row.metric.name, row.gates[0].verdict, scorecard.exit_status) == ("energy_per_token_j", Verdict.FAIL, 3)
+    assert row.gates[0].why == "no number: energy_per_token_j was not measured on cpu"
+    assert table_rows(scorecard)[-1].artifact == "failed"
+    (row,) = card(gates={"decode_tokens_per_s[batch=2]": ">= 1"}).rows[-1:]
+    assert "was not measured; measured: decode_tokens_per_s[batch=1,new_tokens=64]" in row.gates[0].why
+    (row,) = card(metrics=(), gates={"perplexity": "<= 1"}).rows
+    assert row.gates[0].verdict is Verdict.FAIL
 
 
-def test_a_relative_gate_without_a_baseline():
-    with pytest.raises(EvalError, match=r"gate kl_divergence: the limit <= 1\.1x is relative.*was not measured on the baseline"):
-        card(gates={"kl_divergence": "<= 1.1x"})
-    with pytest.raises(EvalError, match="The protocols differ: 'all files' and, on the baseline, 'some files'"):
-        card(metrics=(size(1),), baseline=(size(2, "some files"),), gates={"size_bytes": "<= 1x"})
-    with pytest.raises(EvalError, match="The baseline's value is 0"):
-        card(metrics=(size(1),), baseline=(size(0),), gates={"size_bytes": "<= 1x"})
+@pytest.mark.parametrize(
+    ("measured", "gates", "why"),
+    [
+        ({}, {"kl_divergence": "<= 1.1x"}, "no ratio: it was not measured on the baseline; set a limit without x"),
+        (
+            {"metrics": (size(1),), "baseline": (size(2, "some files"),)},
+            {"size_bytes": "<= 1x"},
+            "no ratio: the protocols differ: 'all files'",
+        ),
+        ({"metrics": (size(1),), "baseline": (size(0),)}, {"size_bytes": "<= 1x"}, "no ratio: the baseline's value is 0"),
+    ],
+)
+def test_a_relative_gate_without_a_ratio_fails_and_says_why(measured, gates, why):
+    scorecard = card(**measured, gates=gates)
+    (result,) = [gate for row in scorecard.rows for gate in row.gates]
+    assert result.verdict is Verdict.FAIL
+    assert result.why.startswith(why)
 
 
 def test_numbers_of_another_protocol_are_no_baseline():

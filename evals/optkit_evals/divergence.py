@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.errors import EvalError
@@ -26,7 +27,11 @@ class Divergence(WindowedText, Eval):
 
     compares: ClassVar[bool] = True
     attributed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = ("kl_divergence", "kl_divergence_p99", "top1_agreement")
+    metrics: ClassVar[Mapping[str, str]] = {
+        "kl_divergence": "nats/token",
+        "kl_divergence_p99": "nats/token",
+        "top1_agreement": "fraction",
+    }
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits; see `WindowedText.cut`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.errors import EvalError
@@ -28,13 +29,13 @@ class Embedding(SentenceText, Eval):
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True
     attributed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = (
-        "cosine_similarity",
-        "cosine_similarity_p1",
-        "cosine_similarity_min",
-        "spearman_cosine",
-        "recall_at_10",
-    )
+    metrics: ClassVar[Mapping[str, str]] = {
+        "cosine_similarity": "cosine",
+        "cosine_similarity_p1": "cosine",
+        "cosine_similarity_min": "cosine",
+        "spearman_cosine": "correlation",
+        "recall_at_10": "fraction",
+    }
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
         """Compare; raises EvalError without a baseline, for other tokens or embeddings of another size, for NaN; see `SentenceText`."""
@@ -96,7 +97,7 @@ class Embedding(SentenceText, Eval):
             Metric(
                 name=name,
                 value=min(estimate.value, 1.0),
-                unit="fraction" if name == "recall_at_10" else "cosine" if name.startswith("cosine") else "correlation",
+                unit=self.metrics[name],
                 higher_is_better=True,
                 interval=estimate.interval,
                 protocol=protocol,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, ClassVar
-
-from pydantic import Field
+from typing import TYPE_CHECKING, ClassVar
 
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
+from optkit.field_types import AtLeastOne, BatchSize, Length, Several
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import ENCODING, Task
 from optkit.statistics import Estimate, mean_estimate, quantile
@@ -21,7 +20,6 @@ from optkit.statistics import Estimate, mean_estimate, quantile
 if TYPE_CHECKING:
     from torch import Tensor
 
-Positive = Annotated[int, Field(ge=1)]
 SETTLED = 0.05
 """Medians of two successive groups of warm-up calls that differ by less than this fraction: caches, clocks and threads have settled."""
 GROUP = 5
@@ -55,15 +53,20 @@ class Encoding(Eval):
 
     tasks: ClassVar[frozenset[Task]] = ENCODING
     timed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = ("latency_p50_s", "latency_p95_s", "sequences_per_s", "peak_memory_bytes")
+    metrics: ClassVar[Mapping[str, str]] = {
+        "latency_p50_s": "s",
+        "latency_p95_s": "s",
+        "sequences_per_s": "sequences/s",
+        "peak_memory_bytes": "bytes",
+    }
 
-    batch_sizes: tuple[Positive, ...] = Field(default=(1, 8), min_length=1)
+    batch_sizes: AtLeastOne[BatchSize] = (1, 8)
     """Sequences at once; each is measured with each length."""
-    lengths: tuple[Positive, ...] = Field(default=(16, 128), min_length=1)
+    lengths: AtLeastOne[Length] = (16, 128)
     """Tokens of a sequence; all of a batch are of one length, so that nothing is padded."""
-    calls: int = Field(default=20, ge=2)
+    calls: Several = 20
     """Calls of a repeat, of whose times the percentiles are taken."""
-    repeats: int = Field(default=6, ge=2)
+    repeats: Several = 6
     """Measured repeats; one alone would have no interval."""
 
     def cells(self) -> list[Cell]:

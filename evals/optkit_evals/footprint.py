@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,7 +42,13 @@ class Footprint(Eval):
 
     version: ClassVar[int] = 4
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
-    metrics: ClassVar[tuple[str, ...]] = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight", "zeros")
+    metrics: ClassVar[Mapping[str, str]] = {
+        "size_bytes": "bytes",
+        "weights_bytes": "bytes",
+        "bits_per_weight": "bits",
+        "bits_per_quantized_weight": "bits",
+        "zeros": "fraction",
+    }
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
         """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
+from optkit.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
 from optkit.measure import Eval, EvalContext, Metric, Session, mean_of_timed
 from optkit.progress import Task
 from optkit.statistics import quantile
@@ -37,26 +36,26 @@ class Load(Eval):
     """
 
     timed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = tuple(UNITS)
+    metrics: ClassVar[Mapping[str, str]] = UNITS
 
-    rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(1.0,), min_length=1)
+    rates: AtLeastOne[Rate] = (1.0,)
     """Requests in a second, on average; they arrive independently of each other (a Poisson process, seeded)."""
-    requests: int = Field(default=32, ge=2)
+    requests: Several = 32
     """Requests of each rate."""
-    prompt: int = Field(default=128, ge=1)
+    prompt: Length = 128
     """Tokens of a request."""
-    new_tokens: int = Field(default=32, ge=2)
+    new_tokens: SequenceLength = 32
     """Tokens of an answer."""
-    batch: int = Field(default=8, ge=1)
+    batch: BatchSize = 8
     """Requests that are computed together, at most."""
     batching: Literal["static", "continuous"] = "static"
     """`static`: a batch ends before the next begins. `continuous`: a request joins at the next step, by transformers' own engine with its
     paged KV cache; torch models without compile, speculative and quantized KV caches."""
-    first_token_limit_s: float = Field(default=1.0, gt=0)
+    first_token_limit_s: Duration = 1.0
     """A request counts for goodput where its first token came within this time of its arrival."""
-    inter_token_limit_s: float = Field(default=0.2, gt=0)
+    inter_token_limit_s: Duration = 0.2
     """And where the mean time between its tokens was at most this."""
-    repeats: int = Field(default=3, ge=2)
+    repeats: Several = 3
     """Times that the requests are served, each time with other moments of arrival."""
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:

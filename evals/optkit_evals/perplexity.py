@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.errors import EvalError
@@ -23,7 +24,7 @@ class Perplexity(WindowedText, Eval):
     """exp of the mean loss of a token; its interval is from the standard error over windows (delta method)."""
 
     attributed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
+    metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; raises EvalError where a logit is NaN, and as `WindowedText.cut` does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from optkit.measure import EvalContext, Metric, Session
@@ -38,7 +38,7 @@ class Roofline(Throughput):
 
     version: ClassVar[int] = 100 + Throughput.version
     reads_weights: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = (*Throughput.metrics, *LIMITS)
+    metrics: ClassVar[Mapping[str, str]] = {**Throughput.metrics, **LIMITS}
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; raises what `throughput` raises, and SourceError where the work of the model cannot be counted."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
-
 from optkit.errors import EvalError
+from optkit.field_types import Count, SequenceLength, Several
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.adapter import has_adapter
 from optkit.model.checkpoint import Checkpoint
@@ -33,13 +33,13 @@ class Sensitivity(WindowedText, Eval):
     compares: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = True
     layers_alone: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = ("predicted_kl_divergence", "layer_kl_divergence")
+    metrics: ClassVar[Mapping[str, str]] = dict.fromkeys(("predicted_kl_divergence", "layer_kl_divergence"), "nats/token")
 
-    window: int = Field(default=512, ge=2)
+    window: SequenceLength = 512
     """Tokens of a window."""
-    windows: int | None = Field(default=16, ge=2)
+    windows: Several | None = 16
     """Windows to measure on, from the start of the text; all of them when null."""
-    worst: int = Field(default=10, ge=1)
+    worst: Count = 10
     """Layers to list, those that cost most."""
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from optkit.errors import EvalError
+from optkit.field_types import BatchSize
 from optkit.measure import EncoderSession, EvalContext
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
@@ -40,9 +41,9 @@ class Sentences:
 class SentenceText(TextSource):
     """A text and how many of its sentences are taken."""
 
-    sentences: int = Field(default=256, ge=12)
+    sentences: int = Field(default=256, ge=12, le=1_000_000)
     """Sentences to measure on, evenly from all over the text."""
-    batch: int = Field(default=8, ge=1)
+    batch: BatchSize = 8
     """Sentences that are encoded together, those of like lengths; the shorter ones are padded."""
 
     def check_texts(self, place: TextPlace) -> None:

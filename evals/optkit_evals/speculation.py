@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic import Field
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
+from optkit.field_types import SequenceLength, Several
 from optkit.measure import Eval, EvalContext, Metric, Session, mean_of_timed
 from optkit_evals.timing import answer, uninterrupted
 from optkit_evals.windows import WindowedText
@@ -31,13 +30,13 @@ class Speculation(WindowedText, Eval):
     """
 
     timed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = tuple(UNITS)
+    metrics: ClassVar[Mapping[str, str]] = UNITS
 
-    window: int = Field(default=128, ge=2)
+    window: SequenceLength = 128
     """Tokens of a prompt."""
-    windows: int | None = Field(default=8, ge=2)
+    windows: Several | None = 8
     """Prompts, from the start of the text; as many as there are when null. Each is answered once."""
-    new_tokens: int = Field(default=64, ge=2)
+    new_tokens: SequenceLength = 64
     """Tokens generated after each prompt."""
 
     def longest_sequence(self) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from optkit.byte_sizes import size_text
 from optkit.devices.cpu_watch import CpuWatch
@@ -16,13 +14,11 @@ from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.devices.peak_memory import Peak, peak_of
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
+from optkit.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.measure import AttendingSession, Eval, EvalContext, Metric, ProposingSession, Session, mean_of_timed
 from optkit.progress import Task
 from optkit.statistics import mean, standard_error
 from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
-
-Positive = Annotated[int, Field(ge=1)]
-Answer = Annotated[int, Field(ge=2)]
 
 CALM = 0.05
 """Share of the cores that other processes may use during a repeat that counts."""
@@ -68,32 +64,32 @@ class Throughput(Eval):
 
     version: ClassVar[int] = 4
     timed: ClassVar[bool] = True
-    metrics: ClassVar[tuple[str, ...]] = (
-        "prefill_tokens_per_s",
-        "decode_tokens_per_s",
-        "time_to_first_token_s",
-        "inter_token_p50_s",
-        "inter_token_p95_s",
-        "inter_token_p99_s",
-        "decode_bytes_per_s",
-        "peak_memory_bytes",
-        "peak_reserved_bytes",
-        "energy_per_token_j",
-    )
+    metrics: ClassVar[Mapping[str, str]] = {
+        "prefill_tokens_per_s": "tokens/s",
+        "decode_tokens_per_s": "tokens/s",
+        "time_to_first_token_s": "s",
+        "inter_token_p50_s": "s",
+        "inter_token_p95_s": "s",
+        "inter_token_p99_s": "s",
+        "decode_bytes_per_s": "bytes/s",
+        "peak_memory_bytes": "bytes",
+        "peak_reserved_bytes": "bytes",
+        "energy_per_token_j": "J",
+    }
 
-    batch_sizes: tuple[Positive, ...] = Field(default=(1,), min_length=1)
+    batch_sizes: AtLeastOne[BatchSize] = (1,)
     """Sequences at once; each is measured with each prompt length."""
-    prompts: tuple[Positive, ...] = Field(default=(128,), min_length=1)
+    prompts: AtLeastOne[Length] = (128,)
     """Prompt lengths in tokens."""
-    new_tokens: Answer | Annotated[tuple[Answer, ...], Field(min_length=1)] = 64
+    new_tokens: SequenceLength | AtLeastOne[SequenceLength] = 64
     """Tokens generated after the prompt; with several, each is measured with each batch and prompt."""
-    repeats: int = Field(default=5, ge=2)
+    repeats: Several = 5
     """Measured runs, at least; more follow, up to four times as many, until the interval is narrow."""
-    interval: float = Field(default=0.02, gt=0, lt=1)
+    interval: Share = 0.02
     """How far the 95% intervals of prefill and decode may reach, as a fraction of their means, before repeats stop."""
-    limit_s: float = Field(default=60.0, gt=0)
+    limit_s: Duration = 60.0
     """Seconds of one configuration after which no further warm-up runs and repeats begin, however wide its interval is."""
-    warmup: int = Field(default=2, ge=1)
+    warmup: Count = 2
     """Runs before these, at least; more follow until the mean of two moves by less than 3%."""
     engine: Literal["optkit", "vllm"] = "optkit"
     """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names and in a process of its own; settings do not

@@ -13,9 +13,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
 from optkit.errors import EvalError
+from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Session
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
@@ -45,9 +44,9 @@ class Windows:
 class WindowedText(TextSource):
     """A text and how it is cut into windows."""
 
-    window: int = Field(default=2048, ge=2)
+    window: SequenceLength = 2048
     """Tokens of a window."""
-    windows: int | None = Field(default=None, ge=2)
+    windows: Several | None = None
     """Windows to measure, from the start of the text; all of them when null. One window would have no error bar."""
     bos: Literal["none", "text", "window"] = "text"
     """Where the tokens stand that the tokenizer puts before a text: nowhere, once at the start of it, or at the start of each window."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from optkit.errors import EvalError, did_you_mean
 from optkit.gates import Gate, Verdict, metric_key, parse_gate
 from optkit.measure import Metric
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine
@@ -30,11 +29,11 @@ def build_scorecard(
 ) -> Scorecard:
     """Return the scorecard. `steps` have the attributes of `StepLine`; `gates` are the recipe's.
 
-    Raises EvalError for a gate that no metric was measured for, and for a relative one without a baseline to divide by.
+    A gate that nothing was measured for fails, on a row that says why.
     """
     limits = [parse_gate(key, text) for key, text in (gates or {}).items()]
-    for gate in limits:
-        _check_measured(gate, metrics)
+    device = (environment or {}).get("device")
+    missing = [_unmeasured(gate, metrics, device) for gate in limits if not any(gate.matches(metric) for metric in metrics)]
     lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
     return Scorecard(
         name=name,
@@ -47,7 +46,7 @@ def build_scorecard(
         notes=(*(f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())), *notes),
         baseline_notes=tuple(baseline_notes),
         environment=dict(environment or {}),
-        rows=tuple(_row(metric, baseline, limits) for metric in metrics),
+        rows=tuple(_row(metric, baseline, limits) for metric in (*metrics, *missing)),
     )
 
 
@@ -94,29 +93,28 @@ def _judge(gate: Gate, metric: Metric, ratio: Estimate | None, baseline: Sequenc
         if same and same[0].failure:
             why = f"of the baseline, {same[0].failure}"
             return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.INCONCLUSIVE, why=why)
-        raise EvalError(
-            f"the limit {gate.text} is relative to the baseline, and there is no ratio",
-            where=f"gate {gate.key}",
-            why=_why_no_ratio(metric, same[0]) if same else "This metric was not measured on the baseline",
-            remedy="Set an absolute limit, without x",
-        )
+        why = f"no ratio: {_why_no_ratio(metric, same[0]) if same else 'it was not measured on the baseline'}; set a limit without x"
+        return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why=why)
     measured = ratio if gate.relative and ratio else Estimate(metric.value, metric.interval)
     return GateResult(key=gate.key, limit=gate.text, verdict=gate.judge(measured))
 
 
 def _why_no_ratio(metric: Metric, baseline: Metric) -> str:
     if metric.protocol == baseline.protocol:
-        return "The baseline's value is 0"
-    return f"The protocols differ: '{metric.protocol}' and, on the baseline, '{baseline.protocol}'"
+        return "the baseline's value is 0"
+    return f"the protocols differ: '{metric.protocol}' and, on the baseline, '{baseline.protocol}'"
 
 
-def _check_measured(gate: Gate, metrics: Sequence[Metric]) -> None:
-    if any(gate.matches(metric) for metric in metrics):
-        return
+def _unmeasured(gate: Gate, metrics: Sequence[Metric], device: str | None) -> Metric:
+    """Return the row of a gate whose metric appears only under conditions that were not met."""
     same_name = [metric_key(metric.name, metric.labels) for metric in metrics if metric.name == gate.name]
-    if same_name:
-        raise EvalError("no row has these labels", where=f"gate {gate.key}", why=f"Measured: {', '.join(same_name)}")
-    if not metrics:
-        raise EvalError("nothing was measured", where=f"gate {gate.key}", remedy="Add an eval that measures it")
-    hint = did_you_mean(gate.name, {metric.name for metric in metrics})
-    raise EvalError(f"no eval measured this.{hint}", where=f"gate {gate.key}")
+    others = f"; measured: {', '.join(same_name)}" if same_name else ""
+    return Metric(
+        name=gate.name,
+        labels=gate.labels,
+        value=0.0,
+        unit="",
+        higher_is_better=gate.operator.startswith(">"),
+        protocol="not measured",
+        failure=f"no number: {gate.key} was not measured{f' on {device}' if device else ''}{others}",
+    )

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
-
 from optkit.errors import SourceError
+from optkit.field_types import Count, SequenceLength
 from optkit.source.directory import TOKENIZERS
 from optkit.source.quiet import quiet_transformers
 from optkit.source.texts import KNOWN, TextSource
@@ -23,9 +22,9 @@ class Calibration(TextSource):
     default_splits: ClassVar[Mapping[str, str]] = dict.fromkeys(KNOWN, "train")
     default_hub_split: ClassVar[str] = "train"
 
-    samples: int = Field(default=128, ge=1)
+    samples: Count = 128
     """Number of windows."""
-    sequence_length: int = Field(default=512, ge=2)
+    sequence_length: SequenceLength = 512
     """Tokens of a window."""
     packing: Literal["auto", "documents", "joined"] = "auto"
     """`documents`: the start of the first documents that are long enough. `joined`: windows spread evenly over the joined text.

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import model_validator
 
 from optkit.errors import MissingPackageError, SourceError
+from optkit.field_types import Name
 from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import published_files
@@ -87,9 +88,9 @@ def known_models() -> dict[str, str]:
 class ModelSource(Frozen):
     """A model. In YAML a bare string is the name: `model: smollm2-135m`."""
 
-    name: str
+    name: Name
     """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file, or a hub id `org/name`."""
-    revision: str | None = None
+    revision: Name | None = None
     """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is pinned before anything runs."""
     trust_remote_code: bool = False
     """Run the code that comes with the model; on the hub only at a commit that `revision` names."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from optkit.errors import SourceError, did_you_mean
+from optkit.field_types import Name
 from optkit.frozen import Frozen
 from optkit.source import python_reference
 from optkit.source.digests import PREFIX
@@ -75,14 +76,14 @@ class TextSource(Frozen):
     default_splits: ClassVar[Mapping[str, str]] = {"python-reference": "test", "wikitext2": "test", "c4": "validation"}
     default_hub_split: ClassVar[str] = "test"
 
-    dataset: str
+    dataset: Name
     """A built-in name (`python-reference`, `wikitext2`, `c4`), a .txt or .jsonl file, or a hub data set, `org/name` or
     `org/name:configuration`."""
-    split: str = ""
+    split: Name = ""
     """Part of the data set; left out, the usual one for the purpose: train to calibrate, test to measure."""
-    field: str = "text"
+    field: Name = "text"
     """Which field of a record (.jsonl, hub) is the text."""
-    revision: str | None = None
+    revision: Name | None = None
     """`sha256:...` of the text, or the commit of a hub data set; left out, it is pinned before anything runs."""
 
     @model_validator(mode="before")

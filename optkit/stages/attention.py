@@ -22,7 +22,7 @@ FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_int
 """Implementation -> the module that its package brings."""
 FLASH_3_COMMAND = "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
 HOPPER = 9
-KernelName = Annotated[str, Field(pattern=NAME)]
+KernelName = Annotated[str, Field(pattern=NAME, max_length=1000)]
 
 
 class Attention(Setting):

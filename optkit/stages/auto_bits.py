@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Name
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
@@ -71,11 +72,11 @@ class AutoBits(Transform):
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
 
-    average_bits: float | None = Field(default=None, gt=0)
+    average_bits: Bits | None = None
     """Most bits stored for each weight of the quantized layers, counted with scales and zero points. Give this or `size_bytes`."""
-    size_bytes: int | None = Field(default=None, gt=0)
+    size_bytes: Bytes | None = None
     """Most bytes of all tensors of the model, those that are not quantized too."""
-    choices: tuple[Choice, ...] = Field(default=DEFAULT_CHOICES, min_length=1)
+    choices: AtLeastOne[Choice] = DEFAULT_CHOICES
     """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to it. The default ones have 4 and 8 bits,
     which vLLM opens on GPUs (on CPUs: 4 bits alone); for a budget below 4.1 bits add some of 2 or 3 bits, which transformers opens."""
     method: Literal["gptq", "rtn"] = "gptq"
@@ -83,15 +84,15 @@ class AutoBits(Transform):
     fused: bool = True
     """Give layers that vLLM joins (q, k and v; gate and up) the same form; without it vLLM does not open the model. The experts of a block
     always have one form."""
-    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    include: AtLeastOne[Name] = ("*",)
     """Layers to quantize, as glob patterns on full names."""
-    exclude: tuple[str, ...] = ()
+    exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
     calibration: Calibration = Calibration(dataset="c4")
     """The text that GPTQ calibrates on; the sensitivities are measured on some of its windows."""
-    sensitivity_samples: int = Field(default=16, ge=1)
+    sensitivity_samples: Count = 16
     """Windows, evenly spread over those of `calibration`, that the sensitivities are measured on."""
-    held_out_samples: int = Field(default=8, ge=0)
+    held_out_samples: Amount = 8
     """Further windows of the same text, on which the result must diverge less than the best single form; 0 does not compare, and saves a
     quantization."""
 
@@ -99,8 +100,11 @@ class AutoBits(Transform):
     def _one_budget(self) -> Self:
         if (self.average_bits is None) == (self.size_bytes is None):
             raise ValueError("give either average_bits or size_bytes")
-        if len(set(self.choices)) < len(self.choices):
-            raise ValueError("choices holds one form twice")
+        least = min(choice.bits for choice in self.choices)
+        if self.average_bits is not None and self.average_bits < least:
+            raise ValueError(
+                f"average_bits {self.average_bits:g} is below the {least} bits of the smallest of choices. Raise it, or add one"
+            )
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:

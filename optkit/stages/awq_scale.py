@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
-
+from optkit.field_types import GroupSize
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
@@ -37,7 +36,7 @@ class AwqScale(InputScaling, Transform):
 
     bits: Literal[2, 3, 4, 8] = 4
     """Bits that the weights are going to have."""
-    group_size: int | None = Field(default=64, ge=8)
+    group_size: GroupSize | None = 64
     """Inputs that are going to share a scale; null: one scale per output channel."""
     symmetric: bool = True
     """Whether they are going to have no zero points."""

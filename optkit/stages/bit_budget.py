@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from optkit.errors import StageError
+from optkit.field_types import GroupSize
 from optkit.frozen import Frozen
 from optkit.model.shape import ModelShape
 from optkit.stages.fitting import EXPERTS
@@ -22,7 +23,7 @@ class Choice(Frozen):
 
     bits: Literal[2, 3, 4, 8]
     """Bits of a weight."""
-    group_size: int | None = Field(default=64, ge=8)
+    group_size: GroupSize | None = 64
     """Inputs that share a scale. null (or -1): one scale per output channel."""
     symmetric: bool = True
     """Without zero points."""

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
 from optkit.errors import MissingPackageError, StageError
+from optkit.field_types import AtLeastOne
 from optkit.model.shape import ModelShape
 from optkit.stage import Setting
 from optkit.stages.kv_cache import KvCache
@@ -35,7 +34,7 @@ class Compile(Setting):
 
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """`reduce-overhead` replays CUDA graphs; `max-autotune` also times several kernels for each product, for minutes."""
-    devices: tuple[Literal["cpu", "cuda"], ...] = Field(default=("cuda",), min_length=1)
+    devices: AtLeastOne[Literal["cpu", "cuda"]] = ("cuda",)
     """Where it is applied; elsewhere the model runs as it is, and the scorecard says so."""
 
     fullgraph: bool = False

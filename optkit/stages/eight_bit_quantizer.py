@@ -7,9 +7,8 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
-from pydantic import Field
-
 from optkit.errors import StageError
+from optkit.field_types import BatchSize
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
@@ -45,7 +44,7 @@ class EightBitQuantizer(LayerQuantizer):
     rounding: Literal["gptq", "nearest"] = "gptq"
     """`gptq`: each weight makes up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323). `nearest`: to the
     nearest number, without looking at any text."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences of the calibration text that run through a block at once."""
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from optkit.errors import StageError
+from optkit.field_types import BatchSize, Damping
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
@@ -42,7 +43,7 @@ class Gptq(Backed, WeightQuantizer):
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
-    damping: float = Field(default=0.01, gt=0, le=1)
+    damping: Damping = 0.01
     """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, where a Hessian needs more."""
     activation_order: bool = True
     """Round the inputs with the largest activations first."""
@@ -57,7 +58,7 @@ class Gptq(Backed, WeightQuantizer):
     """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
     keep_zeros: bool | Literal["auto"] = "auto"
     """Let weights that are 0 stay 0 while the others make up for errors. `auto`: in layers that were pruned (a fifth or more is 0)."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
     backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`), with the same tokens."""

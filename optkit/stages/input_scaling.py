@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from optkit.errors import StageError
+from optkit.field_types import BatchSize
 from optkit.frozen import Frozen
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
@@ -41,7 +42,7 @@ class InputScaling(Frozen):
     """Powers of the activations, from 0 to below 1, that are tried as scales; a descent follows from the best."""
     equal_tokens: bool = True
     """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
     def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from optkit.errors import StageError
+from optkit.field_types import NonNegative
 from optkit.stages.bitsandbytes_format import EightBitRows
 from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
 from optkit.stages.selection import Layer
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 class Int8(BitsAndBytesQuantizer):
     """Store weights in 8 bits with bitsandbytes and multiply by LLM.int8() (arXiv:2208.07339): large inputs stay in 16 bits."""
 
-    threshold: float = Field(default=6.0, ge=0)
+    threshold: NonNegative = 6.0
     """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in 8. 0: all of them in 8."""
 
     def _format(self, layer: Layer) -> EightBitRows:

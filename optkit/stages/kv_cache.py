@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Amount, GroupSize, SequenceLength
 from optkit.stage import Setting
 from optkit.stages.speculative import Speculative
 
@@ -27,12 +28,12 @@ class KvCache(Setting):
     dtype: Literal["int8", "int4", "fp8"] | None = None
     """null: floats. `int8`, `int4`: a scale and a zero point for each token's head or group of channels. `fp8`: E4M3 with one scale for the
     keys and one for the values of a layer, those of `kv_scales` where the checkpoint holds them, else 1, as in vLLM."""
-    group_size: int | None = Field(default=None, ge=8)
+    group_size: GroupSize | None = None
     """Channels of a head that share a scale, for int8 and int4. null: all of them."""
-    window: int | None = Field(default=None, ge=2)
+    window: SequenceLength | None = None
     """Tokens that a token sees, itself among them; what lies further back is forgotten, so memory and the time of a step stop growing. It
     changes what the model says of longer texts. For models without sliding windows of their own."""
-    sinks: int | None = Field(default=None, ge=0)
+    sinks: Amount | None = None
     """How many of the window are the first tokens of the text (StreamingLLM, arXiv:2309.17453), without which most models fall apart: 4."""
 
     @model_validator(mode="after")

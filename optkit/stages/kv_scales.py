@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
-
 from optkit.errors import StageError
+from optkit.field_types import BatchSize
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
@@ -46,7 +45,7 @@ class KvScales(Transform):
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose keys and values are measured."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences that run through the model at once."""
 
     def run(self, source: Path, target: Path, context: Context) -> Report:

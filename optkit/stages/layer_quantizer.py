@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
-
 from optkit.errors import ResourceError
+from optkit.field_types import AtLeastOne, Distinct, Name
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import is_out_of_memory
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
@@ -82,10 +81,10 @@ class LayerQuantizer(Transform):
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
 
-    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    include: AtLeastOne[Name] = ("*",)
     """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
     (lm_head, embeddings) and routers of experts stay as they are."""
-    exclude: tuple[str, ...] = ()
+    exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
 
     @property

@@ -9,9 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import AtLeastOne, Count, Distinct, Factor, LearningRate, Name, Part
 from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
 from optkit.model.checkpoint import INDEX
 from optkit.model.shape import ModelShape, TensorInfo
@@ -44,22 +45,22 @@ class LoraRecover(Trained):
     requires: ClassVar[tuple[str, ...]] = ("peft>=0.18",)
     version: ClassVar[int] = 3
 
-    learning_rate: float = Field(default=5e-4, gt=0)
+    learning_rate: LearningRate = 5e-4
     """Highest learning rate."""
-    rank: int = Field(default=16, ge=1)
+    rank: Count = 16
     """Rank of the matrices."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: Factor = 32.0
     """The product of the two counts alpha / rank, beside layers of another rank too."""
-    ranks: dict[str, int] = {}
+    ranks: dict[Name, Count] = {}
     """Glob pattern on full names -> another rank for the layers that it matches; the longest pattern that matches a layer decides."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: Part = 0.0
     """Share of the inputs that the adapters do not see in a step."""
     method: Literal["lora", "dora"] = "lora"
     """`dora` (arXiv:2402.09353) trains the length of each output's weights too; for float weights alone."""
-    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    include: AtLeastOne[Name] = ("*",)
     """Layers that get an adapter, as glob patterns on full names such as `model.layers.0.mlp.up_proj`; lm_head, embeddings and routers
     of experts get none."""
-    exclude: tuple[str, ...] = ()
+    exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
     initialization: Literal["zero", "loftq"] = "zero"
     """`zero`: the adapters begin without effect. `loftq` (arXiv:2310.08659, one round): as the best product of their rank for what the

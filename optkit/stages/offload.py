@@ -12,6 +12,7 @@ from pydantic import field_validator, model_validator
 from optkit.byte_sizes import size_bytes
 from optkit.environment import gpu_memory_bytes, memory
 from optkit.errors import StageError
+from optkit.field_types import Name
 from optkit.model.placement import Place, Room, Unit, place_by_name, place_by_room, placement_text, stored_units
 from optkit.model.shape import ModelShape
 from optkit.stage import Format, Setting
@@ -32,15 +33,15 @@ class Offload(Setting):
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     places_weights: ClassVar[bool] = True
 
-    device_map: Literal["auto"] | Mapping[str, Place] = "auto"
+    device_map: Literal["auto"] | Mapping[Name, Place] = "auto"
     """`auto`: what fits is on the GPU, what is outside the decoder blocks first, then block after block; then main memory, then disk. Or
     patterns of names (`model.layers.1?`, `lm_head`) with `gpu`, `cpu` or `disk`, the first that matches; everything else is on the GPU."""
-    gpu_memory: int | str | None = None
+    gpu_memory: int | Name | None = None
     """For `auto`: bytes of weights on the GPU at most, e.g. `20 GiB`; the KV cache and activations come on top. null: 90% of what is free
     when the model is opened. Where the CPU computes, this does not count."""
-    cpu_memory: int | str | None = None
+    cpu_memory: int | Name | None = None
     """For `auto`: bytes of weights in main memory at most. null: 90% of what is free when the model is opened."""
-    folder: str | None = None
+    folder: Name | None = None
     """Where weights on disk lie that the model's files do not hold as it computes with them (fused experts); the others are read from
     these files. null: the system's folder for temporary files. What is written there goes when the model is closed."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import SourceError, StageError
+from optkit.field_types import Distinct, Name
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import write_config
@@ -47,11 +48,11 @@ class OnnxOptimize(Transform):
     operators of ONNX Runtime. `all`: layouts for the CPU of this machine as well."""
     float16: bool = False
     """Weights, activations and KV cache in float16, for GPUs: half the bytes. Comes after the fusions."""
-    keep_float32: tuple[str, ...] = ()
+    keep_float32: Distinct[Name] = ()
     """float16: kinds of operators, or glob patterns on the names of nodes, that go on computing in float32, between casts."""
     keep_inputs: bool = False
     """float16: inputs and outputs of the graph stay float32, for programs that give and expect those."""
-    opset: int | None = Field(default=None, ge=13)
+    opset: int | None = Field(default=None, ge=13, le=1000)
     """Version of ONNX's operators to write, for a runtime that asks for it; null keeps the present one."""
 
     @model_validator(mode="after")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from optkit.field_types import Count, Distinct
 from optkit.model.task import EVERY_TASK, Task
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.stage import Format, Setting
@@ -25,10 +26,10 @@ class OnnxProvider(Setting):
     engine: Literal["onnxruntime", "onnxruntime-genai"] = "onnxruntime"
     """What generates, and is timed: ONNX Runtime, its KV cache kept by optkit, or ONNX Runtime GenAI, which does it all itself and reads
     genai_config.json. Logits are computed by ONNX Runtime in either case."""
-    providers: tuple[Name, ...] = ()
+    providers: Distinct[Name] = ()
     """In their order, each for the nodes that those before leave: `tensorrt` and `cuda` want a CUDA device, the others the CPU's memory.
     The first must start, or opening fails. Each needs its build of onnxruntime, which the error names."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: Count | None = None
     """Threads of one operation on the CPU; left out: as many as torch uses."""
 
     @model_validator(mode="after")
@@ -37,8 +38,6 @@ class OnnxProvider(Setting):
             raise ValueError("it says nothing: set engine, providers or threads")
         if self.providers and self.engine == "onnxruntime-genai":
             raise ValueError("ONNX Runtime GenAI computes on the provider of the device: leave providers out, or engine")
-        if len(set(self.providers)) < len(self.providers):
-            raise ValueError("a provider is named twice")
         return self
 
     def made_with(self) -> dict[str, Any]:

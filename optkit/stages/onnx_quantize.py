@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Distinct, Name
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.source.calibration import Calibration
@@ -73,7 +74,7 @@ class OnnxQuantize(Transform):
     """weights: `shared`: an embedding that is tied to lm_head reads its codes; `keep` leaves it float, a matrix of its own if need be."""
     activations: Literal["int8", "float"] = "int8"
     """weights: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at all."""
-    op_types: tuple[Kind, ...] = ("MatMul",)
+    op_types: Distinct[Kind] = ("MatMul",)
     """dynamic, static: the operators to quantize. Gather is an embedding. dynamic has no Gemm and ConvTranspose, static no Attention, LSTM
     and EmbedLayerNormalization."""
     per_channel: bool = True
@@ -86,9 +87,9 @@ class OnnxQuantize(Transform):
     """static: what an activation's scale reaches: all values seen, the range that loses the least entropy, or a share of the values."""
     percentile: float = Field(default=99.999, gt=50, le=100)
     """static: the share, in percent, where `ranges` is `percentile`."""
-    include: tuple[str, ...] = ("*",)
+    include: Distinct[Name] = ("*",)
     """Glob patterns on the names of nodes or of their weights: what to quantize."""
-    exclude: tuple[str, ...] = ()
+    exclude: Distinct[Name] = ()
     """Glob patterns: what to leave as it is."""
 
     @model_validator(mode="after")

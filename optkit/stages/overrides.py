@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Name
 from optkit.frozen import Frozen
 
 KEEP = "keep"
@@ -19,7 +20,7 @@ class Override(Frozen):
 
     bits: Literal[2, 3, 4, 8] | None = None
     """Bits of a weight."""
-    group_size: int | None = Field(default=None, ge=-1)
+    group_size: int | None = Field(default=None, ge=-1, le=65_536)
     """Inputs that share a scale; -1: one scale per output channel."""
     symmetric: bool | None = None
     """Without zero points."""
@@ -35,7 +36,7 @@ class Override(Frozen):
         return self
 
 
-Overrides: TypeAlias = dict[str, Override | Literal["keep"]]
+Overrides: TypeAlias = dict[Name, Override | Literal["keep"]]
 
 
 def override_of(name: str, overrides: Mapping[str, Override | Literal["keep"]], stage: str) -> Override | Literal["keep"] | None:

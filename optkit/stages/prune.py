@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import StageError
+from optkit.field_types import AtLeastOne, BatchSize, Count, Damping, Distinct, Name, Share
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
@@ -51,27 +52,27 @@ class Prune(Transform):
     allocation: Literal["uniform", "owl", "sensitivity"] = "uniform"
     """`uniform`: every layer gets the same sparsity. `owl`: blocks with many outliers (|weight| x input norm) keep more (arXiv:2310.05175).
     `sensitivity`: layers whose zeros move the predictions most keep more. The model's sparsity stays the one asked for."""
-    allocation_spread: float | None = Field(default=None, gt=0, lt=1)
+    allocation_spread: Share | None = None
     """How far the sparsity of a layer may lie from `sparsity`; 0.08 where `allocation` is not uniform."""
-    outlier_threshold: float | None = Field(default=None, gt=1)
+    outlier_threshold: float | None = Field(default=None, gt=1, le=1e6)
     """How many times the mean of its block a product of weight and input norm must be to count as an outlier for `owl`: 5."""
-    sensitivity_samples: int | None = Field(default=None, ge=1)
+    sensitivity_samples: Count | None = None
     """Windows of the calibration text, evenly spread, that `allocation: sensitivity` is measured on: 16."""
-    include: tuple[str, ...] = Field(default=("*",), min_length=1)
+    include: AtLeastOne[Name] = ("*",)
     """Layers to prune, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
     (lm_head, embeddings) and routers of experts stay as they are."""
-    exclude: tuple[str, ...] = ()
+    exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
     calibration: Calibration | None = None
     """The text whose hidden states decide which weights matter: C4. `method: magnitude` with a uniform allocation reads none."""
-    damping: float | None = Field(default=None, gt=0, le=1)
+    damping: Damping | None = None
     """`sparsegpt`: added to the diagonal of each Hessian, as a fraction of its mean; 0.01. Raised, and reported, where one needs more."""
     refinements: int | None = Field(default=None, ge=0, le=100)
     """`sparsegpt`: steps of conjugate gradients on the weights that stay, after it (arXiv:2406.07831); 10. 0 is the paper's SparseGPT."""
     equal_tokens: bool | None = None
     """`sparsegpt`: divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs
     the rest; true."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
     @model_validator(mode="after")

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Amount, BatchSize, Distinct
 from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import Checkpoint
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together where perplexity says what matters."""
+MOST_BLOCKS = 100_000
+"""No model has more."""
 FLOATS = ("F64", "F32", "BF16", "F16")
 LESS_MEMORY = f"Lower {KIND}.batch_size, {KIND}.calibration.samples or {KIND}.calibration.sequence_length"
 
@@ -63,7 +66,7 @@ class PruneStructured(WidthFields, Transform):
 
     version: ClassVar[int] = 2
 
-    remove_layers: float | int | tuple[int, ...] | None = None
+    remove_layers: float | int | Distinct[Amount] | None = None
     """Decoder blocks to remove: how many, a fraction of all below 1, or a list of their indices, which count from 0."""
     layer_importance: Literal["block_influence", "perplexity"] = "block_influence"
     """`block_influence`: 1 - cos between the hidden states in front of a block and behind it (ShortGPT, arXiv:2403.03853), one pass over
@@ -73,7 +76,7 @@ class PruneStructured(WidthFields, Transform):
     run of neighbouring blocks that does least."""
     calibration: Calibration = Calibration(dataset="c4", samples=32)
     """The text on which it is measured what matters."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
     @model_validator(mode="after")
@@ -92,14 +95,12 @@ class PruneStructured(WidthFields, Transform):
         if isinstance(removed, tuple):
             if not removed:
                 raise ValueError("remove_layers: the list is empty. Name at least one block, or leave the field out")
-            if len(set(removed)) < len(removed) or min(removed) < 0:
-                raise ValueError(f"remove_layers: {list(removed)} is no list of different blocks, counted from 0")
             if {"layer_importance", "layer_search"} & self.model_fields_set:
                 raise ValueError("layer_importance and layer_search choose blocks, and remove_layers names them: give one of the two")
         elif isinstance(removed, float) and not 0 < removed < 1:
             raise ValueError(f"remove_layers: {removed:g} is no fraction between 0 and 1. Write a whole number to say how many")
-        elif isinstance(removed, int) and removed < 1:
-            raise ValueError(f"remove_layers: {removed} is less than 1")
+        elif isinstance(removed, int) and not 1 <= removed <= MOST_BLOCKS:
+            raise ValueError(f"remove_layers: {removed} is {'less than 1' if removed < 1 else f'more than {MOST_BLOCKS:,}'}")
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from optkit.field_types import LearningRate
 from optkit.frozen import digest
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
@@ -44,7 +45,7 @@ BEGIN, END = "begin.safetensors", "end.safetensors"
 class CodeTraining(Trained):
     """How the weights behind the codes are trained."""
 
-    learning_rate: float = Field(default=2e-5, gt=0)
+    learning_rate: LearningRate = 2e-5
     """Highest learning rate; that of the scales is for their logarithm."""
 
     @property

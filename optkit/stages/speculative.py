@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Count
 from optkit.model.shape import ModelShape
 from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
 from optkit.source.vocabulary import other_token
@@ -24,9 +25,9 @@ class Speculative(Setting):
 
     draft: ModelSource | None = None
     """A small model with the same vocabulary, as a directory or a hub id that is downloaded already."""
-    prompt_lookup: int | None = Field(default=None, ge=1)
+    prompt_lookup: Count | None = None
     """Instead of a draft: look for the last so many tokens (or fewer) earlier in the text, and propose what followed them there."""
-    early_exit: int | None = Field(default=None, ge=1)
+    early_exit: Count | None = None
     """Instead of a draft: the model's own first so many layers with its norm and head. That pays for models which were trained for it."""
     tokens: int = Field(default=4, ge=1, le=64)
     """Tokens proposed at once, at most."""

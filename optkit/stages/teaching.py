@@ -9,9 +9,10 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import Amount, Count, Factor, NonNegative, Tokens
 from optkit.frozen import Frozen, digest
 from optkit.model.shape import ModelShape
 from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 class Generated(Frozen):
     """Text that the teacher writes."""
 
-    tokens: int = Field(ge=1)
+    tokens: Tokens
     """How much it writes, in tokens; whole sequences."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Factor = 1.0
     """How freely it chooses: 1 draws tokens as likely as they are to it."""
-    prompt_tokens: int = Field(default=4, ge=0)
+    prompt_tokens: Amount = 4
     """Tokens of the texts that each of its sequences begins with; 0 begins with the tokenizer's first special token."""
 
     def sequences(self, length: int) -> int:
@@ -47,20 +48,20 @@ class Taught(Transform):
 
     teacher: ModelSource | None = None
     """Whom the student learns from: a model with the same vocabulary. Left out, the model that the recipe starts from."""
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: Count | None = None
     """Keep so many of the teacher's likeliest tokens for each position in the store (all others are one outcome together), so that it
     runs once for all epochs and students. Left out, it runs beside the student and tells all."""
     generated: Generated | None = None
     """Train on text that the teacher writes, beside the texts; only these are held out."""
-    divergence: float = Field(default=1.0, ge=0)
+    divergence: NonNegative = 1.0
     """Weight of the loss KL(teacher || student) of the next token."""
-    cross_entropy: float = Field(default=0.0, ge=0)
+    cross_entropy: NonNegative = 0.0
     """Weight of the loss -log p(next token of the text)."""
-    hidden: float = Field(default=0.0, ge=0)
+    hidden: NonNegative = 0.0
     """Weight of the distance of hidden states, block by block; a learned matrix stands between different widths."""
-    attention: float = Field(default=0.0, ge=0)
+    attention: NonNegative = 0.0
     """Weight of the divergence of attention, block by block."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Factor = 1.0
     """Softens both sides of the divergence."""
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from optkit.environment import cpu_cores, visible_gpus
 from optkit.errors import StageError
+from optkit.field_types import BatchSize, Count, Devices, Duration, Factor, LearningRate, NonNegative, Part, SequenceLength, Tokens
 from optkit.frozen import digest
 from optkit.model.shape import ModelShape
 from optkit.model.weights import expert_counts
@@ -44,33 +45,33 @@ class Trained(Taught):
     version: ClassVar[int] = 2
     reads_origin: ClassVar[bool] = True
 
-    texts: tuple[TrainingText, ...] = Field(default=(TrainingText.model_validate("c4"),), min_length=1)
+    texts: tuple[TrainingText, ...] = Field(default=(TrainingText.model_validate("c4"),), min_length=1, max_length=1000)
     """Texts to train on, as names or mappings."""
-    tokens: int | None = Field(default=None, ge=1)
+    tokens: Tokens | None = None
     """Tokens to train on; left out, all of the texts, `epochs` times."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: Count = 1
     """How often a text may be repeated, each time in another order."""
-    minutes: float | None = Field(default=None, gt=0)
+    minutes: Duration | None = None
     """Time to train at most; the learning rate comes down in time for it. Two runs with a limit differ in their last bits."""
-    sequence_length: int = Field(default=512, ge=2)
+    sequence_length: SequenceLength = 512
     """Tokens of a sequence."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: BatchSize = 8
     """Sequences of a forward pass."""
-    accumulation: int = Field(default=1, ge=1)
+    accumulation: Count = 1
     """Forward passes whose gradients make one step."""
-    held_out: int = Field(default=16, ge=1)
+    held_out: Count = 16
     """Sequences of the texts that are never trained on, to judge the student by."""
-    evaluations: int = Field(default=10, ge=1)
+    evaluations: Count = 10
     """How often it is judged; the best weights are kept."""
-    patience: int | None = Field(default=3, ge=1)
+    patience: Count | None = 3
     """Stop after so many of these in a row without a new least loss; `null` never stops early."""
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: LearningRate = 1e-4
     """Highest learning rate."""
-    warmup: float = Field(default=0.05, ge=0, lt=1)
+    warmup: Part = 0.05
     """Share of the training in which the learning rate rises in a line; it comes down in half a cosine."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegative = 0.0
     """Of matrices, as AdamW has it."""
-    clip: float = Field(default=1.0, gt=0)
+    clip: Factor = 1.0
     """Longest gradient of a step."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw` is torch's fused one; `adamw_8bit` is that of bitsandbytes, whose state takes a quarter of the memory."""
@@ -80,11 +81,11 @@ class Trained(Taught):
     """Compute activations again on the way back: less memory, a third more work."""
     compile: bool = False
     """torch.compile the blocks of the student, in front of the training; `minutes` begin after it."""
-    devices: int = Field(default=1, ge=1)
+    devices: Devices = 1
     """GPUs, or on a CPU processes, that share the sequences of a forward pass."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """What each of several devices holds: the whole model (`ddp`), or its part of weights, gradients and optimizer (`fsdp`, FSDP2)."""
-    checkpoint_minutes: float = Field(default=5.0, gt=0)
+    checkpoint_minutes: Duration = 5.0
     """Minutes between two checkpoints. A run that is killed goes on from the last one."""
 
     @model_validator(mode="after")

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from optkit.errors import StageError
+from optkit.field_types import GroupSize
 from optkit.stages.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
 from optkit.stages.layer_format import HEAD, LayerFormat
 from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer
@@ -28,7 +29,7 @@ class WeightQuantizer(LayerQuantizer):
 
     bits: Literal[2, 3, 4, 8] = 4
     """Bits of a weight."""
-    group_size: int | None = Field(default=64, ge=8)
+    group_size: GroupSize | None = 64
     """Inputs that share a scale; it must divide the inputs of every layer. null (or -1): one scale per output channel."""
     symmetric: bool = True
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""

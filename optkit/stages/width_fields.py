@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from optkit.errors import StageError
+from optkit.field_types import LARGEST_WIDTH, Width
 from optkit.frozen import Frozen
 from optkit.model.depth import text_config
 from optkit.model.shape import ModelShape
@@ -31,17 +32,17 @@ class WidthFields(Frozen):
 
     intermediate_size: int | float | None = None
     """Channels of the feed-forward layers that are left: how many, or a fraction below 1, rounded to `multiple_of`."""
-    attention_heads: int | None = Field(default=None, ge=1)
+    attention_heads: Width | None = None
     """Heads of the queries that are left in each block. With as many heads of keys and values they go together; with fewer, every group
     that shares one keeps equally many."""
-    kv_heads: int | None = Field(default=None, ge=1)
+    kv_heads: Width | None = None
     """Heads of keys and values that are left in each block: the KV cache shrinks with them."""
     kv_method: Literal["pooling", "importance"] | None = None
     """`pooling`, the default: neighbours become their mean, as for grouped- and multi-query attention (arXiv:2305.13245). `importance`:
     those that matter least go, with the queries that read them."""
     hidden_size: int | float | None = None
     """Channels of the hidden states that are left: how many, or a fraction below 1, rounded to `multiple_of`."""
-    multiple_of: int = Field(default=64, ge=1)
+    multiple_of: Width = 64
     """What `intermediate_size` and `hidden_size` have to be multiples of, for the matrix units of the hardware."""
     compensate: bool = True
     """Change the layers that read what is left of feed-forward channels and heads so that they make up for the rest, by least squares on
@@ -52,8 +53,8 @@ class WidthFields(Frozen):
     def _number(cls, value: float | None) -> float | None:
         if isinstance(value, float) and not 0 < value < 1:
             raise ValueError(f"{value:g} is no fraction between 0 and 1. Write a whole number to say how many")
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"{value} is less than 1")
+        if isinstance(value, int) and not 1 <= value <= LARGEST_WIDTH:
+            raise ValueError(f"{value} is less than 1" if value < 1 else f"{value} is more than {LARGEST_WIDTH:,}, beyond any model's")
         return value
 
     @property
