@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from optkit import stopping
+from optkit.artifact import is_artifact, read_artifact
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.plan import Plan, Step, check_texts
+from optkit.source.lineage import Reader, with_sketches, without_sketches
 from optkit.source.models import import_model, locate_model
 from optkit.stage import Context, Format, Report
 from optkit.store import Store
@@ -41,11 +43,8 @@ class Execution:
     stored: Mapping[str, dict[str, Any]] | None
     """Files of the store's record; None where no stage made them: they are the user's own, or links into the hub's cache."""
     steps: tuple[StepOutcome, ...]
-
-    @property
-    def calibrated_on(self) -> tuple[dict[str, str], ...]:
-        """The texts that shaped the weights, over all steps."""
-        return tuple(dict(text) for step in self.steps for text in step.report.get("calibrated_on", ()))
+    calibrated_on: tuple[dict[str, str], ...]
+    """The texts that shaped the weights: those of the model that the recipe starts from, then those of its steps."""
 
 
 def execute(plan: Plan, store: Store, context: Context) -> Execution:
@@ -59,9 +58,16 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     last = len(plan.steps) - 1
     first = next((index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), len(plan.steps))
     check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
+    inherited = _lineage(locate_model(plan.recipe.model))
     weights = materialize(plan, last, store, context, made)
-    outcomes = tuple(_outcomes(plan.steps[1:], store, made))
-    return Execution(weights, store.record(plan.steps[last].key)["files"] if last else None, outcomes)
+    outcomes = _outcomes(plan.steps[1:], store, made)
+    texts = [*inherited, *(text for step in outcomes for text in step.report.get("calibrated_on", ()))]
+    return Execution(
+        weights,
+        store.record(plan.steps[last].key)["files"] if last else None,
+        tuple(replace(step, report=without_sketches(step.report)) for step in outcomes),
+        tuple(text for index, text in enumerate(texts) if text not in texts[:index]),
+    )
 
 
 def materialize(plan: Plan, index: int, store: Store, context: Context, made: set[str]) -> Path:
@@ -118,7 +124,8 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
         OnnxFile(target / MODEL)
     else:
         Checkpoint(target)
-    return report
+    reader = Reader(source, context.data, context.trust_remote_code)
+    return replace(report, calibrated_on=with_sketches(report.calibrated_on, step.stage, reader))
 
 
 def check_packages(plan: Plan) -> None:
@@ -141,6 +148,11 @@ def check_disk(plan: Plan, store: Store) -> None:
             where=str(store.root),
             remedy="Free some space, or name a store on another disk with --store",
         )
+
+
+def _lineage(directory: Path | None) -> Sequence[dict[str, str]]:
+    """Return the texts that shaped a model before the recipe begins: of an artifact, those that it remembers."""
+    return read_artifact(directory).record.calibrated_on if directory and is_artifact(directory) else ()
 
 
 def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepOutcome]:

@@ -68,8 +68,8 @@ class SentenceText(TextSource):
     def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
         """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has too few."""
         text = self if self.revision else self.pinned(context.data)
-        refuse_calibrated(text, context)
         taken = self._taken(split_sentences(text.documents(context.data)))
+        refuse_calibrated(text, taken, context)
         batches = tuple(session.tokenize(taken[start : start + self.batch]) for start in range(0, len(taken), self.batch))
         ids = hashlib.sha256("\n".join(taken).encode())
         for tokens, _ in batches:

@@ -10,12 +10,15 @@ https://arxiv.org/abs/2210.17323, https://github.com/IST-DASLab/gptq
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optkit.errors import EvalError
 from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Session
+from optkit.source.lineage import shared_with
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
 from optkit.source.token_counts import TokenCounts
@@ -72,7 +75,6 @@ class WindowedText(TextSource):
     def cut(self, session: Session, context: EvalContext) -> Windows:
         """Return the windows; raises EvalError where the text was calibrated on, is too short, or the model's positions are too few."""
         text = self if self.revision else self.pinned(context.data)
-        refuse_calibrated(text, context)
         if self.window > session.positions:
             raise EvalError(
                 f"a window of {self.window} tokens is longer than the model's {session.positions} positions",
@@ -80,13 +82,15 @@ class WindowedText(TextSource):
                 why="The model was not built for it, so the number would mean nothing",
                 remedy=f"Set window to {session.positions} or less",
             )
-        prefix, body = self._encode(session, text.joined(context.data))
+        joined = text.joined(context.data)
+        prefix, body = self._encode(session, joined)
         room = self.window - len(prefix) if self.bos == "window" else self.window
         stream = [*prefix, *body] if self.bos == "text" else body
         least = self.windows or FEWEST
         if len(stream) < least * room:
             raise self._too_short(f"{len(stream):,} tokens and {least} windows of {self.window} need {least * room:,}")
         count = self.windows or len(stream) // room
+        refuse_calibrated(text, [joined[: math.ceil(len(joined) * count * room / len(stream))]], context)
         lead = prefix if self.bos == "window" else []
         rows = [[*lead, *stream[index * room : (index + 1) * room]] for index in range(count)]
         import torch
@@ -121,16 +125,15 @@ class WindowedText(TextSource):
         return ids[:lead], ids[lead:]
 
 
-def refuse_calibrated(text: TextSource, context: EvalContext) -> None:
-    """Raise EvalError where the weights were calibrated on this text: same data set and split, or the same content by its digest."""
-    for calibrated in context.calibrated_on:
-        if text.overlaps(calibrated):
-            raise EvalError(
-                f"the model was calibrated on {calibrated['dataset']} ({calibrated['split']})",
-                where=text.where,
-                why="A number measured on the same text would flatter it",
-                remedy="Measure on another split or data set",
-            )
+def refuse_calibrated(text: TextSource, passages: Sequence[str], context: EvalContext) -> None:
+    """Raise EvalError where the weights were calibrated on the passages that are measured, by the text's name or by what stands in it."""
+    if found := shared_with(text, passages, context.calibrated_on):
+        raise EvalError(
+            found,
+            where=text.where,
+            why="A number measured on the same text would flatter it",
+            remedy="Measure on another split or data set",
+        )
 
 
 def short_revision(revision: str) -> str:

@@ -46,6 +46,12 @@ class Calibration(TextSource):
         windows = self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
         return torch.tensor(windows, dtype=torch.int64)
 
+    def passages(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[str]:
+        """Return the text of the windows. Raises SourceError as `tokens` does."""
+        tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
+        windows = self.tokens(tokenizer_directory, data, trust_remote_code).tolist()
+        return [str(text) for text in tokenizer.batch_decode(windows, skip_special_tokens=True)]
+
     def _documents(self, tokenizer: Any, data: Path | None) -> list[list[int]]:
         documents = self.documents(data)
         windows: list[list[int]] = []

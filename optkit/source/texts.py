@@ -153,6 +153,10 @@ class TextSource(Frozen):
         """Return all documents as one text, with an empty line between two."""
         return SEPARATOR.join(self.documents(data))
 
+    def passages(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[str]:
+        """Return what is read of the text, each passage in one piece: here all of it. Raises SourceError as `documents` does."""
+        return self.documents(data)
+
     def _read(self, data: Path | None) -> list[str]:
         if self.dataset == "python-reference":
             return python_reference.read_topics(self.split)
