@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
@@ -15,3 +15,9 @@ OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SV
 def is_own(relative: PurePath | str) -> bool:
     """Say whether a file, by its name relative to the model's directory, is one of these; below that directory none is."""
     return str(relative) in OWN_FILES
+
+
+def without_home(text: str) -> str:
+    """Return a text for others: what lies in the user's home directory begins with `~`, which does not say whose it is."""
+    home = str(Path.home())
+    return text.replace(f"{home}/", "~/") if home != "/" else text

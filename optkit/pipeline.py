@@ -28,6 +28,7 @@ from optkit.measuring import Measurement, Subject, measure
 from optkit.own_files import LOSS_CURVE_SVG, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.plan import Plan, PlannedEval, check_texts, make_plan
 from optkit.progress import Progress, SilentProgress
+from optkit.published import located, located_setting, published_scorecard, without_places
 from optkit.recipe import Recipe, load_recipe
 from optkit.registry import stage_class
 from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, loss_curves, read_json, to_json, to_markdown, trainings
@@ -108,6 +109,7 @@ def run(
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         notes = (*scorecard.notes, *_left_out(todo))
         scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added, "notes": notes})
+        scorecard = published_scorecard(scorecard, todo.recipe)
         _attach(artifact, scorecard)
         artifact.finish()
         if verified:
@@ -161,18 +163,22 @@ def evaluate(
     store: Path | None = None,
     data: Path | None = None,
     retime: bool = False,
+    unmodified: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing.
 
-    What the store holds is not measured again, but for timings where `retime` is true. Code that comes with the model is run only with
-    `trust_remote_code`, whatever an artifact says of itself; SourceError where it needs that.
+    What the store holds is not measured again, but for timings where `retime` is true. `unmodified` is the place of the model that the
+    artifact was made from, which its record does not say; SourceError where it is neither named nor found. Code that comes with the
+    model is run only with `trust_remote_code`, whatever an artifact says of itself; SourceError where it needs that.
     """
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
     chosen = _usable(device)
     if not is_artifact(Path(model)):
+        if unmodified is not None:
+            raise UsageError(f"{model} is no artifact", where="--model", why="It is measured alone", remedy="Leave --model out")
         asked = load_recipe(evals, model=model).trusting(trust_remote_code)
         todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
         if asked.stages:
@@ -181,11 +187,11 @@ def evaluate(
         context = _context(todo, progress, data)
         with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
             found = measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime)
-        return _scorecard(todo, found, [])
+        return published_scorecard(_scorecard(todo, found, []), todo.recipe)
     artifact = read_finished(Path(model))
     artifact.check()
     allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
-    made = load_recipe(artifact.record.recipe)
+    made = located(load_recipe(artifact.record.recipe), artifact.directory.parent, unmodified)
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
     wanted = made.model_copy(update={"evals": asked.evals, "gates": asked.gates})
     todo = make_plan(wanted, shelf, chosen, measured_weights(artifact, shelf)).model_copy(update={"artifact_key": artifact.record.key})
@@ -201,7 +207,7 @@ def evaluate(
             calibrated_on=artifact.record.calibrated_on,
             retime=retime,
         )
-    return _scorecard(todo, measured, artifact.record.steps)
+    return published_scorecard(_scorecard(todo, measured, artifact.record.steps), todo.recipe)
 
 
 def read_scorecard(artifact: Path) -> Scorecard:
@@ -251,7 +257,7 @@ def settings_of(artifact: Artifact) -> list[Setting]:
             setting = stage_class(kind).model_validate(fields)
             if not isinstance(setting, Setting):
                 raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
-            found.append(setting)
+            found.append(located_setting(setting, artifact.directory.parent))
     return found
 
 
@@ -313,7 +319,7 @@ def _baseline(todo: Plan, store: Store, context: Context) -> Subject:
 
 def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
     recipe = todo.recipe
-    return {
+    said = {
         "name": recipe.name,
         "key": todo.artifact_key,
         "weights_key": todo.weights_key,
@@ -325,6 +331,7 @@ def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
         "steps": tuple(asdict(step) for step in execution.steps),
         "calibrated_on": execution.calibrated_on,
     }
+    return dict(without_places(said, recipe))
 
 
 def _scorecard(todo: Plan, measured: Measurement, steps: Sequence[dict[str, Any]]) -> Scorecard:

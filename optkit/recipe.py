@@ -27,7 +27,8 @@ from optkit.recipe_check import (
     read_items,
 )
 from optkit.recipe_files import find_recipe, is_stream, read_text
-from optkit.source.models import ModelSource, pin_model
+from optkit.source.models import ModelSource
+from optkit.source.places import pin_and_remember
 from optkit.stage import Setting, Stage, Transform
 from optkit.yaml_places import PlacedData, read_yaml_leniently
 
@@ -108,7 +109,7 @@ class Recipe(Heading):
         """
         return self.model_copy(
             update={
-                "model": pin_model(self.model, cache),
+                "model": pin_and_remember(self.model, cache),
                 "stages": tuple(_pinned(entry, data) for entry in self.stages),
                 "evals": tuple(_pinned(entry, data) for entry in self.evals),
             }

@@ -56,7 +56,9 @@ def test_what_is_resolved_loads_again_to_the_same_recipe() -> None:
 
 
 def test_pinning_reaches_every_value_that_can_be_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(recipe_module, "pin_model", lambda model, cache: model.model_copy(update={"revision": f"pinned with {cache}"}))
+    monkeypatch.setattr(
+        recipe_module, "pin_and_remember", lambda model, cache: model.model_copy(update={"revision": f"pinned with {cache}"})
+    )
     recipe = load_recipe(GOOD, ["stages.0.shrink.prune=[{pattern: x}, {pattern: y}]"])
     pinned = recipe.pinned(tmp_path, tmp_path / "cache")
     assert pinned.model.revision == f"pinned with {tmp_path / 'cache'}"

@@ -22,11 +22,13 @@ from optkit_cli.options import (
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
+@click.option("--model", "unmodified", metavar="MODEL", help="Where the model lies that the artifact was made from, if it is not found.")
 @retime_option
 @all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
     model: str,
     evals: str,
+    unmodified: str | None,
     retime: bool,
     device: str | None,
     data: Path | None,
@@ -51,6 +53,7 @@ def command(
             store=store,
             data=data,
             retime=retime,
+            unmodified=unmodified,
             trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
         )

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from optkit.errors import StageError
 from optkit.field_types import Count
 from optkit.model.shape import ModelShape
-from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
+from optkit.source.models import ModelSource, locate_model, model_shape
+from optkit.source.places import pin_and_remember
 from optkit.source.vocabulary import other_token
 from optkit.stage import Setting
 
@@ -40,7 +41,7 @@ class Speculative(Setting):
 
     def pinned(self, data: Path | None) -> Self:
         """Return the setting with the draft's revision filled in; raises SourceError where there is no such model."""
-        return self.model_copy(update={"draft": pin_model(self.draft)}) if self.draft else self
+        return self.model_copy(update={"draft": pin_and_remember(self.draft)}) if self.draft else self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError for a draft that does not fit or is not at hand, more layers than there are, and a cache that cannot forget."""
