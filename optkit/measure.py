@@ -111,6 +111,15 @@ class ProposingSession(Protocol):
 
 
 @runtime_checkable
+class SteppingSession(Protocol):
+    """A session that can say what its decode steps compute for given tokens."""
+
+    def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each token behind a prompt, one at a time."""
+        ...
+
+
+@runtime_checkable
 class QueueingSession(Protocol):
     """A session that can run ahead of its GPU."""
 

@@ -33,6 +33,10 @@ SIZES = {
 }
 CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5, "tie_word_embeddings": False}
 """Scores of attention of about 4, and a cap that nobody can miss."""
+STATES = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "bos_token_id", "eos_token_id")} | {
+    "tie_word_embeddings": False
+}
+"""Of models without attention."""
 CONFIGS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", **SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": False},
@@ -56,6 +60,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
     | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
+    "mamba": {"model_type": "mamba", **STATES, "state_size": 8},
+    "falcon_mamba": {"model_type": "falcon_mamba", **STATES, "state_size": 8},
+    "mamba2": {"model_type": "mamba2", **STATES, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "rwkv": {"model_type": "rwkv", **STATES, "attention_hidden_size": 64, "context_length": 512},
+    "bamba": {"model_type": "bamba", **SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+    | {"mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_rotary_emb": 16, "tie_word_embeddings": False},
     "gpt_oss": {"model_type": "gpt_oss", **SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }

@@ -58,6 +58,15 @@ def check(opened: Any, batch: int, prompt: int, new_tokens: int, tolerance: floa
     assert float((ours - expected).norm() / expected.norm()) < tolerance
 
 
+def test_logits_of_given_tokens() -> None:
+    opened = model("llama")
+    tokens = torch.randint(SIZES["vocab_size"], (2, 14))
+    with torch.inference_mode(), StepDecoder(opened).steps(2, 14) as steps:
+        steps.prompt(tokens[:, :9])
+        found = torch.stack([steps.logits_after(each) for each in tokens[:, 9:].unbind(1)], dim=1)
+        torch.testing.assert_close(found, opened(tokens).logits[:, 9:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("batch", [1, 3, 11])
 def test_families(kind: str, batch: int) -> None:
@@ -96,6 +105,8 @@ def test_packed_sessions(
     together = list(zip(session.stream(first, 6), session.stream(second, 6), strict=True))
     for index, tokens in enumerate((first, second)):
         assert torch.equal(torch.stack([pair[index] for pair in together], dim=1), plain.generate(tokens, 6)[:, 5:])
+    tokens = torch.randint(session.vocabulary, (2, 12))
+    torch.testing.assert_close(session.stepped_logits(tokens, 5), plain.logits(tokens)[:, 5:], rtol=1e-4, atol=1e-4)
     session.close()
 
 

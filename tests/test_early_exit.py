@@ -60,13 +60,13 @@ def test_the_first_layers_propose_and_the_output_stays_the_models_own(tiny_model
     assert session.generate(PROMPTS[1:], 21).equal(plain[1:])
     assert session.speculation.proposed > 0
     proposer, _ = session._proposer
-    cache = session.new_cache()
-    session.step(PROMPTS, cache)
-    before = [layer.keys.clone() for layer in cache.layers]
+    state = session.new_state()
+    session.step(PROMPTS, state)
+    before = [layer.keys.clone() for layer in state.layers]
     known = plain[:, : PROMPTS.shape[1] + 1]
-    proposer.start(cache)
+    proposer.start(state)
     assert proposer.propose(known, 3).equal(choices_of_first_layers(tiny_model(kind), kind, known, 1, 3))
-    assert all(layer.keys.equal(keys) for layer, keys in zip(cache.layers, before, strict=True))
+    assert all(layer.keys.equal(keys) for layer, keys in zip(state.layers, before, strict=True))
 
 
 def test_layers_that_change_nothing_are_no_loss(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_architecture_whose_layers_need_each_other(tiny_model: TinyModel, mon
     with pytest.raises(StageError, match=r"Its cache then holds keys and values of 3 layers"):
         from optkit.session.early_exit import EarlyExit
 
-        EarlyExit(session.model, 1, session.step, session.new_cache())
+        EarlyExit(session.model, 1, session.step, session.new_state())
     assert session.model.model.layers is everything
 
 

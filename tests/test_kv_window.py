@@ -61,12 +61,12 @@ def test_prompts_parts_and_steps_see_the_same(tiny_model: TinyModel, kind: str, 
     with torch.no_grad():
         expected = plain(TOKENS, attention_mask=seen.expand(2, 1, length, length)).logits
     assert near(session.logits(TOKENS), expected)
-    cache, found = session.new_cache(), []
+    state, found = session.new_state(), []
     for start, end in ((0, 15), (15, 17), (17, 18), (18, 19), (19, 33), (33, 40)):
         with torch.no_grad():
-            found.append(session.step(TOKENS[:, start:end], cache))
+            found.append(session.step(TOKENS[:, start:end], state))
     assert near(torch.cat(found, dim=1), expected)
-    assert cache.layers[0].key_parts[0].shape[-2] == 10
+    assert state.layers[0].key_parts[0].shape[-2] == 10
 
 
 def test_a_window_of_codes_and_the_bytes_of_a_step(tiny_model: TinyModel) -> None:

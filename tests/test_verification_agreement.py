@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from optkit.errors import OptkitError
-from optkit.verification.agreement import TEXT, common_prefix, compare_likeliest, compare_logits, measure_reference, read_logits, tolerance
+from optkit.verification.agreement import (
+    TEXT,
+    common_prefix,
+    compare_likeliest,
+    compare_logits,
+    measure_reference,
+    read_logits,
+    tolerance,
+    verdict_of,
+)
 
 
 def two_models(noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +85,17 @@ def test_the_least_precise_dtype_decides() -> None:
     assert limits == sorted(set(limits))
     assert tolerance("float32", "fp9", rounded_activations=False) == limits[-1]
     assert tolerance("float32", "float32", rounded_activations=True) > limits[-1]
+
+
+def test_decode_steps_have_to_agree_too() -> None:
+    ours, far = two_models()
+    near, steps = compare_logits(ours, ours), compare_logits(ours, far)
+    assert verdict_of(near, 1e-3, near) | {"reason": ""} == verdict_of(near, 1e-3) | {"reason": "", "stepped_kl": 0.0}
+    found = verdict_of(near, 1e-3, steps)
+    assert (found["verdict"], found["stepped_kl"]) == ("disagrees", steps.mean_kl)
+    assert found["reason"].startswith("the mean KL of its decode steps is 0.0")
+    far[3, 4] = math.nan
+    assert verdict_of(near, 1e-3, compare_logits(ours, far))["reason"] == "its logits are not all finite numbers"
 
 
 def test_common_prefix() -> None:

@@ -35,7 +35,8 @@ def program(directory: Path, text: str) -> str:
 
 def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> Answer:
     usual = {"tokens": [1, 2], "new_tokens": 2, "device": "cpu", "quantized": False, "trust_remote_code": False, "helpers": []}
-    return ask(TRANSFORMERS, python, usual | {"logits": str(folder / "logits.f32"), "likeliest": 4} | request, folder, timeout_s)
+    places = {"logits": str(folder / "logits.f32"), "stepped_logits": str(folder / "steps.f32")}
+    return ask(TRANSFORMERS, python, usual | places | {"prompt": 1, "likeliest": 4} | request, folder, timeout_s)
 
 
 def ended(pid: int) -> bool:
@@ -211,7 +212,7 @@ def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tm
     from transformers import AutoModelForCausalLM
 
     tokens = list(range(40, 60))
-    answer = asked(tmp_path, sys.executable, directory=str(tiny_model("qwen2")), tokens=tokens, new_tokens=5)
+    answer = asked(tmp_path, sys.executable, directory=str(tiny_model("qwen2")), tokens=tokens, prompt=15, new_tokens=5)
     assert answer.problem == ""
     assert (answer.said["dtype"], answer.said["device"]) == ("float32", "cpu")
     assert answer.said["versions"]["torch"] == torch.__version__
@@ -220,6 +221,8 @@ def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tm
         ours = model(torch.tensor([tokens])).logits[0]
     theirs = read_logits(tmp_path / "logits.f32", answer.said["logits_shape"])
     assert compare_logits(ours, theirs).max_logit_difference < 1e-4
+    stepped = read_logits(tmp_path / "steps.f32", answer.said["stepped_shape"])
+    assert compare_logits(ours[15:], stepped).max_logit_difference < 1e-4
     assert len(answer.said["generated"]) == 5
 
 

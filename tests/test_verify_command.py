@@ -15,6 +15,7 @@ from optkit_cli.main import main
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.errors import ArtifactError
+from optkit.model.carried_state import CarriedState
 from optkit.scorecard import Loading
 from optkit.verification import Check, keep_loading, read_loading
 
@@ -118,12 +119,40 @@ def test_transformers_agrees_and_the_artifact_remembers(artifact: Path, capsys: 
     assert kept.mean_kl < 1e-6
     assert (kept.verdict, kept.top1_agreement, kept.same_tokens, kept.dtype) == ("agrees", 1, 16, "float32")
     assert set(kept.packages) == {"transformers", "torch", "compressed-tensors", "python"}
-    assert kept.compared == "logits after each of 40 tokens; agrees below a mean KL of 1e-05 (float32 and float32)"
+    assert (
+        kept.compared
+        == "logits after each of 40 tokens, and of the last 16 fed one at a time; agrees below a mean KL of 1e-05 (float32 and float32)"
+    )
     shown, _ = spoken(capsys, "show", "out")
     assert f"transformers {kept.version} float32  yes" in shown
     assert "## Loading" in (artifact / "scorecard.md").read_text()
     assert json.loads((artifact / "scorecard.json").read_text())["loading"] == [kept.model_dump(mode="json")]
     read_artifact(artifact).check()
+
+
+def made_of(model: Path, place: Path) -> None:
+    recipe = {"name": "plain", "model": str(model), "evals": ["footprint"]}
+    (place / "plain.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    pipeline.run(place / "plain.yaml", out=place / "out", store=place / "store", device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["mamba", "bamba"])
+def test_decode_steps_are_compared_too(
+    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_of(tiny_model(kind), tmp_path)
+    asked = ("verify", str(tmp_path / "out"), "--tokens", "40", "--device", "cpu", "--engine", "transformers")
+    out, _ = spoken(capsys, *asked)
+    assert "ok decodes    the last 16 of 40 tokens, fed one at a time" in out
+    (kept,) = read_loading(read_artifact(tmp_path / "out"))
+    assert (kept.verdict, kept.same_tokens) == ("agrees", 16)
+    assert kept.stepped_kl is not None
+    assert abs(kept.stepped_kl) < 1e-6
+
+    monkeypatch.setattr(CarriedState, "_carried", lambda *_: {})
+    out, _ = spoken(capsys, *asked, status=3)
+    assert "!! decodes    the last 16 of 40 tokens" in out
+    assert "rounding explains 1e-05: generation forgets what it read" in " ".join(out.split())
 
 
 def test_results_of_another_artifact_are_never_shown(artifact: Path) -> None:

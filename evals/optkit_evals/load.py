@@ -35,6 +35,7 @@ class Load(Eval):
     Goodput counts the requests whose first token and mean time between tokens kept the limits (DistServe, https://arxiv.org/abs/2401.09670).
     """
 
+    version: ClassVar[int] = 2
     timed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = UNITS
 

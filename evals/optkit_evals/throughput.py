@@ -62,7 +62,7 @@ class Repeats:
 class Throughput(Eval):
     """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, energy, achieved bandwidth."""
 
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     timed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",

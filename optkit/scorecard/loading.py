@@ -34,6 +34,8 @@ class Loading(Frozen):
     max_logit_difference: float | None = None
     mean_kl: float | None = None
     """KL(optkit || engine) in nats, mean over the tokens."""
+    stepped_kl: float | None = None
+    """The same, of tokens that the engine was fed one at a time, each with what it kept of those before."""
     top1_agreement: float | None = None
     """Share of the tokens after which both find the same next one likeliest."""
     same_tokens: int | None = None

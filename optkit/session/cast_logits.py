@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,14 @@ LOGITS_BYTES = 64 << 20
 def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attended: Mapping[str, Any]) -> Tensor:
     """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary] with at most `LOGITS_BYTES` of others beside them.
 
-    The part after the base model runs on slices; a model that does not call its base model as a whole (OPT) computes all of them at once.
-    `attended` is how the model is called beside the tokens.
+    What stands behind the decoder runs on slices; a model without a decoder that it calls as a whole computes all of them at once.
+    `attended` is how the model is called beside the tokens; a cache in it is filled once.
     """
-    output = model.base_model(input_ids=tokens, **attended)
+    decoder = _decoder(model)
+    if decoder is None:
+        whole: Tensor = model.forward(input_ids=tokens, **attended).logits
+        return whole.float()
+    output = decoder(input_ids=tokens, **attended)
     hidden: Tensor = output.last_hidden_state
     batch, sequence = tokens.shape
     logits = torch.empty(batch, sequence, vocabulary, dtype=torch.float32, device=hidden.device)
@@ -28,30 +32,41 @@ def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attende
     for start in range(0, sequence, width):
         part = slice(start, start + width)
         output.last_hidden_state = hidden[:, part]
-        with _returning(model.base_model, output) as calls:
-            sliced = model.forward(input_ids=tokens[:, part], use_cache=False).logits
-        if not calls:
-            whole: Tensor = model.forward(input_ids=tokens, **attended).logits
-            return whole.float()
-        logits[:, part] = sliced
+        with _replaced(decoder, lambda *_, **__: output):
+            logits[:, part] = model.forward(input_ids=tokens[:, part], use_cache=False).logits
     return logits
 
 
+class _ReachedError(Exception):
+    """Raised by the decoder in place of its work."""
+
+
+def _decoder(model: PreTrainedModel) -> Any:
+    """Return the module whose output the model turns into logits; None for one that reaches neither its base model nor a decoder in it."""
+
+    def reached(*_: Any, **__: Any) -> Any:
+        raise _ReachedError
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    for module in (model.base_model, getattr(model.base_model, "decoder", None)):  # OPT calls the decoder in its base model
+        if module is not None and module is not model:
+            try:
+                with _replaced(module, reached):
+                    model.forward(input_ids=token, use_cache=False)
+            except _ReachedError:
+                return module
+    return None
+
+
 @contextmanager
-def _returning(module: Any, output: Any) -> Iterator[list[Any]]:
-    """Let a module return an output that was computed before; yields the list of its calls."""
-    calls: list[Any] = []
-
-    def forward(*_: Any, **__: Any) -> Any:
-        calls.append(output)
-        return output
-
-    replaced = vars(module).get("forward")  # hooks put one there
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute something else within the block."""
+    held = vars(module).get("forward")  # hooks put one there
     module.forward = forward
     try:
-        yield calls
+        yield
     finally:
-        if replaced is None:
+        if held is None:
             del module.forward
         else:
-            module.forward = replaced
+            module.forward = held

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from optkit.errors import OptkitError, SourceError, StageError
 from optkit.model.blocks import find_blocks
+from optkit.model.carried_state import CarriedState
 from optkit.session.memory import cache_bytes, weight_bytes
 from optkit.session.speculation import Step
 from optkit.stages.speculative import check_layers
@@ -28,12 +28,12 @@ class EarlyExit:
     unlike there, the model computes its first layers for the proposed tokens again. Greedy.
     """
 
-    def __init__(self, model: Any, layers: int, step: Step, cache: Cache) -> None:
-        """`step` computes logits of tokens that follow those in a cache; `cache` is an empty one, for a trial.
+    def __init__(self, model: Any, layers: int, step: Step, state: CarriedState) -> None:
+        """`step` computes logits of tokens that follow those in a state; `state` is an empty one, for a trial.
 
         Raises StageError where the model has too few layers, or its first ones cannot be run alone.
         """
-        self._model, self._step, self._layers, self._probe = model, step, layers, cache
+        self._model, self._step, self._layers, self._probe = model, step, layers, state
         try:
             name = find_blocks(model)[0].name.rpartition(".")[0]
         except SourceError as error:
@@ -44,29 +44,29 @@ class EarlyExit:
         check_layers(layers, len(self._whole))
         self._first = nn.ModuleList(list(self._whole)[:layers])
         self._try()
-        self._cache: Cache | None = None
+        self._state: CarriedState | None = None
 
-    def start(self, cache: Cache) -> None:
-        """Propose from now on what follows the text in a cache of the model."""
-        self._cache = cache
+    def start(self, state: CarriedState) -> None:
+        """Propose from now on what follows the text in a state of the model."""
+        self._state = state
 
     def propose(self, known: Tensor, count: int) -> Tensor:
         """int64 [batch, known] -> int64 [batch, count]; the cache holds all known tokens but the last, before and after."""
-        assert self._cache is not None
+        assert self._state is not None
         step, found = known[:, -1:], []
         for _ in range(count):
             with self._shortened():
-                logits = self._step(step, self._cache, last=True)
+                logits = self._step(step, self._state, last=True)
             step = logits[:, -1:].argmax(-1)
             found.append(step)
-        for layer in self._cache.layers[: self._layers]:
+        for layer in self._state.layers[: self._layers]:
             layer.crop(-count)  # type: ignore[attr-defined]
         return torch.cat(found, dim=1)
 
     def read_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes that proposing a token for each of `batch` sequences of `context` tokens reads."""
         with self._shortened():
-            return weight_bytes(self._model, batch) + cache_bytes(self._probe, batch, context)
+            return weight_bytes(self._model, batch) + cache_bytes(self._probe.held, batch, context)
 
     @contextmanager
     def _shortened(self) -> Iterator[None]:

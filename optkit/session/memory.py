@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,7 +75,12 @@ def _held(module: nn.Module) -> Iterator[Tensor]:
 
 
 def cache_bytes(cache: Any, batch: int, context: int) -> int:
-    """Return the bytes of a KV cache of `batch` sequences of `context` tokens, from one that holds one token of one sequence."""
+    """Return the bytes of a KV cache of `batch` sequences of `context` tokens, from one that holds one token of one sequence.
+
+    A state of tensors is as large for any context.
+    """
+    if not hasattr(cache, "layers"):
+        return batch * sum(map(_size, _tensors(cache)))
     total = 0
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -85,8 +90,17 @@ def cache_bytes(cache: Any, batch: int, context: int) -> int:
             window = getattr(layer, "sliding_window", None)
             total += (_size(keys) + _size(values)) * (min(context, window) if window else context)
         else:
-            total += sum(_size(state) for state in vars(layer).values() if isinstance(state, Tensor))
+            total += sum(map(_size, _tensors(vars(layer))))
     return total * batch
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested collections."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (Mapping, list, tuple)):
+        for each in held.values() if isinstance(held, Mapping) else held:
+            yield from _tensors(each)
 
 
 def _size(tensor: Tensor) -> int:

@@ -81,6 +81,17 @@ class OnnxSession(GeneratingSession):
             return (torch.from_numpy(chosen).to(self.device) for chosen in found)
         return self._cached_stream(tokens, new_tokens) if self.runner.cache else self._plain_stream(tokens, new_tokens)
 
+    def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each token behind a prompt, fed one at a time.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check_length(tokens, 0)
+        if not self.runner.cache:
+            return self.runner.logits(tokens)[:, prompt:]
+        decoding = self.runner.prefill(tokens[:, :prompt], tokens.shape[1])
+        return torch.stack([decoding.step(each).clone() for each in tokens[:, prompt:].unbind(1)], dim=1)
+
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
         return decode_bytes(self._model, batch, context)

@@ -19,6 +19,7 @@ from optkit.kernels.load import load_packed
 from optkit.kernels.low_rank import apply_adapter_
 from optkit.model.adapter import read_adapter
 from optkit.model.attention_choice import attention_options, eager_note
+from optkit.model.carried_state import check_keys_and_values
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import is_out_of_memory, return_freed_memory
@@ -150,7 +151,7 @@ def _proposer(setting: Speculative, session: TorchSession, device: str) -> Propo
     if setting.prompt_lookup is not None:
         return PromptLookup(setting.prompt_lookup)
     if setting.early_exit is not None:
-        return EarlyExit(session.model, setting.early_exit, session.step, session.new_cache())
+        return EarlyExit(session.model, setting.early_exit, session.step, session.new_state())
     place = setting.draft_directory()
     check_tokens(place, session.directory)
     draft = open_session(place, (), device)
@@ -160,7 +161,7 @@ def _proposer(setting: Speculative, session: TorchSession, device: str) -> Propo
             where="speculative",
             remedy="Take a smaller model of the same family, or prompt_lookup",
         )
-    return DraftModel(draft.step, draft.new_cache, draft.decode_bytes)
+    return DraftModel(draft.step, draft.new_state, draft.decode_bytes)
 
 
 def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device: str, new_cache: CacheFactory | None) -> bool:
@@ -199,6 +200,8 @@ def _computing(settings: Sequence[Setting], device: str) -> Callable[[], Abstrac
 
 def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None) -> tuple[CacheFactory | None, list[str]]:
     """Return what makes the KV cache: the last setting that says, else the scales in the checkpoint; None for transformers' own."""
+    if scales:
+        check_keys_and_values(model, "kv_scales")
     asked = [factory for setting in settings if (factory := setting.cache(model, scales)) is not None]
     new_cache: CacheFactory | None = (
         asked[-1] if asked else coded_cache(model.config, stored_codes(scales), "kv_scales") if scales else None

@@ -17,11 +17,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from optkit.errors import StageError
 from optkit.kernels.kv_cache import CodedLayer
+from optkit.model.carried_state import CarriedState, check_keys_and_values
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Speculation:
 class Proposer(Protocol):
     """Something that guesses what comes next."""
 
-    def start(self, cache: Cache) -> None:
-        """Forget the last text; the model keeps the next one in `cache`."""
+    def start(self, state: CarriedState) -> None:
+        """Forget the last text; `state` is what the model keeps of the next one."""
         ...
 
     def propose(self, known: Tensor, count: int) -> Tensor:
@@ -62,7 +62,7 @@ class PromptLookup:
     def __init__(self, longest: int) -> None:
         self.longest = longest
 
-    def start(self, cache: Cache) -> None:
+    def start(self, state: CarriedState) -> None:
         """Nothing is kept."""
 
     def read_bytes(self, batch: int, context: int) -> int:
@@ -88,24 +88,21 @@ class PromptLookup:
 class DraftModel:
     """Proposes what another model would choose."""
 
-    def __init__(self, step: Step, new_cache: Callable[[], Cache], read_bytes: Callable[[int, int], int]) -> None:
-        """Take what computes logits of tokens that follow those in a cache, what makes an empty cache, and what one step reads."""
-        self._step, self._new_cache, self.read_bytes = step, new_cache, read_bytes
-        self._cache: Cache | None = None
-        self._length = 0
+    def __init__(self, step: Step, new_state: Callable[[], CarriedState], read_bytes: Callable[[int, int], int]) -> None:
+        """Take what computes logits of tokens that follow those in a state, what makes an empty state, and what one step reads."""
+        self._step, self._new_state, self.read_bytes = step, new_state, read_bytes
+        self._state, self._length = new_state(), 0
 
-    def start(self, cache: Cache) -> None:
+    def start(self, state: CarriedState) -> None:
         """Forget the last text."""
-        self._cache, self._length = self._new_cache(), 0
+        self._state, self._length = self._new_state(), 0
 
     def propose(self, known: Tensor, count: int) -> Tensor:
         """int64 [batch, known] -> int64 [batch, count]."""
-        cache = self._cache or self._new_cache()
-        self._cache = cache
         self._forget(known.shape[1] - 1)
         step, found = known[:, self._length :], []
         for _ in range(count):
-            logits = self._step(step, cache, last=True)
+            logits = self._step(step, self._state, last=True)
             self._length += step.shape[1]
             step = logits[:, -1:].argmax(-1)
             found.append(step)
@@ -114,19 +111,14 @@ class DraftModel:
     def _forget(self, length: int) -> None:
         """Take tokens out of the cache that the model did not keep."""
         if self._length > length:
-            crop(self._cache, self._length - length)
+            self._state.crop(self._length - length)
             self._length = length
 
 
-def crop(cache: Cache | None, count: int) -> None:
-    """Take the last `count` tokens out of a cache."""
-    if cache is not None and count:
-        cache.crop(-count)
-
-
-def check_cache(cache: Cache) -> None:
-    """Raise StageError for a cache with layers that cannot forget their last tokens."""
-    others = sorted({type(layer).__name__ for layer in cache.layers if not _forgets(layer)})
+def check_state(state: CarriedState) -> None:
+    """Raise StageError for a model that cannot forget its last tokens."""
+    check_keys_and_values(state.model, "speculative")
+    others = sorted({type(layer).__name__ for layer in state.layers if not _forgets(layer)})
     if others:
         raise StageError(
             f"the KV cache has layers of another kind: {', '.join(others)}",
@@ -141,13 +133,13 @@ def _forgets(layer: object) -> bool:
 
 
 class Step(Protocol):
-    """Computes logits [batch, new, vocabulary] of tokens [batch, new] that follow those in a cache, of the last one alone if `last`."""
+    """Computes logits [batch, new, vocabulary] of tokens [batch, new] that follow those in a state, of the last one alone if `last`."""
 
-    def __call__(self, tokens: Tensor, cache: Cache, *, last: bool = False) -> Tensor: ...
+    def __call__(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor: ...
 
 
 def speculate(
-    step: Step, cache: Cache, tokens: Tensor, new_tokens: int, proposer: Proposer, most: int, counts: Speculation
+    step: Step, state: CarriedState, tokens: Tensor, new_tokens: int, proposer: Proposer, most: int, counts: Speculation
 ) -> Iterator[Tensor]:
     """Yield the `new_tokens` greedy tokens after a prompt, int64 [batch, prompt] -> int64 [batch], each when the device has finished it.
 
@@ -155,18 +147,18 @@ def speculate(
     """
     if not new_tokens:
         return
-    proposer.start(cache)
-    known = torch.cat([tokens, step(tokens, cache, last=True)[:, -1:].argmax(-1)], dim=1)
+    proposer.start(state)
+    known = torch.cat([tokens, step(tokens, state, last=True)[:, -1:].argmax(-1)], dim=1)
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)
     yield known[:, -1]
     left = new_tokens - 1
     while left:
         proposed = proposer.propose(known, min(most, left - 1)) if left > 1 else known[:, :0]
-        chosen = step(torch.cat([known[:, -1:], proposed], dim=1), cache).argmax(-1)
+        chosen = step(torch.cat([known[:, -1:], proposed], dim=1), state).argmax(-1)
         width = proposed.shape[1]
         kept = int((chosen[:, :width] == proposed).cumprod(1).amin(0).sum())
-        crop(cache, width - kept)
+        state.crop(width - kept)
         counts.proposed += width
         counts.accepted += kept
         counts.forwards += 1

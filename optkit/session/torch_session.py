@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -11,15 +10,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from optkit.errors import OptkitError, StageError
+from optkit.kernels.cpu.decoding import StepDecoder
+from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, state_name
 from optkit.model.memory import return_freed_memory
 from optkit.session.cast_logits import cast_logits
 from optkit.session.generating import NO_POSITIONS, GeneratingSession
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.session.offloading import delete_offloaded
-from optkit.session.speculation import Proposer, Speculation, check_cache, speculate
+from optkit.session.speculation import Proposer, Speculation, check_state, speculate
 from optkit.session.static_caches import StaticCaches
 from optkit.stages.compile import RECOMPILE_LIMIT, times_given_up
 
@@ -84,7 +85,6 @@ class TorchSession(GeneratingSession):
         self._decoder: Decoder | None = None
         self.choose: Callable[[Tensor], Tensor] = likeliest
         """What takes the next tokens, int64 [batch, 1], from the logits of the last ones."""
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         self._static = StaticCaches(model.config, self.positions)
 
     @property
@@ -159,18 +159,30 @@ class TorchSession(GeneratingSession):
         self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
-    def step(self, tokens: Tensor, cache: Cache, *, last: bool = False) -> Tensor:
-        """Return the logits, [batch, new, vocabulary], of tokens that follow those in a cache; of the last one alone if `last`."""
+    def step(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor:
+        """Return the logits, [batch, new, vocabulary], of tokens that follow those of a state; of the last one alone if `last`."""
         batch, new = tokens.shape
         with self._memory(f"at {batch} x {new} tokens", REMEDY), self._no_gradients():
-            logits: Tensor = self.model.forward(
-                input_ids=tokens, past_key_values=cache, use_cache=True, **(self._last_only if last else {})
-            ).logits
-            return logits
+            return state.step(tokens, last=last)
 
-    def new_cache(self) -> Cache:
-        """Return an empty KV cache that grows."""
-        return self._new_cache() if self._new_cache else DynamicCache(config=self.model.config)
+    def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each token behind a prompt, fed one at a time.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check_length(tokens, 0)
+        first, *others = tokens.to(self.device).split([prompt, *[1] * (tokens.shape[1] - prompt)], dim=1)
+        if isinstance(self._decoder, StepDecoder):
+            with self._no_gradients(), self._decoder.steps(*tokens.shape) as steps:
+                steps.prompt(first)
+                return torch.stack([steps.logits_after(each[:, 0]) for each in others], dim=1)
+        state = self.new_state()
+        self.step(first, state, last=True)
+        return torch.cat([self.step(each, state).float() for each in others], dim=1)
+
+    def new_state(self) -> CarriedState:
+        """Return what the model keeps of tokens, before any; a KV cache grows. Raises SourceError for a model that keeps nothing known."""
+        return CarriedState(self.model, self._new_cache() if self._new_cache else None)
 
     def speculate_with(self, proposer: Proposer, tokens: int) -> None:
         """Decode from now on with up to `tokens` proposed tokens at once.
@@ -184,7 +196,7 @@ class TorchSession(GeneratingSession):
                 why="It was compiled for one token at a time and a cache as long as the request",
                 remedy="Take compile or speculative out of the recipe",
             )
-        check_cache(self.new_cache())
+        check_state(self.new_state())
         self._proposer, self.speculation = (proposer, tokens), Speculation()
 
     def decode_with(self, decoder: Decoder) -> None:
@@ -202,7 +214,7 @@ class TorchSession(GeneratingSession):
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
-        return weight_bytes(self.model, batch) + cache_bytes(self._one_token_cache, batch, context)
+        return weight_bytes(self.model, batch) + cache_bytes(self._one_token_state.held, batch, context)
 
     def token_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes that a new token of each sequence makes read: a decode step's, or with proposals those of the forwards
@@ -225,10 +237,10 @@ class TorchSession(GeneratingSession):
         tokens = tokens.to(self.device)
         batch, prompt = tokens.shape
         found = []
-        with self._cache(batch, prompt + 1) as cache, self._memory("in a prompt", "Lower the batch or the prompt"), self._no_gradients():
+        with self._state(batch, prompt + 1) as state, self._memory("in a prompt", "Lower the batch or the prompt"), self._no_gradients():
             for part in (tokens, tokens[:, :1]):
                 with watched_attention() as kernels:
-                    self.model.forward(input_ids=part, past_key_values=cache, use_cache=True, **self._last_only)
+                    state.step(part, last=True)
                 found.append(kernels_text(kernels))
         if self._decoder:
             found[1] = "kernels of its own"
@@ -241,7 +253,7 @@ class TorchSession(GeneratingSession):
         delete_offloaded(self._opened)
         self._opened = self._proposer = self._decoder = None
         self._static.close()
-        self.__dict__.pop("_one_token_cache", None)
+        self.__dict__.pop("_one_token_state", None)
         if self._compiling:
             self._compiling.close()
         if self._compiles:
@@ -253,23 +265,21 @@ class TorchSession(GeneratingSession):
     def _stream(self, tokens: Tensor, new_tokens: int, *, waiting: bool) -> Iterator[Tensor]:
         if self._proposer and self.speculation is not None:
             proposer, most = self._proposer
-            cache = self.new_cache()
-            yield from speculate(self.step, cache, tokens, new_tokens, proposer, most, self.speculation)
+            yield from speculate(self.step, self.new_state(), tokens, new_tokens, proposer, most, self.speculation)
             return
         if self._decoder:
             yield from self._decoded(self._decoder, tokens, new_tokens)
             return
         batch, prompt = tokens.shape
         step = tokens
-        with self._cache(batch, prompt + new_tokens) as cache:
+        with self._state(batch, prompt + new_tokens) as state:
             for count in range(new_tokens):
                 with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY), self._no_gradients():
                     # The prompt is never compiled: its shape changes with every request.
                     call = self.model.forward if count == 0 else self.model
                     if self._compiled:
                         torch.compiler.cudagraph_mark_step_begin()
-                    logits = call(input_ids=step, past_key_values=cache, use_cache=True, **self._last_only).logits
-                    step = self.choose(logits)
+                    step = self.choose(state.step(step, call, last=True))
                     if waiting:
                         self._synchronize()
                 yield step[:, 0]
@@ -284,21 +294,25 @@ class TorchSession(GeneratingSession):
                     step = steps.next() if count else steps.prompt(tokens)
                 yield step
 
-    def _cache(self, batch: int, length: int) -> AbstractContextManager[Cache]:
-        """Lend an empty KV cache for `batch` sequences of `length` tokens."""
-        return self._static.lend(batch, length) if self._compiled else nullcontext(self.new_cache())
+    @contextmanager
+    def _state(self, batch: int, length: int) -> Iterator[CarriedState]:
+        """Lend what the model keeps of `batch` sequences of `length` tokens, before any."""
+        if self._compiled and state_name(self.model) in CACHES:
+            with self._static.lend(batch, length) as cache:
+                yield CarriedState(self.model, cache)
+        else:
+            yield self.new_state()
 
     def _attended(self) -> dict[str, Any]:
         """Return how the model is called for logits: a cache of codes has to be there, or they would be those of another model."""
-        return {"past_key_values": self._new_cache(), "use_cache": True} if self._new_cache else {"use_cache": False}
+        return {KEYS_AND_VALUES: self._new_cache(), "use_cache": True} if self._new_cache else {"use_cache": False}
 
     @cached_property
-    def _one_token_cache(self) -> Cache:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        cache = self.new_cache()
+    def _one_token_state(self) -> CarriedState:
+        state = self.new_state()
         with self._no_gradients():
-            self.model.forward(input_ids=token, past_key_values=cache, use_cache=True, **self._last_only)
-        return cache
+            state.step(torch.zeros(1, 1, dtype=torch.int64, device=self.device), last=True)
+        return state
 
     def _memory(self, what: str, remedy: str) -> AbstractContextManager[None]:
         return memory_errors(f"{what} on {self.device}", str(self.directory), remedy)

@@ -75,7 +75,9 @@ class KvCache(Setting):
         """
         from optkit.algorithms.state_codes import Float8Code, IntegerCode, PlainCode, StateCode
         from optkit.kernels.kv_cache import coded_cache, stored_codes
+        from optkit.model.carried_state import check_keys_and_values
 
+        check_keys_and_values(model, "kv_cache")
         if self.dtype == "fp8":
             codes = stored_codes(scales) if scales else (Float8Code(), Float8Code())
             return coded_cache(model.config, codes, "kv_cache", self.window, self.sinks or 0)

@@ -96,6 +96,7 @@ class KvScales(Transform):
         from optkit.kernels.formats import quantized_layers
         from optkit.kernels.kv_cache import recording_cache
         from optkit.kernels.load import load_packed
+        from optkit.model.carried_state import check_keys_and_values
         from optkit.model.skeleton import stored_dtype
 
         quantized = quantized_layers(checkpoint)
@@ -105,6 +106,7 @@ class KvScales(Transform):
             )
         dtype = stored_dtype(checkpoint)
         model, _ = load_packed(checkpoint, quantized or {}, context.device, dtype, context.progress, context.trust_remote_code)
+        check_keys_and_values(model, "kv_scales")
         cache, layers = recording_cache(model.config, "kv_scales")
         batches = tokens.split(self.batch_size)
         with context.progress.task("kv_scales", len(batches), "batches") as task, torch.no_grad():

@@ -42,7 +42,7 @@ CHECKPOINTS = 3
 class Trained(Taught):
     """Train a model on texts so that it says again what a teacher says."""
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     reads_origin: ClassVar[bool] = True
 
     texts: tuple[TrainingText, ...] = Field(default=(TrainingText.model_validate("c4"),), min_length=1, max_length=1000)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from optkit.model.carried_state import CarriedState
 from optkit.progress import Progress
 from optkit.training.checkpoints import write_tensors
 from optkit.training.shared_place import SharedPlace
@@ -54,10 +55,10 @@ def sequences_at_once(device: str, length: int) -> int:
 @torch.no_grad()
 def continued(model: PreTrainedModel, prompts: Tensor, length: int, temperature: float, generator: torch.Generator) -> Tensor:
     """Return int64 [b, length]: int64 [b, p] and tokens drawn one after the other from softmax(logits / temperature)."""
-    cache = DynamicCache(config=model.config)
+    state = CarriedState(model)
     tokens, last = prompts, prompts
     while tokens.shape[1] < length:
-        logits = model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = state.step(last, model)[:, -1].float()
         last = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, last], dim=1)
     return tokens

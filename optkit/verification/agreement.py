@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import OptkitError
+from optkit.measure import SteppingSession
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,13 @@ class Reference:
     generated: tuple[int, ...]
     dtype: str
     device: str
+    stepped: Agreement | None
+    """How near its decode steps come to its logits of the whole text, over the last tokens; None without steps."""
+
+    @property
+    def prompt(self) -> int:
+        """How many of the tokens are read at once where the others are fed one at a time."""
+        return len(self.tokens) - min(len(self.generated), len(self.tokens) - 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,11 @@ def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int
         raise OptkitError(f"{len(ids)} tokens are too few to compare", where=str(session.directory), remedy="Ask for more with --tokens")
     logits = session.logits(ids[None])[0].cpu()
     generated = session.generate(ids[None], new_tokens)[0, len(ids) :].tolist()
-    return Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device)
+    found = Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device, None)
+    if not isinstance(session, SteppingSession):
+        return found
+    stepped = session.stepped_logits(ids[None], found.prompt)[0].cpu()
+    return replace(found, stepped=compare_logits(logits[found.prompt :], stepped))
 
 
 def read_logits(path: Path, shape: Sequence[int]) -> Tensor:
@@ -125,14 +137,23 @@ def tolerance(*dtypes: str, rounded_activations: bool) -> float:
     return max(TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in dtypes)
 
 
-def verdict_of(near: Agreement, limit: float) -> dict[str, Any]:
-    """Return the fields of a loading line that say how near an engine came, and whether that is near enough."""
-    if not math.isfinite(near.mean_kl) or not math.isfinite(near.max_logit_difference):
+def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) -> dict[str, Any]:
+    """Return the fields of a loading line: how near an engine came, also in decode steps where it took some, and whether that is enough."""
+    seen = [each for each in (near, stepped) if each]
+    if not all(math.isfinite(each.mean_kl) and math.isfinite(each.max_logit_difference) for each in seen):
         return {"verdict": "disagrees", "reason": "its logits are not all finite numbers"}
-    numbers = {"max_logit_difference": near.max_logit_difference, "mean_kl": near.mean_kl, "top1_agreement": near.top1_agreement}
-    if near.mean_kl < limit:
-        return {**numbers, "verdict": "agrees"}
-    return {**numbers, "verdict": "disagrees", "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}"}
+    fields: dict[str, Any] = {
+        "max_logit_difference": near.max_logit_difference,
+        "mean_kl": near.mean_kl,
+        "top1_agreement": near.top1_agreement,
+        "stepped_kl": stepped.mean_kl if stepped else None,
+    }
+    if near.mean_kl >= limit:
+        return {**fields, "verdict": "disagrees", "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}"}
+    if stepped and stepped.mean_kl >= limit:
+        reason = f"the mean KL of its decode steps is {stepped.mean_kl:.2g}, and rounding explains {limit:g}"
+        return {**fields, "verdict": "disagrees", "reason": reason}
+    return {**fields, "verdict": "agrees"}
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

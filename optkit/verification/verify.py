@@ -23,7 +23,7 @@ from optkit.progress import Progress
 from optkit.scorecard import Loading
 from optkit.scorecard.loading import EngineName
 from optkit.verification import agreement
-from optkit.verification.agreement import Reference, verdict_of
+from optkit.verification.agreement import Agreement, Reference, verdict_of
 from optkit.verification.check import Check
 from optkit.verification.checks import check_artifact, holds_onnx
 from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded, measure_encoder
@@ -33,6 +33,8 @@ from optkit.verification.onnx_checks import rounds_inputs
 NEW_TOKENS = 16
 LIKELIEST = 64
 """Tokens whose log-probabilities vLLM is asked for at each position."""
+STEPS = ".steps"
+"""What the name of the file with logits of decode steps ends in."""
 OPENED_EAGER = "opened with attn_implementation='eager', because its own choice leaves out the soft cap of the scores"
 
 
@@ -102,7 +104,9 @@ def verify_artifact(
         except SourceError as error:
             return found.model_copy(update={"checks": (*checks, Check(name="opens", ok=False, detail=str(error)))})
         said = f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings"
-        opened = Check(name="opens", ok=True, detail=f"{said} ({'; '.join(notes)})" if notes else said)
+        checks = (*checks, Check(name="opens", ok=True, detail=f"{said} ({'; '.join(notes)})" if notes else said))
+        if isinstance(reference, Reference) and reference.stepped:
+            checks = (*checks, _check_steps(reference, reference.stepped, weights.rounds_activations))
         task.advance()
         loading = []
         for name in engines:
@@ -114,7 +118,16 @@ def verify_artifact(
                 answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
                 loading.append(_judge(ENGINES[name], weights, answer, reference, tokenizer, Path(request["logits"])))
             task.advance()
-    return found.model_copy(update={"checks": (*checks, opened), "loading": tuple(loading)})
+    return found.model_copy(update={"checks": checks, "loading": tuple(loading)})
+
+
+def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Check:
+    """Return whether decode steps, each with the state of those before it, compute what the whole text at once does."""
+    limit = agreement.tolerance(reference.dtype, rounded_activations=rounded)
+    said = f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed one at a time, are at a mean KL of"
+    near = f"{said} {max(stepped.mean_kl, 0):.2g} from the same tokens at once"
+    ok = stepped.mean_kl < limit
+    return Check(name="decodes", ok=ok, detail=near if ok else f"{near}, and rounding explains {limit:g}: generation forgets what it read")
 
 
 def _reference(
@@ -158,7 +171,10 @@ def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
 def _request(
     engine: Engine, directory: Path, reference: Reference | EncoderReference, weights: Weights, trusted: bool, folder: Path
 ) -> dict[str, Any]:
-    asked = asked_of(reference, weights.config) if isinstance(reference, EncoderReference) else {"tokens": list(reference.tokens)}
+    if isinstance(reference, EncoderReference):
+        asked = asked_of(reference, weights.config)
+    else:
+        asked = {"tokens": list(reference.tokens), "prompt": reference.prompt}
     return {
         "directory": str(directory.resolve()),
         **asked,
@@ -173,6 +189,7 @@ def _request(
         "helpers": list(engine.needed_for(weights.method, weights.adapter is not None)),
         "likeliest": LIKELIEST,
         "logits": str(folder / f"{engine.name}.logits.f32"),
+        "stepped_logits": str(folder / f"{engine.name}.logits.f32{STEPS}"),
     }
 
 
@@ -209,10 +226,17 @@ def _judge(
     else:
         reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
         return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
+    stepped = None
+    if "stepped_shape" in said:
+        what = f"{what} after each of {count} tokens, and of the last {count - reference.prompt} fed one at a time"
+        steps = agreement.read_logits(Path(f"{logits}{STEPS}"), said["stepped_shape"])
+        stepped = agreement.compare_logits(reference.logits[reference.prompt :], steps)
+    else:
+        what = f"{what} after each of {count} tokens"
     why = because((reference.dtype, said["dtype"]), rounded)
     opened = f"; {OPENED_EAGER}" if _options(engine, weights.config) else ""
-    facts["compared"] = f"{what} after each of {count} tokens; agrees below a mean KL of {limit:g} ({why}){opened}"
-    return Loading.model_validate({**facts, **verdict_of(near, limit)})
+    facts["compared"] = f"{what}; agrees below a mean KL of {limit:g} ({why}){opened}"
+    return Loading.model_validate({**facts, **verdict_of(near, limit, stepped)})
 
 
 def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,6 +168,12 @@ class Steps:
         self.position += 1
         return self.tokens.clone()
 
+    def logits_after(self, tokens: Tensor) -> Tensor:
+        """Return the logits, float32 [batch, vocabulary], behind given tokens, int64 [batch], instead of those returned last."""
+        self.tokens.copy_(tokens)
+        self.next()
+        return self.logits.clone()
+
     def _layer(self, block: Any, cache: Tensor) -> _Layer:
         attention, mlp = block.self_attn, block.mlp
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)

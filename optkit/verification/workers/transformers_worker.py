@@ -46,12 +46,35 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
             max_new_tokens=request["new_tokens"],
             pad_token_id=request["tokens"][0],
         )[0, tokens.shape[1] :]
+        stepped = step(model, tokens, request["prompt"])
+        stepped.numpy().tofile(request["stepped_logits"])
     return {
         "device": request["device"],
         "dtype": str(model.dtype).removeprefix("torch."),
         "logits_shape": list(logits.shape),
+        "stepped_shape": list(stepped.shape),
         "generated": generated.tolist(),
     }
+
+
+def step(model: Any, tokens: Any, prompt: int) -> Any:
+    """Return the logits, float32 [tokens - prompt, vocabulary], after each token behind a prompt, which `generate` is made to choose."""
+    import torch
+
+    given = [*tokens[0].tolist(), tokens[0, 0].item()]
+    found = model.generate(
+        tokens[:, :prompt],
+        attention_mask=torch.ones_like(tokens[:, :prompt]),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=len(given) - prompt,
+        eos_token_id=-1,
+        pad_token_id=given[0],
+        prefix_allowed_tokens_fn=lambda _, known: [given[len(known)]],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.cat(found.logits[1:]).float().cpu().contiguous()
 
 
 def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""What a model keeps of the tokens that it has seen, and how each pass takes it in and gives it out.
+
+past_key_values   attention, and blocks of it beside others   a `Cache`, filled in place
+cache_params      Mamba, Mamba 2, Falcon-Mamba                a `Cache`, filled in place
+state             RWKV                                        tensors that each pass returns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from optkit.errors import SourceError, StageError
+
+KEYS_AND_VALUES = "past_key_values"
+CACHES = KEYS_AND_VALUES, "cache_params"
+NAMES = *CACHES, "state"
+"""Arguments of a pass, and fields of what it returns, that carry the state of causal language models."""
+PROBE = 8
+"""Tokens in front of the one whose position is tried."""
+_positions_needed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+class CarriedState:
+    """What a model keeps of the tokens that went through `step`."""
+
+    def __init__(self, model: Any, cache: Cache | None = None) -> None:
+        """Begin with nothing seen, or with an empty cache of another kind; raises SourceError for a state of no known kind."""
+        self.model, self.name = model, state_name(model)
+        self.held: Any = cache
+        if cache is None and self.name == KEYS_AND_VALUES:
+            self.held = DynamicCache(config=model.config)
+
+    def step(self, tokens: Tensor, call: Callable[..., Any] | None = None, *, last: bool = False) -> Tensor:
+        """Return the logits, [batch, new, vocabulary], of tokens, int64 [batch, new], that follow those before; `call` runs the model.
+
+        If `last`, those of the last token are enough.
+
+        Raises SourceError for a model that gives no state back, or mixes the sequences of a batch.
+        """
+        output = (call or self.model.forward)(input_ids=tokens, use_cache=True, **self._carried(tokens, last))
+        self.held = getattr(output, self.name, None)
+        if self.held is None:
+            raise SourceError(
+                f"{type(self.model).__name__} takes `{self.name}` and returns none",
+                where=str(self.model.config.model_type),
+                why="Each token would see only the one before it",
+                remedy="Measure it by evals that read whole texts, such as perplexity",
+            )
+        logits: Tensor = output.logits
+        if logits.shape[1] not in (1, tokens.shape[1]):
+            raise SourceError(
+                f"{type(self.model).__name__} gives logits of {list(logits.shape[:2])} for tokens of {list(tokens.shape)}",
+                where=str(self.model.config.model_type),
+                why="Its step in transformers mixes the sequences of a batch",
+                remedy="Use a batch of one",
+            )
+        return logits
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The layers of a cache; none of a state of tensors."""
+        return getattr(self.held, "layers", ())
+
+    def crop(self, count: int) -> None:
+        """Take the last `count` tokens out again."""
+        if count:
+            self.held.crop(-count)
+
+    def _carried(self, tokens: Tensor, last: bool) -> dict[str, Any]:
+        given = {} if self.held is None else {self.name: self.held}
+        # For a state of tensors, the shape of a single token's logits has to show whether the batch was mixed.
+        if last and (self.name in CACHES or tokens.shape[1] > 1) and "logits_to_keep" in _arguments(self.model):
+            given["logits_to_keep"] = 1
+        if self.name == KEYS_AND_VALUES and needs_positions(self.model):
+            before = self.held.get_seq_length()
+            given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None] + before
+        return given
+
+
+def state_name(model: Any) -> str:
+    """Return the argument of a model's passes that carries its state; raises SourceError where there is none that is known."""
+    arguments = _arguments(model)
+    if found := next((name for name in NAMES if name in arguments), None):
+        return found
+    raise SourceError(
+        f"{type(model).__name__} cannot be run token by token: its passes take none of {', '.join(NAMES)}",
+        where=str(model.config.model_type),
+        why="Each token would see only the one before it",
+        remedy="Measure it by evals that read whole texts, such as perplexity",
+    )
+
+
+def check_keys_and_values(model: Any, where: str) -> None:
+    """Raise StageError for a model that keeps something else than keys and values."""
+    if (name := state_name(model)) != KEYS_AND_VALUES:
+        raise StageError(
+            f"{type(model).__name__} has no KV cache",
+            where=where,
+            why=f"What it keeps of the tokens before is its `{name}`",
+            remedy="Take it out for this architecture",
+        )
+
+
+def needs_positions(model: Any) -> bool:
+    """Whether each pass has to be told where its tokens stand, because the model counts them from 0 (Bamba).
+
+    Found once for each model, by running a token behind others with its position and without. Those that count otherwise than from 0
+    (RoBERTa) are left to themselves.
+    """
+    if model not in _positions_needed:
+        _positions_needed[model] = _try_positions(model)
+    return _positions_needed[model]
+
+
+@torch.no_grad()
+def _try_positions(model: Any) -> bool:
+    if "position_ids" not in _arguments(model):
+        return False
+    tokens = torch.arange(1, PROBE + 2, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
+    untold, told = _last_logits(model, tokens, {}), _last_logits(model, tokens, {"position_ids": tokens.new_full((1, 1), PROBE)})
+    if torch.equal(untold, told):
+        return False
+    whole: Tensor = model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
+    return bool((told - whole).norm() < (untold - whole).norm())
+
+
+def _last_logits(model: Any, tokens: Tensor, options: dict[str, Tensor]) -> Tensor:
+    cache = DynamicCache(config=model.config)
+    model.forward(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+    logits: Tensor = model.forward(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True, **options).logits
+    return logits[:, -1].float()
+
+
+def _arguments(model: Any) -> Mapping[str, Any]:
+    return signature(type(model).forward).parameters
