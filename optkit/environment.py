@@ -129,6 +129,28 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cpu_threads() -> int:
+    """Return how many threads torch computes with on the CPU, or will where it is not imported yet: as many as asked for or as there are
+    physical cores, whichever is less."""
+    if loaded := sys.modules.get("torch"):
+        return int(loaded.get_num_threads())
+    # torch takes over what Intel's MKL decides; its own variable goes before that of OpenMP.
+    asked = (os.environ.get(name, "").split(",")[0] for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"))
+    cores = _physical_cores()
+    return min(next((int(number) for number in asked if number.isdecimal() and int(number)), cores), cores)
+
+
+def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return how many physical cores this process may run on; where the kernel does not say, each is one."""
+    if not hasattr(os, "sched_getaffinity"):
+        return cpu_cores()
+    places = [cpus / f"cpu{index}" / "topology" for index in os.sched_getaffinity(0)]
+    try:
+        return len({tuple((place / name).read_text() for name in ("physical_package_id", "core_id")) for place in places})
+    except OSError:
+        return cpu_cores()
+
+
 def memory(device: str = "cpu") -> Memory:
     """Return the memory of a device; main memory is what the container's limit (cgroup v2) leaves of it."""
     if device != "cpu":

@@ -232,6 +232,13 @@ class Eval(Frozen):
         """Say whether a timed eval is run in a fresh process, which opens the model for it and ends."""
         return False
 
+    def circumstances(self, device: str) -> dict[str, Any]:
+        """Return, as JSON values and without torch, what else decides a timed eval's numbers beside device, threads and library versions.
+
+        It is part of their key, and belongs into their protocol.
+        """
+        return {}
+
     def run(self, session: Any, context: EvalContext) -> list[Metric]:
         """Measure the session. Raises EvalError where the number could not be had or would not be honest."""
         raise NotImplementedError

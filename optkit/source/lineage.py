@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from optkit.source.shingles import common, sketch
 from optkit.source.texts import TextSource
 
 SKETCH = "sketch"
@@ -34,6 +33,8 @@ def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: 
 
     Raises SourceError where a text cannot be read any more.
     """
+    from optkit.source.shingles import sketch
+
     read = list(_texts_in(stage))
     found = []
     for identity in texts:
@@ -50,6 +51,8 @@ def without_sketches(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def shared_with(text: TextSource, passages: Sequence[str], lineage: Iterable[Mapping[str, str]]) -> str:
     """Return what is wrong with measuring on a text after these shaped the weights; empty where nothing is."""
+    from optkit.source.shingles import common
+
     for earlier in lineage:
         name = f"{earlier['dataset']} ({earlier['split']})"
         if text.overlaps(earlier):

@@ -147,10 +147,19 @@ def install_command(python: str, missing: Sequence[str]) -> str:
     return shlex.join([*(["pip"] if python == sys.executable else [python, "-m", "pip"]), "install", *missing])
 
 
-def can_run(python: str, code: str) -> bool:
-    """Return whether an engine's interpreter runs a line of code to a good end, in an empty directory."""
+def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
+    """Return package -> version of those that an engine's interpreter has; nothing where it does not run."""
+    code = (
+        "import json, sys; from importlib.metadata import distributions;"
+        " print(json.dumps({each.name: each.version for each in distributions() if each.name in sys.argv}))"
+    )
     with tempfile.TemporaryDirectory(prefix="optkit-") as empty:
-        return run([python, "-c", code], cwd=empty, env=_environment(python, "cpu")).returncode == 0
+        done = run([python, "-c", code, *packages], cwd=empty, env=_environment(python, "cpu"))
+    try:
+        found = json.loads(done.stdout) if done.returncode == 0 else {}
+    except ValueError:
+        return {}
+    return {str(name): str(version) for name, version in sorted(dict(found).items())}
 
 
 def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
