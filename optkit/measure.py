@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from optkit.field_types import Several
 from optkit.frozen import Frozen
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
-from optkit.statistics import Estimate, mean_estimate
+from optkit.statistics import Estimate, mean, mean_estimate, share_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,6 +131,10 @@ class QueueingSession(Protocol):
         ...
 
 
+TURNS = 4
+"""In how many turns each model is timed: the interval of four values is 3.2 standard errors to each side, of two 12.7."""
+
+
 class Metric(Frozen):
     """One number with its unit, its uncertainty and the protocol that it was measured by."""
 
@@ -144,10 +149,15 @@ class Metric(Frozen):
     protocol: str
     """Everything that must be equal for two numbers to be compared."""
     samples: tuple[float, ...] = ()
-    """Raw samples behind the value (window losses in nats, seconds of repeats, ...)."""
-    pairing: Literal["exact", "paired_log", "independent"] = "exact"
+    """Raw samples behind the value: window losses in nats, ...; of a timed eval the value of each turn, and within a turn its repeats."""
+    repeats: tuple[tuple[float, ...], ...] = ()
+    """Of a timed eval, the repeats of each turn."""
+    trials: tuple[int, ...] = ()
+    """Of a share, of how many trials each sample is the share."""
+    pairing: Literal["exact", "paired_log", "paired_turns", "independent"] = "exact"
     """How a ratio to the baseline is formed: `exact` divides the values; `paired_log` takes exp of the mean difference of samples
-    that lie on the same tokens; `independent` divides values whose samples are unrelated repeats."""
+    that lie on the same tokens; `paired_turns` divides values whose samples are of neighbouring turns; `independent` divides values
+    whose intervals say all."""
     failure: str = ""
     """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing, and gates on it fail."""
 
@@ -160,8 +170,13 @@ class Turn:
     count: int = 1
 
     def share(self, repeats: int) -> int:
-        """Return how many of the repeats belong to this turn."""
-        return len(range(self.index, repeats, self.count))
+        """Return how many of the repeats belong to this turn; as many as to every other one, so that a few more may be made."""
+        return math.ceil(repeats / self.count)
+
+    @property
+    def label(self) -> str:
+        """What the title of a bar ends with."""
+        return f", turn {self.index + 1} of {self.count}" if self.count > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -197,8 +212,7 @@ class Eval(Frozen):
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
     timed: ClassVar[bool] = False
-    """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns: `run` makes
-    `context.turn.share(repeats)` of its repeats, and the `value` of a metric with samples is their mean."""
+    """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns; see `TimedEval`."""
     reads_weights: ClassVar[bool] = False
     """Reads the tensors of a checkpoint, so that it cannot measure an ONNX model."""
     layers_alone: ClassVar[bool] = False
@@ -228,8 +242,12 @@ class Eval(Frozen):
         Raises SourceError, EvalError.
         """
 
+    def turns(self) -> int:
+        """Return in how many turns a timed eval measures each model."""
+        return TURNS
+
     def apart(self) -> bool:
-        """Say whether a timed eval is run in a fresh process, which opens the model for it and ends."""
+        """Say whether a timed eval takes each turn in a fresh process, which opens the model for it and ends."""
         return False
 
     def circumstances(self, device: str) -> dict[str, Any]:
@@ -244,26 +262,57 @@ class Eval(Frozen):
         raise NotImplementedError
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns of a timed eval as those of one: samples together, and of numbers without samples the worst."""
+        """Return the metrics of all turns of a timed eval as those of one measurement; what failed in one turn has failed."""
         alike: dict[str, list[Metric]] = {}
         for metric in (metric for turn in turns for metric in turn):
             alike.setdefault(f"{metric.name} {sorted(metric.labels.items())}", []).append(metric)
         return [_pooled(metrics) for metrics in alike.values()]
 
 
-def mean_of_timed(samples: Sequence[float], unit: str) -> Estimate:
-    """Return the mean of what a timed eval repeats, with an interval where there are two: at least 0, and a fraction at most 1."""
-    most = 1.0 if unit == "fraction" else math.inf
-    return mean_estimate(samples, 0.0, most) if len(samples) > 1 else Estimate(samples[0])
+class TimedEval(Eval):
+    """An eval whose numbers differ from process to process: each model is opened anew in each of several turns, and the turns are pooled.
+
+    `run` measures in one turn, `context.turn`. The value of a metric there, the mean of its repeats, is one sample of the pooled metric:
+    turns are independent of each other, repeats within a turn are not. A metric with `trials` is a share of what all turns tried, and
+    an `exact` one has no error.
+    """
+
+    timed: ClassVar[bool] = True
+
+    processes: Several = TURNS
+    """Turns of each model, at most; the two models take them alternately. Each opens the model anew, and its value is one sample."""
+    isolated: bool = True
+    """Take each turn in a fresh Python process, so that nothing that was left in this one (memory that it keeps, compiled code, settings
+    of libraries) is in the numbers, and what differs from process to process is in the interval. Each costs the seconds that torch takes
+    to import."""
+
+    def turns(self) -> int:
+        """Return `processes`."""
+        return self.processes
+
+    def apart(self) -> bool:
+        """Return `isolated`."""
+        return self.isolated
+
+    def turns_text(self) -> str:
+        """Say for the protocol what the value and its interval stand on."""
+        opened = "each in a fresh process" if self.isolated else "each with the model opened anew"
+        return f"mean of {self.turns()} turns, {opened}, alternating with those of the model that it is compared with"
 
 
 def _pooled(metrics: Sequence[Metric]) -> Metric:
-    failed = next((metric for metric in metrics if metric.failure), None)
-    if failed or len(metrics) == 1:
-        return failed or metrics[0]
-    if not metrics[0].samples:
-        worst = min if metrics[0].higher_is_better else max
-        return worst(metrics, key=lambda metric: metric.value)
-    samples = tuple(sample for metric in metrics for sample in metric.samples)
-    pooled = mean_of_timed(samples, metrics[0].unit)
-    return metrics[0].model_copy(update={"value": pooled.value, "interval": pooled.interval, "samples": samples})
+    first = metrics[0]
+    if failed := next((metric for metric in metrics if metric.failure), None):
+        return failed
+    values = tuple(metric.value for metric in metrics)
+    if first.pairing == "exact":
+        return first.model_copy(update={"value": mean(values)})
+    if first.trials:
+        samples = tuple(sample for metric in metrics for sample in metric.samples)
+        trials = tuple(count for metric in metrics for count in metric.trials)
+        share = share_estimate(samples, trials)
+        return first.model_copy(update={"value": share.value, "interval": share.interval, "samples": samples, "trials": trials})
+    most = 1.0 if first.unit == "fraction" else math.inf
+    pooled = mean_estimate(values, 0.0, most) if len(values) > 1 else Estimate(values[0])
+    repeats = tuple(metric.samples for metric in metrics if metric.samples)
+    return first.model_copy(update={"value": pooled.value, "interval": pooled.interval, "samples": values, "repeats": repeats})

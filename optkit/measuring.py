@@ -113,6 +113,13 @@ def known(store: Store, key: str | None) -> bool:
     return key is None or store.get_json(key) is not None
 
 
+def in_turns(artifact: Subject, baseline: Subject | None, count: int) -> Iterator[tuple[Subject, int]]:
+    """Yield each model `count` times, with the index of its turn: baseline, artifact, artifact, baseline, and so on."""
+    for index in range(count):
+        pair = [subject for subject in (baseline, artifact) if subject]
+        yield from ((subject, index) for subject in (pair if index % 2 == 0 else pair[::-1]))
+
+
 @dataclass(frozen=True)
 class TimedRun:
     """What the turns of one model said so far."""
@@ -153,23 +160,19 @@ class Bench:
             self.keep(key, metrics, [*session.notes, *context.notes])
 
     def time_in_turns(self, timed: Sequence[PlannedEval], artifact: Subject, baseline: Subject | None) -> None:
-        """Run timed evals: half of the baseline's repeats, all of the artifact's, the baseline's other half; keep all numbers or none.
+        """Run timed evals, each model in turns: baseline, artifact, artifact, baseline, and so on; keep all numbers or none.
 
-        What a machine that slows down steadily costs is then the same for both; where it changes at once, the baseline's interval is wide.
+        A machine that slows down steadily then costs both the same, and one that changes at once costs neighbours the same.
         Each turn opens its model anew, so that the two are never in memory together: in a process of its own for evals that ask for it.
         """
-        turns = [(artifact, Turn())]
-        if baseline:
-            turns = [(baseline, Turn(0, 2)), *turns, (baseline, Turn(1, 2))]
-            self.context.progress.say("timing in turns: the unmodified model, the artifact, the unmodified model again")
         runs: dict[str, TimedRun] = {}
-        for subject, turn in turns:
+        for subject, index in in_turns(artifact, baseline, max(each.eval.turns() for each in timed)):
             stopping.check()
             for measured in (self._apart, self._here):
-                some = [each for each in timed if each.eval.apart() == (measured == self._apart)]
+                some = [each for each in timed if each.eval.apart() == (measured == self._apart) and index < each.eval.turns()]
                 if not some:
                     continue
-                for each, answer in zip(some, measured(subject, turn, [each.eval for each in some]), strict=True):
+                for each, answer in zip(some, measured(subject, index, [each.eval for each in some]), strict=True):
                     key = each.key if subject is artifact else each.baseline_key or each.key
                     runs.setdefault(key, TimedRun(each.eval)).answers.append(answer)
         for key, run in runs.items():
@@ -177,17 +180,16 @@ class Bench:
             metrics = run.eval.pool(run.turns, context)
             self.keep(key, metrics, [*run.session_notes, *context.notes], run.answers[0].environment)
 
-    def _apart(self, subject: Subject, turn: Turn, evals: Sequence[Eval]) -> list[Answer]:
+    def _apart(self, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
         """Run a turn of timed evals in a fresh process."""
-        context = replace(self.context, turn=turn)
-        return measure_apart(subject.weights(), subject.settings, evals, self.device, subject.trust_remote_code, context)
+        return measure_apart(subject.weights(), subject.settings, evals, self.device, subject.trust_remote_code, self.context, index)
 
-    def _here(self, subject: Subject, turn: Turn, evals: Sequence[Eval]) -> list[Answer]:
+    def _here(self, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
         """Run a turn of timed evals in this process."""
         answers = []
         with self.opened(subject) as session:
             for each in evals:
-                context = replace(self.context, turn=turn, notes=[])
+                context = replace(self.context, turn=Turn(index, each.turns()), notes=[])
                 metrics = each.run(session, context)
                 answers.append(Answer(tuple(metrics), tuple(context.notes), session.notes, describe_environment(self.device)))
         return answers

@@ -46,9 +46,15 @@ class Answer:
 
 
 def measure_apart(
-    directory: Path, settings: Sequence[Setting], evals: Sequence[Eval], device: str, trust_remote_code: bool, context: EvalContext
+    directory: Path,
+    settings: Sequence[Setting],
+    evals: Sequence[Eval],
+    device: str,
+    trust_remote_code: bool,
+    context: EvalContext,
+    index: int,
 ) -> list[Answer]:
-    """Open a model directory in a fresh process, run the evals one after another, and return what each measured.
+    """Open a model directory in a fresh process, run the turn `index` of each eval, one after another, and return what each measured.
 
     Raises what opening and measuring raise, ResourceError where the system ends the process, EvalError where it ends otherwise.
     """
@@ -61,7 +67,7 @@ def measure_apart(
         "seed": context.seed,
         "data": None if context.data is None else str(context.data.absolute()),
         "calibrated_on": [dict(text) for text in context.calibrated_on],
-        "turn": [context.turn.index, context.turn.count],
+        "turn": index,
         "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
     }
     with _process() as (process, messages):

@@ -85,7 +85,7 @@ def run(order: Mapping[str, Any], channel: Channel) -> list[dict[str, Any]]:
                 progress=channel,
                 data=None if order["data"] is None else Path(order["data"]),
                 calibrated_on=tuple(order["calibrated_on"]),
-                turn=Turn(*order["turn"]),
+                turn=Turn(order["turn"], each.turns()),
             )
             metrics = each.run(session, context)
             found.append(

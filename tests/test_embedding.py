@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,24 @@ def test_latency_by_a_clock_of_our_own(clock: Callable[[Sequence[float]], None])
     assert found["sequences_per_s"].samples == pytest.approx((1.6, 2.0))
     assert found["latency_p50_s"].labels == {"batch": 4, "length": 8}
     assert found["peak_memory_bytes"].value > 1e6
-    for words in ("seed 0", "to embeddings (mean of the tokens) in main memory", "2 repeats of 4 calls", "wall clock", torch.__version__):
+    for words in (
+        "seed 0",
+        "to embeddings (mean of the tokens) in main memory",
+        "1 repeats of 4 calls",
+        "mean of 4 turns",
+        "wall clock",
+        torch.__version__,
+    ):
         assert words in found["latency_p50_s"].protocol
 
 
-def test_times_that_never_settle_and_repeats_that_lie_apart(clock: Callable[[Sequence[float]], None]) -> None:
+def test_times_that_never_settle_and_turns_that_lie_apart(clock: Callable[[Sequence[float]], None]) -> None:
     wanted = Encoding(batch_sizes=(1,), lengths=(8,), calls=2, repeats=2)
-    clock([float(1 + n // 5 % 2) for n in range(100)] + [1.0, 1.0] + [3.0, 3.0])
+    clock([float(1 + n // 5 % 2) for n in range(100)] + [1.0, 1.0] + [3.0] * 12)
     context = EvalContext()
-    wanted.pool([wanted.run(MadeUp(), context)], context)
+    wanted.pool([wanted.run(MadeUp(), replace(context, turn=Turn(index, 2))) for index in (0, 1)], context)
     assert context.notes[0].startswith("encoding, batch 1, length 8: after 100 warm-up calls medians still differ by more than 5%")
-    assert context.notes[1].startswith("encoding, batch 1, length 8: the medians of the repeats are uncertain by")
+    assert context.notes[1].startswith("encoding, batch 1, length 8: the medians of the turns are uncertain by")
 
 
 def test_repeats_are_shared_among_turns(clock: Callable[[Sequence[float]], None]) -> None:

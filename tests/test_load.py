@@ -13,8 +13,9 @@ from optkit_evals.load import Load
 from optkit_evals.serving import Request, Served, poisson_requests, serve_continuously, serve_static
 
 from optkit.errors import EvalError
-from optkit.measure import EvalContext, Turn
+from optkit.measure import EvalContext, Metric, Turn
 from optkit.progress import SilentTask
+from optkit.scorecard import ratio_to_baseline
 from optkit.session import open_session
 from optkit.stages.kv_cache import KvCache
 from optkit.stages.speculative import Speculative
@@ -92,14 +93,28 @@ def test_every_rate_has_its_rows(clock: SimpleNamespace) -> None:
     assert rows == [tuple(row.values()) for row in eval.row_labels()] == [("0.001", 4, 3, "static"), (2, 4, 3, "static")]
     slow, fast = (metric for metric in metrics if metric.name == "load_first_token_p95_s")
     assert slow.value == pytest.approx(1.0)
-    assert len(slow.samples) == 3
+    assert len(slow.samples) == 8
     assert fast.value > slow.value
 
 
 def test_no_interval_reaches_below_0_or_beyond_all_requests() -> None:
-    eval = Load()
-    assert eval._metric("load_first_token_p99_s", 1.0, [0.1, 0.9, 0.2], "").interval[0] == 0.0
-    assert eval._metric("goodput_fraction", 1.0, [0.9, 0.2, 0.6], "").interval == (0.0, 1.0)
+    eval = Load(requests=10)
+
+    def pooled(name: str, *values: float) -> Metric:
+        return eval.pool([[eval._metric(name, 1.0, [value], "")] for value in values], EvalContext())[0]
+
+    assert pooled("load_first_token_p99_s", 0.1, 0.9, 0.2).interval[0] == 0.0  # type: ignore[index]
+    assert pooled("goodput_fraction", 0.9, 0.2, 0.6).interval == (0.0, 1.0)
+
+
+def test_requests_that_all_kept_the_limits_do_not_make_goodput_certain() -> None:
+    eval = Load(requests=10)
+    (fraction,) = eval.pool([[eval._metric("goodput_fraction", 1.0, [1.0], "")] for _ in range(4)], EvalContext())
+    assert (fraction.value, fraction.samples, fraction.trials) == (1.0, (1.0,) * 4, (10,) * 4)
+    assert fraction.interval == pytest.approx((0.025 ** (1 / 40), 1.0))
+    ratio = ratio_to_baseline(fraction, fraction)
+    assert ratio.value == 1.0
+    assert ratio.interval == pytest.approx((0.025 ** (1 / 40), 0.025 ** (-1 / 40)))
 
 
 def test_turns_share_the_repeats(clock: SimpleNamespace) -> None:
@@ -107,7 +122,9 @@ def test_turns_share_the_repeats(clock: SimpleNamespace) -> None:
     turns = [eval.run(clock.session, EvalContext(turn=Turn(index, 2))) for index in range(2)]
     assert [len(turn[0].samples) for turn in turns] == [2, 1]
     whole = eval.run(clock.session, EvalContext())
-    assert sorted(eval.pool(turns, EvalContext())[0].samples) == pytest.approx(sorted(whole[0].samples))
+    pooled = eval.pool(turns, EvalContext())[0]
+    assert sorted(sample for repeats in pooled.repeats for sample in repeats) == pytest.approx(sorted(whole[0].samples))
+    assert (eval.turns(), Load().turns()) == (3, 4)
 
 
 def test_a_model_that_does_not_keep_up_is_said(clock: SimpleNamespace) -> None:

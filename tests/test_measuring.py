@@ -1,5 +1,6 @@
 """Which evals run on which model, with sessions that only count."""
 
+import math
 from pathlib import Path
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ import pytest
 
 from optkit import registry
 from optkit.errors import EvalError, StoreError
-from optkit.measure import Eval, Metric, Turn
+from optkit.measure import Eval, Metric, TimedEval, Turn
 from optkit.measuring import Subject, measure
 from optkit.plan import make_plan
 from optkit.progress import SilentProgress
@@ -17,7 +18,7 @@ from optkit.store import Store
 RAN: list[tuple[str, str]] = []
 OPEN: list[str] = []
 SAID: list[str] = []
-IN_TURNS = [("timed", "baseline"), ("timed", "artifact"), ("timed", "baseline")]
+IN_TURNS = [("timed", name) for name in ("baseline", "artifact", "artifact", "baseline") * 2]
 
 
 class Plain(Eval):
@@ -31,10 +32,10 @@ class Plain(Eval):
         return [Metric(name=type(self).__name__.lower(), value=len(RAN), unit="", higher_is_better=True, protocol="p")]
 
 
-class Timed(Plain):
+class Timed(Plain, TimedEval):
     """Count the calls of a timed eval."""
 
-    timed: ClassVar[bool] = True
+    isolated: bool = False
 
 
 class Pair(Plain):
@@ -108,25 +109,59 @@ def test_without_a_pair_the_two_models_are_never_open_together(measured, monkeyp
     together = []
     monkeypatch.setattr(FakeSession, "close", lambda self: (together.append(len(OPEN)), OPEN.remove(self.directory.name)))
     measured("plain", "timed")
-    assert together == [1] * 5
+    assert together == [1] * 10
 
 
-def test_the_baselines_repeats_lie_on_both_sides_of_the_artifacts(measured, monkeypatch):
+def test_the_models_take_turns_and_each_turn_is_one_sample(measured, monkeypatch):
     turns = []
 
     def run(self, session, context):
         turns.append((session.directory.name, context.turn))
         context.warn(f"noise in turn {len(turns)}")
-        return [Metric(name="t", value=len(turns), unit="s", higher_is_better=False, protocol="p", samples=(len(turns),) * 2)]
+        fields = {"unit": "s", "higher_is_better": False, "protocol": "p", "value": len(turns), "pairing": "paired_turns"}
+        return [Metric(name="t", samples=(len(turns) - 0.5, len(turns) + 0.5), **fields), Metric(name="memory", **fields)]
 
     monkeypatch.setattr(Timed, "run", run)
-    found = measured("timed")
-    assert turns == [("baseline", Turn(0, 2)), ("artifact", Turn(0, 1)), ("baseline", Turn(1, 2))]
-    assert found.metrics[0].samples == (2, 2)
-    assert found.baseline[0].samples == (1, 1, 3, 3)
-    assert found.baseline[0].value == found.metrics[0].value == 2
-    assert found.notes == ("said by the session", "noise in turn 2")
-    assert found.baseline_notes == ("said by the session", "noise in turn 1", "noise in turn 3")
+    found = measured({"timed": {"processes": 3}})
+    names = ["baseline", "artifact", "artifact", "baseline", "baseline", "artifact"]
+    assert turns == [(name, Turn(place // 2, 3)) for place, name in enumerate(names)]
+    for ours, theirs in zip(found.metrics, found.baseline, strict=True):
+        assert (ours.samples, theirs.samples) == ((2, 3, 6), (1, 4, 5))
+        assert ours.value == pytest.approx(11 / 3)
+        assert ours.interval == pytest.approx((0.0, 11 / 3 + 4.3027 * math.sqrt(13 / 3 / 3)), rel=1e-4)
+    assert found.metrics[0].repeats == ((1.5, 2.5), (2.5, 3.5), (5.5, 6.5))
+    assert found.metrics[1].repeats == ()
+    assert found.notes == ("said by the session", "noise in turn 2", "noise in turn 3", "noise in turn 6")
+
+
+def test_evals_of_fewer_turns_leave_the_later_ones_out(measured):
+    measured({"timed": {"processes": 2}}, {"timed": {"processes": 3, "field": 1}}, stages=())
+    assert len(RAN) == 5
+
+
+def test_shares_of_all_turns_are_one_share_and_limits_have_no_error(measured, monkeypatch):
+    def run(self, session, context):
+        fields = {"unit": "fraction", "higher_is_better": True, "protocol": "p", "value": 1.0}
+        return [
+            Metric(name="agreement", samples=(1.0, 1.0), trials=(1, 1), **fields, pairing="independent"),
+            Metric(name="limit", **fields),
+        ]
+
+    monkeypatch.setattr(Timed, "run", run)
+    agreement, limit = measured("timed").metrics
+    assert (agreement.samples, agreement.trials, agreement.value) == ((1.0,) * 8, (1,) * 8, 1.0)
+    assert agreement.interval == pytest.approx((0.025 ** (1 / 8), 1.0))
+    assert (limit.value, limit.interval, limit.samples) == (1.0, None, ())
+
+
+def test_what_failed_in_one_turn_has_failed(measured, monkeypatch):
+    def run(self, session, context):
+        failure = "memory ran out" if context.turn.index == 1 else ""
+        return [Metric(name="t", value=1, unit="s", higher_is_better=False, protocol="p", samples=(1,), failure=failure)]
+
+    monkeypatch.setattr(Timed, "run", run)
+    (metric,) = measured("timed").metrics
+    assert metric.failure == "memory ran out"
 
 
 @pytest.mark.parametrize("kind", ["plain", "timed"])
@@ -145,7 +180,7 @@ def test_what_falls_back_while_it_is_measured_is_told(measured, monkeypatch, kin
 
 def test_timings_are_kept_together_or_not_at_all(measured, monkeypatch):
     def fail_at_the_end(self, session, context):
-        if context.turn == Turn(1, 2):
+        if context.turn == Turn(3, 4):
             raise EvalError("memory ran out")
         return Plain.run(self, session, context)
 
@@ -192,7 +227,7 @@ def test_timings_of_both_models_are_of_one_run(measured):
 
 def test_an_unmodified_model_is_measured_once(measured):
     found = measured("plain", "timed", stages=())
-    assert RAN == [("timed", "artifact"), ("plain", "artifact")]
+    assert [*[("timed", "artifact")] * 4, ("plain", "artifact")] == RAN
     assert found.baseline == ()
 
 

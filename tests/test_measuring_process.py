@@ -13,20 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from optkit_evals.encoding import Encoding
 from optkit_evals.load import Load
 from optkit_evals.roofline import Roofline
+from optkit_evals.speculation import Speculation
 from optkit_evals.throughput import Throughput
 
 from optkit import measuring_process, measuring_turn
 from optkit.errors import EvalError, MissingPackageError, RecipeError, ResourceError, StageError
-from optkit.measure import EvalContext, Turn
+from optkit.measure import EvalContext
 from optkit.measuring_process import described, heard_error, measure_apart, restored, told_error
 from optkit.pipeline import evaluate
 from optkit.progress import SilentProgress, SilentTask
 from optkit.stages.attention import Attention
 from optkit.stages.speculative import Speculative
 
-QUICK = {"prompts": [8], "new_tokens": 3, "repeats": 2, "warmup": 1, "limit_s": 1}
+QUICK = {"prompts": [8], "new_tokens": 3, "repeats": 2, "processes": 2, "warmup": 1, "limit_s": 1}
 
 
 class Lines(SilentProgress, SilentTask):
@@ -68,7 +70,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def turn(directory: Path, context: EvalContext, evals: int = 1) -> list[measuring_process.Answer]:
-    return measure_apart(directory, [Attention(implementation="eager")], [Throughput()] * evals, "cpu", True, context)
+    return measure_apart(directory, [Attention(implementation="eager")], [Throughput()] * evals, "cpu", True, context, 1)
 
 
 def is_there(pid: int) -> bool:
@@ -80,7 +82,7 @@ def is_there(pid: int) -> bool:
 
 def test_what_goes_there_and_comes_back(stand_in: None, tmp_path: Path) -> None:
     progress = Lines()
-    context = EvalContext(seed=3, progress=progress, data=tmp_path, calibrated_on=({"dataset": "d"},), turn=Turn(1, 2))
+    context = EvalContext(seed=3, progress=progress, data=tmp_path, calibrated_on=({"dataset": "d"},))
     answers = turn(tmp_path / "good", context, evals=2)
     assert len(answers) == 2
     assert answers[0].metrics[0].samples == (0.1, 1 / 3)
@@ -94,7 +96,7 @@ def test_what_goes_there_and_comes_back(stand_in: None, tmp_path: Path) -> None:
     assert kept == {
         "seed": 3,
         "data": str(tmp_path),
-        "turn": [1, 2],
+        "turn": 1,
         "device": "cpu",
         "trust_remote_code": True,
         "calibrated_on": [{"dataset": "d"}],
@@ -161,31 +163,36 @@ def test_a_turn_there_is_a_turn_here(tiny_model: Callable[[str], Path]) -> None:
         "directory": str(tiny_model("llama")),
         "settings": [described(Speculative(prompt_lookup=2))],
         "evals": [described(Throughput.model_validate(QUICK)), described(Load(requests=2, prompt=4, new_tokens=2, repeats=2, rates=(50,)))],
-        **{"device": "cpu", "trust_remote_code": False, "seed": 0, "data": None, "calibrated_on": [], "turn": [0, 1], "threads": 1},
+        **{"device": "cpu", "trust_remote_code": False, "seed": 0, "data": None, "calibrated_on": [], "turn": 0, "threads": 1},
     }
     throughput, load = measuring_turn.run(order, measuring_turn.Channel(said))
     assert {metric["name"] for metric in load["metrics"]} == set(Load.metrics)
     assert [note for note in throughput["notes"] if "warm-up runs" in note]
     assert throughput["environment"]["device"] == "cpu"
-    assert '"label": "throughput"' in said.getvalue()
+    assert '"label": "throughput, turn 1 of 2"' in said.getvalue()
 
 
 def test_which_evals_ask_for_it() -> None:
     assert Throughput().apart()
     assert Roofline().apart()
     assert not Throughput(isolated=False).apart()
-    assert not Load().apart()
-    assert "in a fresh process" in Throughput()._protocol(type("Session", (), {"device": "cpu"})(), 0)  # type: ignore[arg-type]
+    assert Load().apart()
+    assert Encoding().apart()
+    assert Speculation(dataset="wikitext2").apart()
+    assert "mean of 4 turns, each in a fresh process, alternating" in Throughput()._protocol(type("Session", (), {"device": "cpu"})(), 0)  # type: ignore[arg-type]
 
 
 def test_throughput_is_measured_in_a_fresh_process(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """One start of Python with torch."""
+    """Two starts of Python with torch."""
     recipe = f"model: {tiny_model('llama')}\nevals:\n  - throughput: {json.dumps(QUICK)}\n"
     progress = Lines()
     scorecard = evaluate(str(tiny_model("llama")), recipe, store=tmp_path / "store", progress=progress, device="cpu")
     rows = {row.metric.name: row.metric for row in scorecard.rows}
     assert rows["decode_tokens_per_s"].value > 0
-    assert "in a fresh process" in rows["decode_tokens_per_s"].protocol
-    assert "throughput of 2 runs" in progress.lines
+    assert "each in a fresh process" in rows["decode_tokens_per_s"].protocol
+    bars = [line for line in progress.lines if line.startswith("throughput, turn")]
+    assert bars == ["throughput, turn 1 of 2 of 1 runs", "throughput, turn 2 of 2 of 1 runs"]
+    assert len(rows["decode_tokens_per_s"].samples) == len(rows["decode_tokens_per_s"].repeats) == 2
+    assert len(rows["peak_memory_bytes"].samples) == 2
     assert scorecard.environment["cpu_threads"] >= 1
     assert any("warm-up runs" in note for note in scorecard.notes)

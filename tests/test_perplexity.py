@@ -48,7 +48,9 @@ def test_all_windows_by_hand(text):
     assert metric.value == pytest.approx(math.exp(sum(losses) / 7), abs=1e-5)
     assert metric.pairing == "paired_log"
     error = torch.tensor(losses, dtype=torch.float64).std().item() / math.sqrt(7)
-    assert metric.interval == pytest.approx((metric.value * (1 - 2.4469 * error), metric.value * (1 + 2.4469 * error)), rel=1e-4)
+    added = 2 * sum((1 - lag / 7) * 0.4**lag for lag in range(1, 7))  # what a correlation of 0.4 between neighbours adds
+    half = 2.4469 * error * math.sqrt((1 + added) / (1 - added / 6))
+    assert metric.interval == pytest.approx((metric.value * math.exp(-half), metric.value * math.exp(half)), rel=1e-4)
 
 
 def test_losses_are_the_same_whatever_the_slice(text, monkeypatch):

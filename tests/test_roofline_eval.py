@@ -46,6 +46,10 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
     session, context = open_session(tiny_model("llama")), EvalContext()
     timed = Roofline(batch_sizes=(1, 3), prompts=(8,), new_tokens=4, repeats=2, limit_s=1)
     found = timed.run(session, context)
+    pooled = {(metric.name, metric.labels["batch"]): metric for metric in timed.pool([found, timed.run(session, context)], context)}
+    limit, share, decode = (pooled[f"decode_{name}", 1] for name in ("limit_tokens_per_s", "of_limit", "tokens_per_s"))
+    assert (limit.interval, limit.samples, len(share.samples)) == (None, (), 2)
+    assert share.interval == pytest.approx([min(1.0, edge / limit.value) for edge in decode.interval])
     assert {metric.name for metric in found} <= set(Roofline.metrics)
     assert {str(metric.labels) for metric in found} == set(map(str, timed.row_labels()))
     work, form = work_of(Checkpoint(tiny_model("llama")).shape), parse_form("stored", "fp32")
@@ -67,7 +71,6 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
         share = rows["decode_of_limit"]
         assert share.value == pytest.approx(decode.value / limit.value)
         assert share.samples == pytest.approx([sample / limit.value for sample in decode.samples])
-        assert share.interval == pytest.approx([edge / limit.value for edge in decode.interval or ()])
     assert "roofline: Abacus moves 1.000 GB/s; GFLOP/s: fp32 1, bf16 4 (counted by hand)" in context.notes
     assert any(
         note.startswith("roofline, batch 1, prompt 8, 4 new tokens: prefill is bound by compute, decode by weights")

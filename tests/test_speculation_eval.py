@@ -45,7 +45,17 @@ def test_turns_share_the_prompts(tiny_model: Callable[[str], Path]) -> None:
     assert [len(turn[0].samples) for turn in turns] == [3, 2]
     pooled = {metric.name: metric for metric in eval.pool(turns, EvalContext())}
     assert len(pooled["acceptance_rate"].samples) == 5
-    assert pooled["greedy_agreement"].value == 1.0
+    assert len(pooled["text_decode_tokens_per_s"].samples) == 2
+    assert (eval.turns(), Speculation.model_validate(TEXT | {"windows": 2}).turns()) == (4, 2)
+
+
+def test_a_few_prompts_that_agree_do_not_make_the_agreement_certain(tiny_model: Callable[[str], Path]) -> None:
+    eval = Speculation.model_validate(TEXT | {"window": 8, "windows": 5, "new_tokens": 4})
+    session = open_session(tiny_model("llama"), [Speculative(prompt_lookup=2)])
+    pooled = eval.pool([eval.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)], EvalContext())
+    agreement = next(metric for metric in pooled if metric.name == "greedy_agreement")
+    assert (agreement.value, agreement.trials) == (1.0, (1,) * 5)
+    assert agreement.interval == pytest.approx((0.025 ** (1 / 5), 1.0))
 
 
 def test_output_that_is_not_the_models_own_is_told(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,5 +130,5 @@ def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
 
 def _unclear_timings(scorecard: Scorecard) -> list[str]:
     """Name the timings whose gate is open; repeats on a machine that does nothing else may close it."""
-    timings = [row for row in scorecard.rows if row.metric.pairing == "independent"]
+    timings = [row for row in scorecard.rows if row.metric.pairing in {"paired_turns", "independent"}]
     return list(dict.fromkeys(gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE" and not gate.why))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import Task
-from optkit.statistics import Estimate, mean_estimate, quantile
+from optkit.statistics import Estimate, mean_estimate, quantile, share_estimate
 from optkit_evals.sentences import Sentences, SentenceText
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Embedding(SentenceText, Eval):
 
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True
+    version: ClassVar[int] = 2
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {
         "cosine_similarity": "cosine",
@@ -87,11 +88,11 @@ class Embedding(SentenceText, Eval):
         cosines: list[float] = (ours * theirs).sum(-1).tolist()
         recalls = neighbour_recall(ours, theirs)
         measured: tuple[tuple[str, Estimate, list[float]], ...] = (
-            ("cosine_similarity", _at_most_one(mean_estimate(cosines)), cosines),
+            ("cosine_similarity", mean_estimate(cosines, -1.0, 1.0), cosines),
             ("cosine_similarity_p1", Estimate(quantile(cosines, LOW)), []),
             ("cosine_similarity_min", Estimate(min(cosines)), []),
             ("spearman_cosine", Estimate(spearman(pairwise(ours), pairwise(theirs))), []),
-            ("recall_at_10", _at_most_one(mean_estimate(recalls)), recalls),
+            ("recall_at_10", share_estimate(recalls, [NEIGHBOURS] * len(recalls)), recalls),
         )
         return [
             Metric(
@@ -136,8 +137,3 @@ def _ranks(values: Tensor) -> Tensor:
     _, places, counts = values.unique(return_inverse=True, return_counts=True)
     ranks: Tensor = counts.cumsum(0).double() - (counts - 1) / 2
     return ranks[places]
-
-
-def _at_most_one(estimate: Estimate) -> Estimate:
-    low, high = estimate.interval or (estimate.value, estimate.value)
-    return Estimate(estimate.value, (low, min(1.0, high)))

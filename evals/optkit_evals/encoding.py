@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import AtLeastOne, BatchSize, Length, Several
-from optkit.measure import EncoderSession, Eval, EvalContext, Metric
+from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
 from optkit.model.task import ENCODING, Task
-from optkit.statistics import Estimate, mean_estimate, quantile
+from optkit.statistics import mean, quantile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,14 +46,14 @@ class Cell:
         return f"batch {self.batch}, length {self.length}"
 
 
-class Encoding(Eval):
+class Encoding(TimedEval):
     """Latency of encoding (median and 95th percentile), sequences per second, peak memory, for each batch size and sequence length.
 
     Timed is what a server does for texts that are tokenized already: the whole model, and for an encoder that gives features the pooling.
     """
 
     tasks: ClassVar[frozenset[Task]] = ENCODING
-    timed: ClassVar[bool] = True
+    version: ClassVar[int] = 2
     metrics: ClassVar[Mapping[str, str]] = {
         "latency_p50_s": "s",
         "latency_p95_s": "s",
@@ -66,8 +67,8 @@ class Encoding(Eval):
     """Tokens of a sequence; all of a batch are of one length, so that nothing is padded."""
     calls: Several = 20
     """Calls of a repeat, of whose times the percentiles are taken."""
-    repeats: Several = 6
-    """Measured repeats; one alone would have no interval."""
+    repeats: Several = 8
+    """Measured repeats of all turns together."""
 
     def cells(self) -> list[Cell]:
         """Return every configuration, in the order of the rows."""
@@ -91,9 +92,8 @@ class Encoding(Eval):
             )
         protocol = self._protocol(session, context.seed)
         repeats = context.turn.share(self.repeats)
-        turn = f", turn {context.turn.index + 1} of {context.turn.count}" if context.turn.count > 1 else ""
         found: list[Metric] = []
-        with context.progress.task(f"encoding{turn}", len(self.cells()) * repeats, "runs") as task:
+        with context.progress.task(f"encoding{context.turn.label}", len(self.cells()) * repeats, "runs") as task:
             for cell in self.cells():
                 tokens = random_tokens(session, cell, context.seed)
                 encode = Timed(session, tokens)
@@ -113,15 +113,15 @@ class Encoding(Eval):
         return found
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns as those of one, and warn where the repeats lie far apart."""
+        """Return the metrics of all turns as those of one measurement, and warn where the turns lie far apart."""
         found = super().pool(turns, context)
         for metric in found:
             low, high = metric.interval or (metric.value, metric.value)
             if metric.name == "latency_p50_s" and high - low > 2 * WIDE_SPREAD * metric.value:
                 cell = Cell(int(metric.labels["batch"]), int(metric.labels["length"]))
                 context.warn(
-                    f"encoding, {cell}: the medians of the repeats are uncertain by {(high - low) / 2 / metric.value:.0%};"
-                    " raise repeats, or run again with --retime on a quiet machine"
+                    f"encoding, {cell}: the medians of the turns are uncertain by {(high - low) / 2 / metric.value:.0%};"
+                    " run again with --retime on a quiet machine"
                 )
         return found
 
@@ -132,9 +132,9 @@ class Encoding(Eval):
         what = f"embeddings ({session.pooling})" if session.pooling else "logits"
         return (
             f"random token ids (seed {seed}) of one length, no padding, to {what} in main memory, tokenizing not counted; warm-up calls"
-            f" until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then {self.repeats} repeats of {self.calls} calls,"
-            f" one after the other: percentiles of each repeat, and their mean; where two models are compared, half of the unmodified one's"
-            f" repeats come before the other's and half after; wall clock; memory is the largest"
+            f" until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then {math.ceil(self.repeats / self.turns())} repeats"
+            f" of {self.calls} calls, one after the other: percentiles of each repeat, and their mean; {self.turns_text()};"
+            f" wall clock; memory is the largest"
             f" {'resident set of the process' if cpu else 'memory that torch allocated'} during the repeats;"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
@@ -182,17 +182,15 @@ def _metrics(cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol:
         ("sequences_per_s", "sequences/s", [cell.batch * len(each) / sum(each) for each in times]),
     )
     for name, unit, samples in measured:
-        estimate = mean_estimate(samples) if len(samples) > 1 else Estimate(samples[0])
         yield Metric(
             name=name,
             labels=cell.labels,
-            value=estimate.value,
+            value=mean(samples),
             unit=unit,
             higher_is_better=name == "sequences_per_s",
-            interval=estimate.interval,
             protocol=protocol,
             samples=tuple(samples),
-            pairing="independent",
+            pairing="paired_turns",
         )
     if peak.size_bytes is not None:
         yield Metric(
@@ -202,4 +200,5 @@ def _metrics(cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol:
             unit="bytes",
             higher_is_better=False,
             protocol=protocol,
+            pairing="paired_turns",
         )

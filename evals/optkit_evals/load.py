@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
-from optkit.measure import Eval, EvalContext, Metric, Session, mean_of_timed
+from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.progress import Task
-from optkit.statistics import quantile
+from optkit.statistics import mean, quantile
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
 from optkit_evals.timing import uninterrupted
 
@@ -29,14 +29,13 @@ BEHIND = 1.25
 """Time that all requests took over the time in which they arrived, from which on the model does not keep up."""
 
 
-class Load(Eval):
+class Load(TimedEval):
     """Latencies and goodput while requests arrive at a rate: time to first token (with waiting), between tokens, requests in time.
 
     Goodput counts the requests whose first token and mean time between tokens kept the limits (DistServe, https://arxiv.org/abs/2401.09670).
     """
 
-    version: ClassVar[int] = 2
-    timed: ClassVar[bool] = True
+    version: ClassVar[int] = 3
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     rates: AtLeastOne[Rate] = (1.0,)
@@ -56,8 +55,12 @@ class Load(Eval):
     """A request counts for goodput where its first token came within this time of its arrival."""
     inter_token_limit_s: Duration = 0.2
     """And where the mean time between its tokens was at most this."""
-    repeats: Several = 3
-    """Times that the requests are served, each time with other moments of arrival."""
+    repeats: Several = 8
+    """Times that the requests are served, each time with other moments of arrival; shared among the turns."""
+
+    def turns(self) -> int:
+        """Return `processes`, or `repeats` where these are fewer."""
+        return min(self.processes, self.repeats)
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return rate, prompt, new tokens and batching of each rate."""
@@ -78,7 +81,10 @@ class Load(Eval):
         seeds = range(self.repeats)[context.turn.index :: context.turn.count]
         protocol = self._protocol(session, context.seed)
         found = []
-        with context.progress.task("load", len(self.rates) * len(seeds) * self.requests, "requests") as task, uninterrupted():
+        with (
+            context.progress.task(f"load{context.turn.label}", len(self.rates) * len(seeds) * self.requests, "requests") as task,
+            uninterrupted(),
+        ):
             self._warm_up(session, context)
             for rate in self.rates:
                 measured = [self._summary(self._serve(session, rate, context.seed + seed, context, task)) for seed in seeds]
@@ -139,24 +145,25 @@ class Load(Eval):
         return {"rate": shown, "prompt": self.prompt, "new_tokens": self.new_tokens, "batching": self.batching}
 
     def _metric(self, name: str, rate: float, samples: Sequence[float], protocol: str) -> Metric:
-        estimate = mean_of_timed(samples, UNITS[name])
+        share = name == "goodput_fraction"
         return Metric(
             name=name,
             labels=self._labels(rate),
-            value=estimate.value,
+            value=mean(samples),
             unit=UNITS[name],
             higher_is_better=UNITS[name] != "s",
-            interval=estimate.interval,
             protocol=protocol,
             samples=tuple(samples),
-            pairing="exact" if name.startswith("goodput") else "independent",
+            trials=(self.requests,) * len(samples) if share else (),
+            pairing="independent" if share else "paired_turns",
         )
 
     def _protocol(self, session: Session, seed: int) -> str:
         environment = describe_environment(session.device)
         return (
             f"{self.requests} requests of random token ids arriving as a Poisson process (seed {seed} and following), greedy, no early"
-            f" stop; {self.batching} batching, at most {self.batch} requests together; means over {self.repeats} runs of their percentiles;"
+            f" stop; {self.batching} batching, at most {self.batch} requests together; {self.repeats} runs, and the mean of their"
+            f" percentiles; {self.turns_text()};"
             f" wall clock from a request's arrival; goodput: first token within {self.first_token_limit_s:g} s and at most"
             f" {self.inter_token_limit_s:g} s between tokens on average; {environment['device_name']}, torch {environment['torch']}"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
-from optkit.statistics import mean, standard_error, t_quantile
+from optkit.statistics import mean, neighbours_half_width
 from optkit_evals.windows import WindowedText
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ LARGEST_LOSS = 700.0
 
 
 class Perplexity(WindowedText, Eval):
-    """exp of the mean loss of a token; its interval is from the standard error over windows (delta method)."""
+    """exp of the mean loss of a token; its interval is that of the mean over windows, whose neighbours correlate."""
 
+    version: ClassVar[int] = 2
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
 
@@ -34,15 +35,14 @@ class Perplexity(WindowedText, Eval):
             for window in windows.tokens:
                 losses.append(window_loss(session, window))
                 task.advance(note=f"{math.exp(math.fsum(losses) / len(losses)):.3f}")
-        value = math.exp(mean(losses))
-        half = value * standard_error(losses) * t_quantile(len(losses) - 1)
+        loss, half = mean(losses), neighbours_half_width(losses)
         return [
             Metric(
                 name="perplexity",
-                value=value,
+                value=math.exp(loss),
                 unit="perplexity",
                 higher_is_better=False,
-                interval=(max(1.0, value - half), value + half),
+                interval=(max(1.0, math.exp(loss - half)), math.exp(min(loss + half, LARGEST_LOSS))),
                 protocol=f"{windows.protocol}; exp of the mean loss",
                 samples=tuple(losses),
                 pairing="paired_log",

@@ -77,18 +77,16 @@ def _rows(cell: Cell, rows: dict[str, Metric], prefill: Limit, decode: Limit) ->
 
 def _limit(name: str, measured: Metric, limit: Limit) -> Metric:
     """Return a limit, which has no error; its ratio to the baseline's is what the change could gain at most."""
-    return _row(name, measured, limit.tokens_per_s, ()).model_copy(update={"interval": None, "pairing": "exact", "failure": ""})
+    return _row(name, measured, limit.tokens_per_s, ()).model_copy(update={"pairing": "exact", "failure": ""})
 
 
 def _share(name: str, measured: Metric, limit: Limit, least_s: float) -> Metric:
-    """Return the share of a measured time that was needed at least, with the samples and the interval of what was measured."""
+    """Return the share of a measured time that was needed at least, with the samples of what was measured."""
     return _row(name, measured, measured.value * least_s / limit.tokens, [rate * least_s / limit.tokens for rate in measured.samples])
 
 
 def _row(name: str, measured: Metric, value: float, samples: Sequence[float]) -> Metric:
-    scale = value / measured.value if measured.value else 0.0
-    interval = (measured.interval[0] * scale, measured.interval[1] * scale) if measured.interval else None
-    update = {"name": name, "value": value, "unit": LIMITS[name], "interval": interval, "samples": tuple(samples)}
+    update = {"name": name, "value": value, "unit": LIMITS[name], "samples": tuple(samples)}
     return measured.model_copy(update={**update, "higher_is_better": True})
 
 

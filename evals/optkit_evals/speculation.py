@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import SequenceLength, Several
-from optkit.measure import Eval, EvalContext, Metric, Session, mean_of_timed
+from optkit.measure import EvalContext, Metric, Session, TimedEval
+from optkit.statistics import mean
 from optkit_evals.timing import answer, uninterrupted
 from optkit_evals.windows import WindowedText
 
@@ -23,21 +24,25 @@ UNITS = {
 }
 
 
-class Speculation(WindowedText, Eval):
+class Speculation(WindowedText, TimedEval):
     """Decode speed on text, tokens for each forward pass, the share of proposed tokens kept, and agreement with plain greedy decoding.
 
     What is kept depends on the text: random prompts, as `throughput` has them, say nothing about speculative decoding.
     """
 
-    timed: ClassVar[bool] = True
+    version: ClassVar[int] = 2
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     window: SequenceLength = 128
     """Tokens of a prompt."""
     windows: Several | None = 8
-    """Prompts, from the start of the text; as many as there are when null. Each is answered once."""
+    """Prompts, from the start of the text; as many as there are when null. Each is answered in one of the turns."""
     new_tokens: SequenceLength = 64
     """Tokens generated after each prompt."""
+
+    def turns(self) -> int:
+        """Return `processes`, or `windows` where these are fewer."""
+        return min(self.processes, self.windows or self.processes)
 
     def longest_sequence(self) -> int:
         """Return the tokens of a prompt with its answer."""
@@ -54,8 +59,9 @@ class Speculation(WindowedText, Eval):
         windows = self.cut(session, context)
         counts = getattr(session, "speculation", None)
         found: dict[str, list[float]] = {name: [] for name in UNITS}
+        trials: dict[str, list[int]] = {"acceptance_rate": [], "greedy_agreement": []}
         mine = list(enumerate(windows.tokens))[context.turn.index :: context.turn.count]
-        with context.progress.task("speculation", len(mine), "prompts") as task, uninterrupted():
+        with context.progress.task(f"speculation{context.turn.label}", len(mine), "prompts") as task, uninterrupted():
             answer(session, mine[0][1][None].to(session.device), self.new_tokens)
             for index, window in mine:
                 prompt = window[None].to(session.device)
@@ -66,10 +72,12 @@ class Speculation(WindowedText, Eval):
                 found["tokens_per_forward"].append(counts.tokens / counts.forwards if counts else 1.0)
                 if counts is not None:
                     found["acceptance_rate"].append(counts.accepted / counts.proposed if counts.proposed else 0.0)
+                    trials["acceptance_rate"].append(counts.proposed)
                     found["greedy_agreement"].append(self._agreement(session, prompt, index, context))
+                    trials["greedy_agreement"].append(1)
                 task.advance()
         protocol = self._protocol(windows.protocol, session)
-        return [_metric(name, samples, protocol) for name, samples in found.items() if samples]
+        return [_metric(name, samples, trials.get(name, ()), protocol) for name, samples in found.items() if samples]
 
     def _agreement(self, session: Any, prompt: Tensor, index: int, context: EvalContext) -> float:
         """Return 1 where the tokens are those of decoding one by one, else 0, with a word on how near the model's choice was there."""
@@ -90,19 +98,19 @@ class Speculation(WindowedText, Eval):
         device = describe_environment(session.device)
         return (
             f"{text}, each window a prompt; {self.new_tokens} greedy tokens after each, one prompt at a time, one answer before them to"
-            f" warm up; means over prompts; decoding is timed as in throughput; {device['device_name']}, torch {device['torch']}"
+            f" warm up; each prompt in one turn; {self.turns_text()}; decoding is timed as in throughput;"
+            f" {device['device_name']}, torch {device['torch']}"
         )
 
 
-def _metric(name: str, samples: Sequence[float], protocol: str) -> Metric:
-    estimate = mean_of_timed(samples, UNITS[name])
+def _metric(name: str, samples: Sequence[float], trials: Sequence[int], protocol: str) -> Metric:
     return Metric(
         name=name,
-        value=estimate.value,
+        value=mean(samples),
         unit=UNITS[name],
         higher_is_better=True,
-        interval=estimate.interval,
         protocol=protocol,
         samples=tuple(samples),
-        pairing="independent",
+        trials=tuple(trials),
+        pairing="independent" if trials else "paired_turns",
     )

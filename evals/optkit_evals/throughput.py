@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,7 +16,7 @@ from optkit.devices.peak_memory import Peak, peak_of
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, ResourceError
 from optkit.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
-from optkit.measure import AttendingSession, Eval, EvalContext, Metric, ProposingSession, Session, mean_of_timed
+from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.progress import Task
 from optkit.statistics import mean, standard_error
 from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
@@ -59,11 +60,10 @@ class Repeats:
     """Of all repeats together."""
 
 
-class Throughput(Eval):
+class Throughput(TimedEval):
     """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, energy, achieved bandwidth."""
 
-    version: ClassVar[int] = 5
-    timed: ClassVar[bool] = True
+    version: ClassVar[int] = 6
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",
         "decode_tokens_per_s": "tokens/s",
@@ -83,32 +83,24 @@ class Throughput(Eval):
     """Prompt lengths in tokens."""
     new_tokens: SequenceLength | AtLeastOne[SequenceLength] = 64
     """Tokens generated after the prompt; with several, each is measured with each batch and prompt."""
-    repeats: Several = 5
-    """Measured runs, at least; more follow, up to four times as many, until the interval is narrow."""
+    repeats: Several = 8
+    """Measured runs of all turns together, at least; more follow in a turn, up to four times as many, until its means are certain."""
     interval: Share = 0.02
-    """How far the 95% intervals of prefill and decode may reach, as a fraction of their means, before repeats stop."""
+    """How large the standard errors of a turn's prefill and decode may be, as a fraction of their means, before its repeats stop. The
+    repeats alone then make the mean of four turns uncertain by about as much."""
     limit_s: Duration = 60.0
-    """Seconds of one configuration after which no further warm-up runs and repeats begin, however wide its interval is."""
+    """Seconds of one configuration, all turns of a model together, after which no further warm-up runs and repeats begin."""
     warmup: Count = 2
-    """Runs before these, at least; more follow until the mean of two moves by less than 3%."""
+    """Runs before these in each turn, at least; more follow until the mean of the last two moves by less than 3%."""
     engine: Literal["optkit", "vllm"] = "optkit"
-    """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names and in a process of its own; settings do not
+    """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names, started anew in each turn; settings do not
     apply there, and `repeats` are as many as asked for. Its rows have the label `engine`."""
-
-    isolated: bool = True
-    """Open and measure the model in a fresh Python process each time, so that nothing that was left in this one (memory that it keeps,
-    compiled code, settings of libraries) is in the numbers. Each costs the seconds that torch takes to import: one process for a model
-    alone, three for a comparison."""
 
     def cells(self) -> list[Cell]:
         """Return every configuration, in the order of the rows."""
         lengths = (self.new_tokens,) if isinstance(self.new_tokens, int) else self.new_tokens
         engine = "" if self.engine == "optkit" else self.engine
         return [Cell(*each, engine) for each in product(self.batch_sizes, self.prompts, lengths)]
-
-    def apart(self) -> bool:
-        """Return `isolated`."""
-        return self.isolated
 
     def circumstances(self, device: str) -> dict[str, Any]:
         """Return, of another engine, the Python that has it and its versions there."""
@@ -154,20 +146,19 @@ class Throughput(Eval):
         if self.engine == "vllm":
             return self._run_vllm(session, context, protocol)
         cells = self.cells()
-        turn = f", turn {context.turn.index + 1} of {context.turn.count}" if context.turn.count > 1 else ""
         found: list[Metric] = []
-        failures: list[ResourceError] = []
-        with context.progress.task(f"throughput{turn}", len(cells) * context.turn.share(self.repeats), "runs") as task:
+        failures: dict[Cell, ResourceError] = {}
+        with context.progress.task(f"throughput{context.turn.label}", len(cells) * context.turn.share(self.repeats), "runs") as task:
             for cell in cells:
                 measured = self._measure(session, cell, context, watch, task)
                 if isinstance(measured, ResourceError):
-                    failures.append(measured)
+                    failures[cell] = measured
                     context.warn(str(measured))
-                    found += self._failed(cell, measured.what, protocol)
                 else:
                     found += self._metrics(session, cell, measured, protocol)
         if len(failures) == len(cells):
-            raise failures[0]
+            raise failures[cells[0]]
+        found += _failed(found, failures)
         for warning in watch.warnings():
             context.warn(f"throughput: {warning}")
         if note := watch.note():
@@ -194,19 +185,16 @@ class Throughput(Eval):
         return [row for cell, repeats in zip(cells, measured, strict=True) for row in self._metrics(session, cell, repeats, protocol)]
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns as those of one, and warn where the repeats lie far apart."""
+        """Return the metrics of all turns as those of one measurement, and warn where the turns lie far apart."""
         found = super().pool(turns, context)
         for cell in self.cells():
-            samples = {metric.name: metric.samples for metric in found if metric.labels == cell.labels and not metric.failure}
-            if not samples:
-                continue
-            pairs = zip(samples["time_to_first_token_s"], samples["decode_tokens_per_s"], strict=True)
+            values = {metric.name: metric.samples for metric in found if metric.labels == cell.labels}
+            pairs = zip(values["time_to_first_token_s"], values["decode_tokens_per_s"], strict=True)
             times = [first_s + cell.batch * (cell.new_tokens - 1) / rate for first_s, rate in pairs]
-            spread = standard_error(times) * len(times) ** 0.5 / mean(times)
-            if spread > WIDE_SPREAD:
+            if len(times) > 1 and (spread := standard_error(times) * len(times) ** 0.5 / mean(times)) > WIDE_SPREAD:
                 context.warn(
-                    f"throughput, {cell}: the {len(times)} repeats spread by {spread:.0%} of their mean;"
-                    f" raise repeats, or run again with --retime on a quiet machine"
+                    f"throughput, {cell}: the times of the {len(times)} turns spread by {spread:.0%} of their mean;"
+                    f" run again with --retime on a quiet machine"
                 )
         return found
 
@@ -296,13 +284,8 @@ class Throughput(Eval):
             "peak_reserved_bytes": peak.reserved_bytes,
             "energy_per_token_j": None if measured.energy_j is None else measured.energy_j / tokens,
         }
-        found = [_timed(name, cell, values, protocol) for name, values in samples.items()]
-        return found + [_counted(name, cell, value, protocol) for name, value in counts.items() if value is not None]
-
-    def _failed(self, cell: Cell, reason: str, protocol: str) -> list[Metric]:
-        """Return the rows of a configuration that could not be measured, so that gates on it fail and say why."""
-        rows = [_timed(name, cell, (0.0,), protocol) for name in UNITS]
-        return [row.model_copy(update={"failure": reason, "samples": (), "interval": None}) for row in rows]
+        found = [_metric(name, cell, mean(values), protocol, values) for name, values in samples.items()]
+        return found + [_metric(name, cell, value, protocol) for name, value in counts.items() if value is not None]
 
     def _protocol(self, session: Session, seed: int) -> str:
         """Say how it was measured, in the same words for both models and all engines of torch or ONNX Runtime."""
@@ -315,14 +298,14 @@ class Throughput(Eval):
         clock = "CUDA events behind each token (other engines than torch: wall clock)" if gpu else "wall clock"
         energy = "; energy is the GPU's own count over the repeats, prefill included, for each new token" if gpu else ""
         return (
-            f"random token ids (seed {seed}), greedy, no early stop; {self.warmup} warm-up runs and more until the mean of two moves by"
-            f" less than {SETTLED:.0%}, then the mean of {self.repeats} repeats (of their percentiles, for latencies), and of up to"
-            f" {MOST_REPEATS} times as many until the intervals of prefill and decode are within {self.interval:.0%};"
+            f"random token ids (seed {seed}), greedy, no early stop; {self.turns_text()};"
+            f" in each {self.warmup} warm-up runs and more until the mean of the last two moves by less than {SETTLED:.0%}, then the mean"
+            f" of {math.ceil(self.repeats / self.turns())} repeats (of their percentiles, for latencies), and of up to"
+            f" {MOST_REPEATS} times as many until the standard errors of prefill and decode are within {self.interval:.0%};"
             f" on CPUs no repeat during which others used more than {CALM:.0%} of the cores, where enough are left;"
-            f" where two models are compared, half of the unmodified one's repeats come before the other's and half after;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"
-            f" memory is the largest {memory} during the repeats{energy};{' in a fresh process;' if self.isolated else ''}"
+            f" memory is the largest {memory} during the repeats{energy};"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"
         )
 
@@ -330,41 +313,32 @@ class Throughput(Eval):
         versions = ", ".join(f"{name} {version}" for name, version in self.circumstances("").items() if name != "python")
         return (
             f"vLLM{f' ({versions})' if versions else ''}; random token ids (seed {seed}), greedy, no early stop, prefix caching off (and on"
-            f" CPUs its compiler); {self.warmup} warm-up runs and more until the mean of two moves by less than {SETTLED:.0%}, then the"
-            f" mean of {self.repeats} repeats; wall clock at each step of its engine; prefill is until all of a batch have their first"
-            f" token; {device}"
+            f" CPUs its compiler); {self.turns_text()}; in each {self.warmup} warm-up runs and more until the mean of the last two moves by"
+            f" less than {SETTLED:.0%}, then the mean of {math.ceil(self.repeats / self.turns())} repeats;"
+            f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
         )
 
 
-UNITS = {
-    "prefill_tokens_per_s": "tokens/s",
-    "decode_tokens_per_s": "tokens/s",
-    "time_to_first_token_s": "s",
-    "inter_token_p50_s": "s",
-    "inter_token_p95_s": "s",
-    "inter_token_p99_s": "s",
-    "decode_bytes_per_s": "bytes/s",
-}
+def _failed(found: Sequence[Metric], failures: Mapping[Cell, ResourceError]) -> Iterator[Metric]:
+    """Yield, for configurations that could not be measured, each row that the others have, so that gates on it fail and say why."""
+    for cell, failure in failures.items():
+        for row in {metric.name: metric for metric in found}.values():
+            update = {"labels": cell.labels, "value": 0.0, "samples": (), "failure": failure.what}
+            yield row.model_copy(update=update)
 
 
-def _timed(name: str, cell: Cell, samples: Sequence[float], protocol: str) -> Metric:
-    estimate = mean_of_timed(samples, UNITS[name])
+def _metric(name: str, cell: Cell, value: float, protocol: str, samples: Sequence[float] = ()) -> Metric:
+    unit = Throughput.metrics[name]
     return Metric(
         name=name,
         labels=cell.labels,
-        value=estimate.value,
-        unit=UNITS[name],
-        higher_is_better=UNITS[name].endswith("/s"),
-        interval=estimate.interval,
+        value=value,
+        unit=unit,
+        higher_is_better=unit.endswith("/s"),
         protocol=protocol,
         samples=tuple(samples),
-        pairing="independent",
+        pairing="paired_turns",
     )
-
-
-def _counted(name: str, cell: Cell, value: float, protocol: str) -> Metric:
-    unit = "bytes" if name.endswith("bytes") else "J"
-    return Metric(name=name, labels=cell.labels, value=value, unit=unit, higher_is_better=False, protocol=protocol)
 
 
 def _warnings(peak: Peak, settling: WarmUp) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from optkit.measure import QueueingSession, Session
 from optkit.progress import Task
-from optkit.statistics import mean, mean_estimate, quantile
+from optkit.statistics import mean, quantile, standard_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,18 +93,20 @@ def _event(device: str) -> Event:
 def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_s: float, task: Task) -> WarmUp:
     """Let the session answer at least `runs` times and until the running mean stands still; not longer than `limit_s` beyond those."""
     times: list[float] = []
-    while len(times) < runs + MOST_FURTHER_RUNS and (len(times) < max(runs, 3) or sum(times[runs:]) < limit_s):
+    least = max(runs, 2)
+    while len(times) < runs + MOST_FURTHER_RUNS and (len(times) < least or sum(times[runs:]) < limit_s):
         times.append(answer(session, tokens, new_tokens).total_s)
         task.advance()
-        if len(times) >= max(runs, 3) and abs(mean(times[-2:]) - mean(times[-3:-1])) < SETTLED * mean(times[-3:-1]):
+        if len(times) >= least and abs(mean(times[-2:]) - mean(times[-3:-1])) < SETTLED * mean(times[-3:-1]):
             return WarmUp(len(times), True)
     return WarmUp(len(times), False)
 
 
-def wants_more(timings: Sequence[Timing], repeats: int, interval: float, limit_s: float) -> bool:
-    """Say whether another repeat is due: fewer than `repeats`, or the 95% interval of a mean reaches further than the fraction `interval`.
+def wants_more(timings: Sequence[Timing], repeats: int, error: float, limit_s: float) -> bool:
+    """Say whether another repeat is due: fewer than `repeats`, or the standard error of a mean is more than the fraction `error` of it.
 
-    Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats excepted.
+    Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats excepted. How many there are depends on how
+    they differ within a turn alone, so that the interval, which stands on the turns' means, stays honest.
     """
     if len(timings) < repeats:
         return True
@@ -113,13 +115,7 @@ def wants_more(timings: Sequence[Timing], repeats: int, interval: float, limit_s
     if len(timings) < 2:
         return True
     first, decode = [each.first_token_s for each in timings], [each.decode_s for each in timings]
-    return any(_half_width(samples) > interval for samples in (first, decode))
-
-
-def _half_width(samples: Sequence[float]) -> float:
-    estimate = mean_estimate(samples)
-    low, high = estimate.interval or (estimate.value, estimate.value)
-    return (high - low) / 2 / estimate.value if estimate.value else 0.0
+    return any(standard_error(samples) > error * mean(samples) for samples in (first, decode))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from optkit.gates import Gate, Verdict, metric_key, parse_gate
 from optkit.measure import Metric
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine
-from optkit.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio
+from optkit.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio, paired_ratio
 
 
 def build_scorecard(
@@ -54,9 +54,11 @@ def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
     """Return the ratio of a metric to the baseline's, formed as its `pairing` says; raises ValueError where there is none."""
     if metric.pairing == "paired_log":
         return paired_log_ratio(metric.samples, baseline.samples)
-    if metric.pairing == "independent":
-        return independent_ratio(metric.samples, baseline.samples)
-    return exact_ratio(metric.value, baseline.value)
+    if metric.pairing == "exact":
+        return exact_ratio(metric.value, baseline.value)
+    if metric.pairing == "paired_turns" and len(metric.samples) == len(baseline.samples):
+        return paired_ratio(metric.samples, baseline.samples)
+    return independent_ratio(Estimate(metric.value, metric.interval), Estimate(baseline.value, baseline.interval))
 
 
 def metric_identity(metric: Metric) -> tuple[str, tuple[tuple[str, int | str], ...], str]:
@@ -80,7 +82,7 @@ def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:
     """A ratio to 0, or of what could not be measured, has no value; every other failure to form one is a mistake of the eval."""
     if metric.failure or baseline.failure:
         return None
-    if metric.pairing == "exact" and baseline.value == 0:
+    if metric.pairing != "paired_log" and baseline.value == 0:
         return None
     return ratio_to_baseline(metric, baseline)
 

@@ -4,6 +4,7 @@ import os
 import random
 import time
 from itertools import pairwise
+from statistics import fmean as mean
 from typing import Any
 
 from vllm_worker import PACKAGES, lora_options, missing, with_adapter  # type: ignore[import-not-found]
@@ -76,8 +77,8 @@ def measure(engine: Any, cell: list[int], request: dict[str, Any]) -> dict[str, 
     settled = False
     while not settled and len(warm) < request["warmup"] + MOST_FURTHER_RUNS:
         warm.append(sum(answer(engine, prompts, new, given)))
-        if len(warm) >= max(request["warmup"], 3):
-            before, now = sum(warm[-3:-1]), sum(warm[-2:])
+        if len(warm) >= max(request["warmup"], 2):
+            before, now = mean(warm[-3:-1]), mean(warm[-2:])
             settled = abs(now - before) < request["settled"] * before
         if len(warm) > request["warmup"] and sum(warm[request["warmup"] :]) > request["limit_s"]:
             break
