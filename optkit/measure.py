@@ -197,9 +197,10 @@ class EvalContext:
     """What the scorecard must say beside the numbers."""
 
     def warn(self, line: str) -> None:
-        """Print one line that the user must not miss, and keep it for the scorecard."""
-        self.progress.warn(line)
-        self.notes.append(line)
+        """Print one line that the user must not miss, and keep it for the scorecard; once."""
+        if line not in self.notes:
+            self.progress.warn(line)
+            self.notes.append(line)
 
 
 class Eval(Frozen):

@@ -47,6 +47,7 @@ class TestFields:
             "samples": 128,
             "sequence_length": 512,
             "packing": "auto",
+            "bos": "tokenizer",
         }
 
     @pytest.mark.parametrize("fields", [{"samples": 0}, {"sequence_length": 1}, {"packing": "padded"}, {"length": 3}])

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from optkit_evals.perplexity import Perplexity
 
-from optkit.errors import EvalError
+from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
 from tests.bigram_session import BigramSession
 
@@ -75,7 +77,7 @@ def test_the_protocol_states_what_must_be_equal(text):
     assert other.protocol != metric.protocol
 
 
-@pytest.mark.parametrize("bos", ["none", "text", "window"])
+@pytest.mark.parametrize("bos", ["none", "text", "window", "tokenizer"])
 def test_bos(text, bos):
     session = BigramSession(before="!", after="?")
     (metric,) = Perplexity(dataset=text, window=32, windows=4, bos=bos).run(session, EvalContext())
@@ -83,10 +85,9 @@ def test_bos(text, bos):
     windows = {
         "none": [ids[index * 32 : index * 32 + 32] for index in range(4)],
         "text": [(start + ids)[index * 32 : index * 32 + 32] for index in range(4)],
-        "window": [start + ids[index * 31 : index * 31 + 31] for index in range(4)],
-    }[bos]
+    }.get(bos, [start + ids[index * 31 : index * 31 + 31] for index in range(4)])
     assert metric.samples == pytest.approx(by_hand(session, windows), abs=1e-6)
-    assert {"none": "no BOS", "text": "BOS once", "window": "BOS in each window"}[bos] in metric.protocol
+    assert {"none": "no BOS", "text": "BOS once"}.get(bos, "BOS in each window") in metric.protocol
     assert "124 tokens counted" in metric.protocol
 
 
@@ -96,10 +97,39 @@ def test_the_tokens_that_a_tokenizer_adds_at_the_end_are_not_measured(text):
     assert ended.samples == plain.samples
 
 
-def test_bos_in_each_window_needs_a_bos(text):
-    with pytest.raises(EvalError, match="bos is `window`, and the tokenizer puts no token before a text"):
-        Perplexity(dataset=text, window=32, bos="window").run(BigramSession(), EvalContext())
-    with pytest.raises(EvalError, match="4 tokens before the text fill the window of 4"):
+def test_each_window_begins_with_bos_where_the_tokenizer_puts_it_before_a_text(text):
+    session = BigramSession(before="!")
+    assert Perplexity(dataset=text, window=32).cut(session, EvalContext()).tokens[:, 0].unique().tolist() == tokens_of(session, "!")
+    assert Perplexity(dataset=text, window=32).cut(BigramSession(), EvalContext()).protocol.count("tokenizer adds no BOS") == 1
+
+
+def test_bos_that_the_tokenizer_does_not_add(text):
+    session = BigramSession()
+    with pytest.raises(SourceError, match=r"bos is `window`, and the tokenizer has no such token. Set bos to tokenizer or none"):
+        Perplexity(dataset=text, window=32, bos="window").run(session, EvalContext())
+    session.tokenizer = SimpleNamespace(bos_token_id=7)
+    windows = Perplexity(dataset=text, window=32, bos="window").cut(session, EvalContext())
+    assert windows.tokens[:, 0].unique().tolist() == [7]
+    assert windows.tokens[:, 1:].flatten().tolist() == tokens_of(session, LETTERS)[: windows.tokens[:, 1:].numel()]
+    assert "BOS in each window" in windows.protocol
+
+
+@pytest.mark.parametrize(("kind", "before", "warned"), [("gemma3_text", "", True), ("gemma", "!", False), ("llama", "", False)])
+def test_a_family_that_needs_bos_and_gets_none(text, tmp_path, kind, before, warned):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    session, context = BigramSession(before=before), EvalContext()
+    session.directory = tmp_path
+    for eval_ in (Perplexity(dataset=text, window=32), Perplexity(dataset=text, window=16)):
+        eval_.cut(session, context)
+    said = f"{text}: windows of a {kind} model begin without BOS, which its family needs: its numbers are worse than the model."
+    said += " Set bos: window"
+    assert context.notes == ([said] if warned else [])
+    Perplexity(dataset=text, window=32, bos="none").cut(session, context)
+    assert len(context.notes) == (kind != "llama")
+
+
+def test_more_before_a_text_than_a_window_holds(text):
+    with pytest.raises(SourceError, match="4 tokens before the text fill the window of 4"):
         Perplexity(dataset=text, window=4, bos="window").run(BigramSession(before="!!!!"), EvalContext())
 
 

@@ -13,11 +13,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from optkit.errors import EvalError
 from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Session
+from optkit.source.cut_text import CutText, apart, family_that_needs_bos
 from optkit.source.lineage import shared_with
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
@@ -44,15 +45,13 @@ class Windows:
     """Data set, split, revision, window, BOS, tokens counted and a digest of the token ids."""
 
 
-class WindowedText(TextSource):
+class WindowedText(CutText):
     """A text and how it is cut into windows."""
 
     window: SequenceLength = 2048
     """Tokens of a window."""
     windows: Several | None = None
     """Windows to measure, from the start of the text; all of them when null. One window would have no error bar."""
-    bos: Literal["none", "text", "window"] = "text"
-    """Where the tokens stand that the tokenizer puts before a text: nowhere, once at the start of it, or at the start of each window."""
 
     def longest_sequence(self) -> int:
         """Return the tokens of a window."""
@@ -61,13 +60,12 @@ class WindowedText(TextSource):
     def check_texts(self, place: TextPlace) -> None:
         """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too few windows."""
         counts = TokenCounts.of(place)
-        text = TrainingText.model_validate({**self.identity(), "field": self.field, "packing": "joined"})
+        text = TrainingText.model_validate({**self.identity(), "field": self.field, "packing": "joined", "bos": self.bos})
         least = self.windows or FEWEST
-        room = self.window - 1 if self.bos == "window" else self.window
-        found = counts.enough_sequences((text,), room, least)
+        found = counts.enough_sequences((text,), self.window, least)
         if found is not None and found < least:
             raise self._too_short(f"{found:,} windows of {self.window:,} tokens and {least:,} are needed")
-        counts.check_ids(text, self.windows * room if self.windows else MOST_CHECKED, place.vocabulary)
+        counts.check_ids(text, self.windows * self.window if self.windows else MOST_CHECKED, place.vocabulary)
 
     def _too_short(self, told: str) -> EvalError:
         return EvalError(f"the text has {told}", where=self.where, remedy="Lower windows or window, or take a longer text")
@@ -83,21 +81,19 @@ class WindowedText(TextSource):
                 remedy=f"Set window to {session.positions} or less",
             )
         joined = text.joined(context.data)
-        prefix, body = self._encode(session, joined)
-        room = self.window - len(prefix) if self.bos == "window" else self.window
-        stream = [*prefix, *body] if self.bos == "text" else body
-        least = self.windows or FEWEST
-        if len(stream) < least * room:
-            raise self._too_short(f"{len(stream):,} tokens and {least} windows of {self.window} need {least * room:,}")
-        count = self.windows or len(stream) // room
-        refuse_calibrated(text, [joined[: math.ceil(len(joined) * count * room / len(stream))]], context)
-        lead = prefix if self.bos == "window" else []
-        rows = [[*lead, *stream[index * room : (index + 1) * room]] for index in range(count)]
+        tokenizer = getattr(session, "tokenizer", None)
+        stream = self.stream(lambda part: session.encode(part).tolist(), joined, getattr(tokenizer, "bos_token_id", None))
+        room, least = stream.room(self.window), self.windows or FEWEST
+        if len(stream.body) < least * room:
+            raise self._too_short(f"{len(stream.body):,} tokens and {least} windows of {self.window} need {least * room:,}")
+        count = self.windows or stream.count(self.window)
+        refuse_calibrated(text, [joined[: math.ceil(len(joined) * count * room / len(stream.body))]], context)
+        bos = self._where_bos_stands(session, bool(stream.lead))
+        self._warn(session, bool(stream.lead), context)
         import torch
 
-        tokens = torch.tensor(rows, dtype=torch.int64)
+        tokens = torch.tensor([stream.window(index * room, self.window) for index in range(count)], dtype=torch.int64)
         ids = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:12]
-        bos = {"none": "no BOS", "text": "BOS once", "window": "BOS in each window"}[self.bos] if prefix else "tokenizer adds no BOS"
         return Windows(
             tokens=tokens,
             protocol=f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), documents joined,"
@@ -105,24 +101,20 @@ class WindowedText(TextSource):
             f" token ids {ids}",
         )
 
-    def _encode(self, session: Session, text: str) -> tuple[list[int], list[int]]:
-        special: list[int] = session.encode("").tolist()
-        ids: list[int] = session.encode(text).tolist()
-        lead = 0
-        while lead < min(len(special), len(ids)) and special[lead] == ids[lead]:
-            lead += 1
-        tail = len(special) - lead
-        if tail and ids[-tail:] == special[lead:]:
-            ids = ids[:-tail]
-        if self.bos == "window" and not lead:
-            raise EvalError(
-                "bos is `window`, and the tokenizer puts no token before a text",
-                where=self.where,
-                remedy="Set bos to text or none",
+    def _where_bos_stands(self, session: Session, led: bool) -> str:
+        """Return where BOS stands."""
+        if led:
+            return "BOS in each window"
+        if not apart(lambda part: session.encode(part).tolist(), "a")[0]:
+            return "tokenizer adds no BOS"
+        return "BOS once" if self.bos == "text" else "no BOS"
+
+    def _warn(self, session: Session, led: bool, context: EvalContext) -> None:
+        if (kind := family_that_needs_bos(session.directory)) and not led:
+            context.warn(
+                f"{self.where}: windows of a {kind} model begin without BOS, which its family needs: its numbers are worse than the model."
+                " Set bos: window"
             )
-        if self.bos == "window" and lead >= self.window:
-            raise EvalError(f"{lead} tokens before the text fill the window of {self.window}", remedy="Raise window")
-        return ids[:lead], ids[lead:]
 
 
 def refuse_calibrated(text: TextSource, passages: Sequence[str], context: EvalContext) -> None:

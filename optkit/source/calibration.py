@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.errors import SourceError
 from optkit.field_types import Count, SequenceLength
+from optkit.source.cut_text import CutText, encoder
 from optkit.source.directory import TOKENIZERS
 from optkit.source.quiet import quiet_transformers
-from optkit.source.texts import KNOWN, TextSource
+from optkit.source.texts import KNOWN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Calibration(TextSource):
+class Calibration(CutText):
     """A text cut into `samples` windows of `sequence_length` tokens."""
 
     default_splits: ClassVar[Mapping[str, str]] = dict.fromkeys(KNOWN, "train")
@@ -36,7 +37,7 @@ class Calibration(TextSource):
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
     def tokens(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor:
-        """Return the windows, int64 [samples, sequence_length], with the special tokens that the tokenizer itself adds.
+        """Return the windows, int64 [samples, sequence_length], with special tokens as `bos` says.
 
         Raises SourceError where the text is too short for them.
         """
@@ -57,10 +58,10 @@ class Calibration(TextSource):
         windows: list[list[int]] = []
         longest = 0
         for document in documents:
-            ids = tokenizer(document, verbose=False).input_ids
-            longest = max(longest, len(ids))
-            if len(ids) >= self.sequence_length:
-                windows.append(ids[: self.sequence_length])
+            stream = self.stream(encoder(tokenizer), document, tokenizer.bos_token_id)
+            longest = max(longest, len(stream.lead) + len(stream.body))
+            if stream.count(self.sequence_length):
+                windows.append(stream.window(0, self.sequence_length))
             if len(windows) == self.samples:
                 return windows
         raise SourceError(
@@ -71,17 +72,16 @@ class Calibration(TextSource):
         )
 
     def _joined(self, tokenizer: Any, data: Path | None) -> list[list[int]]:
-        ids = tokenizer(self.joined(data), verbose=False).input_ids
-        length = self.sequence_length
-        available = len(ids) // length
+        stream = self.stream(encoder(tokenizer), self.joined(data), tokenizer.bos_token_id)
+        available, room = stream.count(self.sequence_length), stream.room(self.sequence_length)
         if available < self.samples:
             raise SourceError(
-                f"the text has {len(ids):,} tokens and {self.samples:,} x {length:,} = {self.samples * length:,} are needed",
+                f"the text has {len(stream.body):,} tokens and {self.samples:,} x {room:,} = {self.samples * room:,} are needed",
                 where=self.where,
                 remedy=f"Lower `samples` to {available:,}, or `sequence_length`" if available else "Lower `sequence_length`",
             )
-        starts = [index * available // self.samples * length for index in range(self.samples)]
-        return [ids[start : start + length] for start in starts]
+        starts = (index * available // self.samples * room for index in range(self.samples))
+        return [stream.window(start, self.sequence_length) for start in starts]
 
 
 def holds_documents(dataset: str) -> bool:

@@ -38,6 +38,8 @@ class _Count:
     """All of it was counted."""
     exact: bool
     """As the training counts."""
+    lead: int = 0
+    """Tokens before each sequence that are not of the text."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class TokenCounts:
             found += self._count(text, (wanted - found) * length).tokens // length
             if found >= wanted:
                 return found
-        return sum(self._exact(text) // length for text in texts) if len(local) == len(texts) else None
+        return sum(self._sequences(text, length) for text in texts) if len(local) == len(texts) else None
 
     def _count(self, text: TrainingText, wanted: int) -> _Count:
         """Count the tokens of a text until there are `wanted`."""
@@ -98,13 +100,14 @@ class TokenCounts:
                 return self._keep(text, _Count(tokens, largest, whole=False, exact=False))
         return self._keep(text, _Count(tokens, largest, whole=True, exact=False))
 
-    def _exact(self, text: TrainingText) -> int:
-        """Return how many tokens the training will find."""
+    def _sequences(self, text: TrainingText, length: int) -> int:
+        """Return how many sequences of `length` tokens the training will find."""
         known = self._known(text)
-        if known and known.exact:
-            return known.tokens
-        found = text.token_ids(load_tokenizer(self.directory, self.trust_remote_code), self.data)
-        return self._keep(text, _Count(len(found), max(found, default=0), whole=True, exact=True)).tokens
+        if not (known and known.exact):
+            found = text.tokens(load_tokenizer(self.directory, self.trust_remote_code), self.data)
+            largest = max((*found.lead, *found.body), default=0)
+            known = self._keep(text, _Count(len(found.body), largest, whole=True, exact=True, lead=len(found.lead)))
+        return known.tokens // max(1, length - known.lead)
 
     def _pieces(self, text: TrainingText) -> Iterator[tuple[int, int]]:
         """Yield how many tokens one part of a text after the other has, and the largest of their ids."""
@@ -148,7 +151,7 @@ class TokenCounts:
 
     def _file(self, text: TrainingText) -> Path:
         tokenizer = {"file": sha256_of(self.directory / TOKENIZER), "config": self._config()}
-        named = {"text": text.identity(), "field": text.field, "documents": text.packs_documents}
+        named = {"text": text.identity(), "field": text.field, "documents": text.packs_documents, "bos": text.bos}
         return self.cache / f"{digest(named | tokenizer)}.json"
 
     def _known(self, text: TrainingText) -> _Count | None:

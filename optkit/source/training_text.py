@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from optkit.source.calibration import holds_documents
-from optkit.source.texts import KNOWN, TextSource
+from optkit.source.cut_text import CutText, Stream, apart, encoder
+from optkit.source.texts import KNOWN
 
 
-class TrainingText(TextSource):
+class TrainingText(CutText):
     """A text to train on. In YAML a bare name is the data set: `texts: [c4]`."""
 
     default_splits: ClassVar[Mapping[str, str]] = dict.fromkeys(KNOWN, "train")
@@ -26,10 +26,18 @@ class TrainingText(TextSource):
         """Whether a record is a document of its own."""
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
-    def token_ids(self, tokenizer: Any, data: Path | None) -> list[int]:
-        """Return all tokens of the text in their order, with the special tokens that the tokenizer itself adds."""
+    def tokens(self, tokenizer: Any, data: Path | None) -> Stream:
+        """Return the tokens of the text in their order; documents within have what the tokenizer puts before them, unless `bos` is none.
+
+        Raises SourceError where `bos` asks for a token that the tokenizer does not have.
+        """
         if not self.packs_documents:
-            return list(tokenizer(self.joined(data), verbose=False).input_ids)
+            return self.stream(encoder(tokenizer), self.joined(data), tokenizer.bos_token_id)
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         documents = [document for document in self.documents(data) if document.strip()]
-        return list(chain.from_iterable([*ids, *end] for ids in tokenizer(documents, verbose=False).input_ids))
+        added = apart(encoder(tokenizer), "a")[0]
+        lead = self.lead(added, tokenizer.bos_token_id)
+        ids: list[int] = []
+        for document in tokenizer(documents, verbose=False).input_ids:
+            ids += [*(document[len(added) :] if self.bos == "none" else document), *end]
+        return Stream(lead, ids[len(added) :] if lead and added else ids, self.where)

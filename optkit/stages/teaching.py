@@ -200,12 +200,13 @@ class Taught(Transform):
         count = asked.sequences(data.sequence_length)
         if asked.prompt_tokens:
             rows = torch.tensor(data.training)
-            starts = torch.arange(0, data.sequence_length - asked.prompt_tokens + 1, max(1, asked.prompt_tokens))
+            starts = torch.arange(data.lead, data.sequence_length - asked.prompt_tokens + 1, max(1, asked.prompt_tokens))
             pairs = torch.randperm(len(rows) * len(starts), generator=torch.Generator().manual_seed(context.seed)).repeat(
                 -(-count // (len(rows) * len(starts)))
             )[:count]
             columns = starts[pairs % len(starts), None] + torch.arange(asked.prompt_tokens)
-            return data.tokens[rows[pairs // len(starts)], :].gather(1, columns)
+            chosen = data.tokens[rows[pairs // len(starts)], :]
+            return torch.cat([chosen[:, : data.lead], chosen.gather(1, columns)], dim=1)
         from optkit.source.calibration import load_tokenizer
 
         tokenizer = load_tokenizer(source, context.trust_remote_code)

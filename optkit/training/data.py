@@ -29,6 +29,8 @@ class TrainingData:
     held_out: tuple[int, ...]
     """Rows of `tokens` to judge on."""
     seed: int = 0
+    lead: int = 0
+    """Tokens at the start of each sequence that are not of its text, such as BOS."""
 
     @property
     def sequence_length(self) -> int:
@@ -79,12 +81,15 @@ def read_texts(
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
     pieces: list[Tensor] = []
     places: list[str] = []
+    leads: set[int] = set()
     for text in texts:
-        ids = torch.tensor(text.token_ids(tokenizer, data), dtype=torch.int64)
-        count = len(ids) // sequence_length
-        pieces.append(ids[: count * sequence_length].view(count, sequence_length))
-        places += [f"{text.where}, tokens {row * sequence_length:,} to {(row + 1) * sequence_length - 1:,}" for row in range(count)]
-    return split(torch.cat(pieces), places, held_out, seed, where)
+        stream = text.tokens(tokenizer, data)
+        count, room = stream.count(sequence_length), stream.room(sequence_length)
+        body = torch.tensor(stream.body[: count * room], dtype=torch.int64).view(count, room)
+        pieces.append(torch.cat([torch.tensor(stream.lead, dtype=torch.int64).expand(count, -1), body], dim=1))
+        places += [f"{text.where}, tokens {row * room:,} to {(row + 1) * room - 1:,}" for row in range(count)]
+        leads.add(len(stream.lead))
+    return replace(split(torch.cat(pieces), places, held_out, seed, where), lead=min(leads))
 
 
 def split(tokens: Tensor, places: Sequence[str], held_out: int, seed: int, where: str) -> TrainingData:
