@@ -81,8 +81,6 @@ class LoraRecover(Trained):
             raise ValueError("loftq fills zeros again that keep_zeros keeps. Set initialization: zero, or keep_zeros: false.")
         if self.parallel == "fsdp":
             raise ValueError("adapters are too small to be divided, and what they stand beside gets no gradient. Use `parallel: ddp`.")
-        if wrong := [pattern for pattern, rank in self.ranks.items() if rank < 1]:
-            raise ValueError(f"ranks are at least 1, and that of `{wrong[0]}` is {self.ranks[wrong[0]]}. `exclude` leaves layers out.")
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
