@@ -32,7 +32,7 @@ def moved(session: BigramSession, by: float) -> BigramSession:
 
 
 def test_every_number_by_hand(text, monkeypatch):
-    monkeypatch.setattr("optkit_evals.divergence.POSITIONS_AT_ONCE", 10)
+    monkeypatch.setattr("optkit_evals.windows.SLICE_BYTES", 10 * 4 * 32)
     baseline = BigramSession()
     session = moved(baseline, 0.7)
     kl, p99, top1 = Divergence(dataset=text, window=32).run(session, EvalContext(baseline=baseline))

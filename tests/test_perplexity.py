@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from optkit_evals.perplexity import Perplexity
+from optkit_evals.windows import slices
 
 from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
@@ -57,8 +58,9 @@ def test_all_windows_by_hand(text):
 
 def test_losses_are_the_same_whatever_the_slice(text, monkeypatch):
     whole = Perplexity(dataset=text, window=64).run(BigramSession(), EvalContext())[0]
-    monkeypatch.setattr("optkit_evals.perplexity.POSITIONS_AT_ONCE", 7)
-    assert Perplexity(dataset=text, window=64).run(BigramSession(), EvalContext())[0].samples == pytest.approx(whole.samples)
+    monkeypatch.setattr("optkit_evals.windows.SLICE_BYTES", 7 * 4 * 32)
+    assert [part.stop - part.start for part in slices(63, 32)] == [7] * 9
+    assert Perplexity(dataset=text, window=64).run(BigramSession(), EvalContext())[0].samples == whole.samples
 
 
 def test_the_protocol_states_what_must_be_equal(text):

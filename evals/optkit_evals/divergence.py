@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.statistics import mean, neighbours_estimate, quantile, share_estimate, tail_estimate
-from optkit_evals.windows import WindowedText
+from optkit_evals.windows import WindowedText, slices
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-POSITIONS_AT_ONCE = 256
-"""Positions compared together: both log softmaxes of a slice, not of a window, are held beside the logits."""
 
 
 class Divergence(WindowedText, Eval):
@@ -96,8 +93,7 @@ def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple
     divergence: list[float] = []
     agreed = 0
     positions = len(window) - 1
-    for start in range(0, positions, POSITIONS_AT_ONCE):
-        part = slice(start, min(start + POSITIONS_AT_ONCE, positions))
+    for part in slices(positions, theirs.shape[-1]):
         expected, found = theirs[part].float(), ours[part].to(theirs.device).float()
         agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
         log_expected, log_found = expected.log_softmax(-1), found.log_softmax(-1)

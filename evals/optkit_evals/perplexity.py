@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.statistics import mean, neighbours_half_width
-from optkit_evals.windows import WindowedText
+from optkit_evals.windows import WindowedText, slices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-POSITIONS_AT_ONCE = 256
-"""Positions whose losses are computed together: the log softmax of a slice, not of a window, is held beside the logits."""
+POSITIONS_ADDED = 256
+"""Positions whose losses are added first, in float64; another number would change the last bit of what was measured before."""
 LARGEST_LOSS = 700.0
 """Nats; exp of more is no float, and a model that knows nothing has ln(vocabulary), about 11."""
 
@@ -56,12 +56,9 @@ def window_loss(session: Session, window: Tensor) -> float:
 
     logits = session.logits(window.unsqueeze(0).to(session.device))[0]  # [sequence, vocabulary]
     targets = window.to(logits.device)[1:]
-    total = 0.0
-    for start in range(0, len(targets), POSITIONS_AT_ONCE):
-        part = targets[start : start + POSITIONS_AT_ONCE]
-        losses = torch.nn.functional.cross_entropy(logits[start : start + len(part)], part, reduction="none")
-        total += losses.double().sum().item()
-    loss = total / len(targets)
+    parts = slices(len(targets), logits.shape[-1])
+    losses = torch.cat([torch.nn.functional.cross_entropy(logits[part], targets[part], reduction="none") for part in parts])
+    loss = float(sum(part.double().sum().item() for part in losses.split(POSITIONS_ADDED))) / len(targets)
     if not loss < LARGEST_LOSS:
         raise EvalError(
             f"the mean loss of a window is {loss} nats",

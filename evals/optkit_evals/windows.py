@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,17 @@ FEWEST = 2
 """Windows; one would have no error bar."""
 MOST_CHECKED = 1 << 20
 """Tokens of a text that is measured whole whose ids are compared with the vocabulary before anything runs."""
+
+
+SLICE_BYTES = 64 << 20
+"""Most bytes of the logits whose softmax is computed together: that of a whole window is as large as its logits."""
+
+
+def slices(positions: int, vocabulary: int) -> Iterator[slice]:
+    """Yield neighbouring positions, about equally many at once, whose float32 logits have at most `SLICE_BYTES`."""
+    count = -(-positions // max(1, SLICE_BYTES // (4 * vocabulary)))
+    for index in range(count):
+        yield slice(positions * index // count, positions * (index + 1) // count)
 
 
 @dataclass(frozen=True)
