@@ -104,6 +104,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 report=asdict(report),
                 earlier=[asdict(each) for each in _outcomes(plan.steps[1:index], store, set())],
             )
+        # Only now: a kill before the step lies in the store loses it, however many of its blocks were done.
+        context.progress.say(f"{step.kind}: kept in the store")
         made.add(step.key)
         shutil.rmtree(store.workspace(step.key), ignore_errors=True)
     return store.get(step.key) or _lost(step)

@@ -214,6 +214,8 @@ class Eval(Frozen):
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
     timed: ClassVar[bool] = False
     """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns; see `TimedEval`."""
+    draws: ClassVar[bool] = True
+    """Its numbers depend on the recipe's seed, which is part of their key then."""
     reads_weights: ClassVar[bool] = False
     """Reads the tensors of a checkpoint, so that it cannot measure an ONNX model."""
     layers_alone: ClassVar[bool] = False

@@ -58,6 +58,7 @@ def measure(
     `retime` measures the timed evals again, of both models, whatever the store holds.
     `baseline` is None where the artifact is the unmodified model. Raises EvalError and ResourceError from the evals.
     """
+    began, environment = datetime.now(UTC).isoformat(timespec="seconds"), describe_environment(plan.device)
     if baseline is None:
         refuse_comparisons(plan)
     compared = plan.evals if baseline else ()
@@ -89,10 +90,21 @@ def measure(
     return Measurement(
         metrics=tuple(Metric.model_validate(metric) for entry in ours for metric in entry["metrics"]),
         baseline=tuple(Metric.model_validate(metric) for entry in theirs for metric in entry["metrics"]),
-        notes=tuple(dict.fromkeys(note for entry in ours for note in entry["notes"])),
-        baseline_notes=tuple(dict.fromkeys(note for entry in theirs for note in entry["notes"])),
-        environment=ours[0]["environment"] if ours else describe_environment(plan.device),
+        notes=_notes([each.kind for each in plan.evals], ours, environment, began),
+        baseline_notes=_notes([each.kind for each in compared if each.baseline_key], theirs, environment, began),
+        environment=environment,
     )
+
+
+def _notes(kinds: Sequence[str], entries: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], began: str) -> tuple[str, ...]:
+    """Return what was said while evals measured, and which of them did so before this run, with what was different there."""
+    found = [note for entry in entries for note in entry["notes"]]
+    for kind, entry in zip(kinds, entries, strict=True):
+        if entry["created"] < began:
+            there = {name: value for name, value in entry["environment"].items() if environment.get(name, value) != value}
+            different = ", ".join(f"{name} {value}" for name, value in there.items())
+            found.append(f"{kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}")
+    return tuple(dict.fromkeys(found))
 
 
 def refuse_comparisons(plan: Plan) -> None:

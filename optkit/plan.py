@@ -6,7 +6,8 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
     step       {schema, kind, version, fields, source: key of the input, seed}
                and {packages} of the library where another one than optkit does the work
     artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
-    metric     {schema, eval, version, fields, seed, weights: key, settings}
+    metric     {schema, eval, version, fields, weights: key, settings}
+               and {seed} where the eval draws something,
                and {baseline: key of the model} where the eval compares,
                and {beside: artifact key of the other, device, cores, threads, torch, transformers} where it is timed,
                with {onnxruntime} where one of the two is ONNX, and `Eval.circumstances`
@@ -206,7 +207,7 @@ def make_metric_key(
             "eval": entry.kind,
             "version": entry.value.version,
             "fields": entry.value.model_dump(mode="json"),
-            "seed": seed,
+            **({"seed": seed} if entry.value.draws else {}),
             "weights": weights_key,
             "settings": list(settings),
             **(circumstances or {}),

@@ -125,6 +125,7 @@ class Recipe(Heading):
             "evals": [{entry.kind: entry.value.model_dump(mode="json")} for entry in self.evals],
             "gates": dict(self.gates),
             "seed": self.seed,
+            "attribution": self.attribution,
         }
 
 

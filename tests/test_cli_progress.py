@@ -33,7 +33,7 @@ def test_lines_say_start_end_and_how_long_the_rest_takes() -> None:
     assert lines[0] == "gptq  0/30 blocks"
     assert lines[1] == "gptq  2/30 blocks  7%  1:10 left  model.layers.1"
     assert lines[6] == "gptq  12/30 blocks  40%  0:45 left  model.layers.11"
-    assert lines[-1] == "gptq  30/30 blocks  done in 1:15"
+    assert lines[-1] == "gptq  30/30 blocks  in 1:15"
     assert len(lines) == 15
 
 
@@ -46,7 +46,7 @@ def test_a_long_task_prints_fewer_lines_the_longer_it_takes() -> None:
 def test_quick_steps_print_no_line_between() -> None:
     stream, clock = io.StringIO(), Clock()
     run_blocks(LineProgress(stream, interval_s=5, clock=clock), clock, steps=30, step_s=0.01)
-    assert stream.getvalue().splitlines() == ["gptq  0/30 blocks", "gptq  30/30 blocks  done in 0:00"]
+    assert stream.getvalue().splitlines() == ["gptq  0/30 blocks", "gptq  30/30 blocks  in 0:00"]
 
 
 def test_a_task_that_fails_says_where_it_stopped() -> None:
@@ -63,7 +63,7 @@ def test_steps_may_have_no_unit_and_no_total() -> None:
     with LineProgress(stream, interval_s=0, clock=clock).task("scan", 0) as task:
         clock.now_s += 1
         task.advance(3, "a file")
-    assert stream.getvalue().splitlines() == ["scan  0", "scan  3  a file", "scan  3  done in 0:01"]
+    assert stream.getvalue().splitlines() == ["scan  0", "scan  3  a file", "scan  3  in 0:01"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (31.4, "0:31"), (59.7, "1:00"), (725, "12:05"), (11400, "3:10:00")])
@@ -101,7 +101,7 @@ def test_bars_show_count_share_and_note_and_go_when_done() -> None:
         drawn = stream.getvalue()
     assert all(part in drawn for part in ("gptq", "12/30 blocks", "40%", "0:45 left", "model.layers.11"))
     assert progress.bars is None
-    assert stream.getvalue().rstrip().endswith("gptq  12/30 blocks  done in 0:30")
+    assert stream.getvalue().rstrip().endswith("gptq  12/30 blocks  in 0:30")
 
 
 def test_bars_may_lie_in_each_other_and_lines_stand_above_them() -> None:
@@ -114,7 +114,7 @@ def test_bars_may_lie_in_each_other_and_lines_stand_above_them() -> None:
     assert progress.open_tasks == 0
     assert "[not markup] 100%" in stream.getvalue()
     assert "warning: careful" in stream.getvalue()
-    assert "done in" not in stream.getvalue()
+    assert "  in 0:" not in stream.getvalue()
 
 
 def test_a_bar_that_fails_leaves_its_line_and_the_terminal() -> None:

@@ -10,6 +10,7 @@ from optkit.execute import execute
 from optkit.model.shape import ModelShape
 from optkit.model.writer import copy_companions
 from optkit.plan import make_plan
+from optkit.progress import SilentProgress
 from optkit.recipe import load_recipe
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.store import Store
@@ -219,3 +220,16 @@ def test_a_model_that_was_linked_into_the_store_is_not_linked_on_into_the_artifa
     execution = execute(plan, store, Context())
     assert execution.weights == store.get(plan.weights_key)
     assert execution.stored is None
+
+
+def test_a_step_is_called_kept_only_when_it_is(planned):
+    plan, store = planned("halve")
+    found = []
+
+    class Hears(SilentProgress):
+        def say(self, line):
+            found.append((line, store.get(plan.weights_key) is not None))
+
+    execute(plan, store, Context(progress=Hears()))
+    execute(plan, store, Context(progress=Hears()))
+    assert found == [("halve: kept in the store", True)]

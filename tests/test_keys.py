@@ -41,6 +41,12 @@ class Score(Eval):
     window: int = 16
 
 
+class Counts(Score):
+    """Scores without drawing anything."""
+
+    draws: ClassVar[bool] = False
+
+
 def step_key(stage: Transform, kind: str = "halve", source: str = MODEL, seed: int = 0) -> str:
     return make_step_key(TransformEntry(kind=kind, value=stage), source, seed)
 
@@ -123,6 +129,12 @@ def test_a_metric_key_depends_on_all_that_decides_the_number() -> None:
         metric_key(device="NVIDIA H200"),
     ]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_seed_is_in_the_key_of_what_draws_alone() -> None:
+    keys = [make_metric_key(EvalEntry(kind="score", value=value), seed, MODEL, []) for value in (Score(), Counts()) for seed in (0, 1)]
+    assert len(set(keys)) == 3
+    assert keys[2] == keys[3]
 
 
 def test_what_is_no_number_has_no_key() -> None:

@@ -1,5 +1,6 @@
 """Which evals run on which model, with sessions that only count."""
 
+import json
 import math
 from pathlib import Path
 from typing import ClassVar
@@ -208,7 +209,22 @@ def test_what_is_known_is_not_measured_again(measured):
     first = measured("plain", "pair", "timed")
     second = measured("plain", "pair", "timed")
     assert RAN == []
-    assert second == first
+    assert (second.metrics, second.baseline) == (first.metrics, first.baseline)
+
+
+def test_what_was_measured_before_this_run_says_so_and_the_environment_is_this_runs(measured, tmp_path):
+    first = measured("plain", "timed")
+    assert first.notes == first.baseline_notes == ("said by the session",)
+    for path in (tmp_path / "store" / "metrics").iterdir():
+        entry = json.loads(path.read_text())["value"]
+        entry |= {"created": "2001-01-01T00:00:00+00:00", "environment": {**entry["environment"], "torch": "0.1", "device_name": "Abacus"}}
+        Store(tmp_path / "store").put_json(path.stem, entry)
+    then = "2001-01-01T00:00:00+00:00, with device_name Abacus, torch 0.1"
+    again = measured("plain", "timed")
+    assert again.notes == ("said by the session", f"plain: measured earlier, {then}", f"timed: measured earlier, {then}")
+    assert again.baseline_notes == again.notes
+    assert again.environment == first.environment
+    assert measured("plain", "timed", retime=True).notes == ("said by the session", f"plain: measured earlier, {then}")
 
 
 def test_another_recipe_measures_the_baseline_again_only_for_timings(measured):

@@ -50,6 +50,9 @@ def test_what_is_resolved_loads_again_to_the_same_recipe() -> None:
     recipe = load_recipe(GOOD, ["stages.0.shrink.include=[a, b]", "stages.0.shrink.prune=[{pattern: x}]", "seed=7"])
     assert load_recipe(recipe.resolved()) == recipe
     assert recipe.resolved()["stages"][0]["shrink"]["damping"] == 1e-5
+    silent = recipe.model_copy(update={"attribution": False})
+    assert load_recipe(silent.resolved()) == silent
+    assert recipe.resolved().keys() == Recipe.model_fields.keys()
     written = io.StringIO()
     YAML(typ="safe", pure=True).dump(recipe.resolved(), written)
     assert load_recipe(written.getvalue()) == recipe

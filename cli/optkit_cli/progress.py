@@ -117,8 +117,8 @@ class Pace:
         return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if self.done and remaining > 0 else ""
 
     def ending(self, failed: bool) -> str:
-        """Return the last line: `gptq  30/30 blocks  done in 4:12`."""
-        return f"{self.label}  {self.count}  {'stopped after' if failed else 'done in'} {clock_text(self.elapsed_s)}"
+        """Return the last line: `gptq  30/30 blocks  in 4:12`; that what it left is kept is said by whoever kept it."""
+        return f"{self.label}  {self.count}  {'stopped after' if failed else 'in'} {clock_text(self.elapsed_s)}"
 
 
 class WarningsOnly(SilentProgress):

@@ -23,6 +23,7 @@ class Divergence(WindowedText, Eval):
     """
 
     version: ClassVar[int] = 2
+    draws: ClassVar[bool] = False
     compares: ClassVar[bool] = True
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {

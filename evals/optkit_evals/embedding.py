@@ -26,6 +26,7 @@ class Embedding(SentenceText, Eval):
     of the 10 sentences nearest to one, by the baseline's embeddings, that are among the 10 nearest by the model's.
     """
 
+    draws: ClassVar[bool] = False
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True
     version: ClassVar[int] = 2

@@ -41,6 +41,7 @@ class Footprint(Eval):
     """
 
     version: ClassVar[int] = 4
+    draws: ClassVar[bool] = False
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     metrics: ClassVar[Mapping[str, str]] = {
         "size_bytes": "bytes",

@@ -24,6 +24,7 @@ class Perplexity(WindowedText, Eval):
     """exp of the mean loss of a token; its interval is that of the mean over windows, whose neighbours correlate."""
 
     version: ClassVar[int] = 2
+    draws: ClassVar[bool] = False
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
 

@@ -31,6 +31,7 @@ class Speculation(WindowedText, TimedEval):
     """
 
     version: ClassVar[int] = 2
+    draws: ClassVar[bool] = False
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     window: SequenceLength = 128
