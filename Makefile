@@ -1,4 +1,5 @@
 # make run    the small model through recipes/llama_int4.yaml, to its scorecard
+# make storm  what is malformed, damaged, killed, signalled and at work together, some 1,500 cases in a quarter of an hour
 # make test   lint, types, import contracts, tests
 # Both make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
 
@@ -10,7 +11,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run test clean
+.PHONY: run test storm clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -23,6 +24,10 @@ test: .venv/installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# For one family, repeated: .venv/bin/python -m tests.storm --only kills --cases 10 --seed 3
+storm: .venv/installed-test
+	$(BIN)/python -m tests.storm
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
