@@ -15,7 +15,8 @@ from optkit.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
-from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, shortest_float32, tensor_name
+from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, tensor_name
+from optkit.source.gguf_metadata import shortest_float32
 from optkit.source.gguf_tokenizer import import_tokenizer
 from optkit.store import Store
 from tests.conftest import Warnings
@@ -199,6 +200,25 @@ class TestTokenizer:
         tokenizer, original = load_tokenizer(tmp_path), load_tokenizer(models["llama"])
         assert tokenizer("a text").input_ids == [*first, *original("a text").input_ids]
 
+    @pytest.mark.parametrize("first", [True, False])
+    def test_the_last_token_stands_where_the_file_says(self, models, tmp_path, first):
+        says = {"tokenizer__ggml__add_bos_token": first, "tokenizer__ggml__add_eos_token": True}
+        header = read_gguf(save_gguf(models["llama"], tmp_path / "model.gguf", "llama", **says))
+        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, SilentProgress())
+        tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(models["llama"])("a text").input_ids
+        assert tokenizer("a text").input_ids == [*([0] if first else []), *plain, 1]
+        assert tokenizer("a text", "a text").input_ids == 2 * [*([0] if first else []), *plain, 1]
+
+    @pytest.mark.parametrize(("kind", "lines"), [("qwen2", 0), ("deepseek-r1-qwen", 0), ("viking", 1)])
+    def test_a_way_of_cutting_of_qwen2_that_is_not_its_own_is_said(self, models, tmp_path, kind, lines):
+        header = read_gguf(save_gguf(models["qwen2"], tmp_path / "model.gguf", "qwen2", tokenizer__ggml__pre=kind))
+        told = Warnings()
+        import_tokenizer(header, checkpoint_shape(header).config, tmp_path, told)
+        assert [
+            line for line in told.lines if "the file cuts text by 'viking', which optkit does not know; it is cut as Qwen2 does" in line
+        ] == (told.lines)
+        assert len(told.lines) == lines
+
     def test_a_way_of_cutting_that_is_not_known_is_said(self, models, tmp_path):
         header = read_gguf(save_gguf(models["llama"], tmp_path / "model.gguf", "llama", tokenizer__ggml__pre="viking"))
         told = Warnings()
@@ -281,12 +301,56 @@ class TestLayout:
         [
             ({"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
             ({"llama__attention__sliding_window": 4096}, "sliding-window attention"),
+            ({"llama__rope__dimension_count": 8}, "rope.dimension_count = 8"),
+            ({"llama__attention__value_length": 32}, "attention.value_length = 32"),
+            ({"llama__attention__scale": 0.5}, "attention.scale = 0.5"),
+            ({"llama__attention__causal": False}, "attention.causal = False"),
+            ({"llama__logit_scale": 0.25, "llama__residual_scale": 0.5}, "logit_scale = 0.25 and residual_scale = 0.5"),
+            ({"llama__final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+            ({"llama__expert_count": 8}, "expert_count = 8"),
+            ({"llama__rope__scaling__alpha": 2.0}, "rope.scaling.alpha = 2.0"),
+            ({"llama__rope__scaling__attn_factor": 1.5}, "rope.scaling.attn_factor = 1.5"),
+            ({"llama__rope__dimension_sections": [4, 2, 2, 0]}, "rope.dimension_sections = 4 values"),
+            ({"llama__something__new": "yes"}, "something.new = yes"),
         ],
     )
     def test_what_an_import_would_lose(self, models, tmp_path, changes, lost):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", **changes)
         with pytest.raises(SourceError, match=f"the import would lose {lost}. Take the safetensors form of the model, which has it"):
             layout_of(read_gguf(file))
+
+    def test_what_says_what_a_plain_model_does_anyway(self, models, tmp_path):
+        says = {"rope__dimension_count": 16, "attention__value_length": 16, "attention__scale": 0.25, "attention__causal": True}
+        says |= {"logit_scale": 0.0, "rope__scaling__attn_factor": 1.0, "rope__scaling__type": "none", "rope__scaling__factor": 8.0}
+        says |= {"expert_count": 0, "vocab_size": 512, "rope__scaling__original_context_length": 64}
+        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", **{f"llama__{key}": value for key, value in says.items()})
+        plain = save_gguf(models["llama"], tmp_path / "plain.gguf", "llama")
+        assert checkpoint_shape(read_gguf(file)).config == checkpoint_shape(read_gguf(plain)).config
+
+    @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+    @pytest.mark.parametrize("key", ["rope__scale_linear", "rope__scaling__factor"])
+    def test_stretched_positions_are_those_of_the_file(self, models, tmp_path, architecture, key):
+        from transformers import AutoModelForCausalLM
+
+        target = tmp_path / "imported"
+        target.mkdir()
+        file = save_gguf(models[architecture], tmp_path / "model.gguf", architecture, **{f"{architecture}__{key}": 4.0})
+        import_gguf(file, target, SilentProgress())
+        assert Checkpoint(target).config["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+        original, imported = (AutoModelForCausalLM.from_pretrained(place) for place in (models[architecture], target))
+        tokens = torch.arange(12)[None] * 7
+        with torch.no_grad():
+            stretched = original(tokens, position_ids=torch.arange(12)[None] / 4).logits
+            torch.testing.assert_close(imported(tokens).logits, stretched, rtol=1e-4, atol=1e-4 * float(stretched.abs().max()))
+            assert float((original(tokens).logits - stretched).abs().max()) > 0.01 * float(stretched.abs().max())
+
+    @pytest.mark.parametrize("factor", [-2.0, float("inf"), float("nan")])
+    def test_a_factor_that_nothing_can_be_divided_by(self, models, tmp_path, factor):
+        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", llama__rope__scaling__factor=factor)
+        with pytest.raises(
+            SourceError, match=r"model.gguf: rope scaling by (-2.0|inf|nan). Positions are divided by it. Download it again"
+        ):
+            checkpoint_shape(read_gguf(file))
 
     def test_tensors_that_have_no_place(self, models, tmp_path):
         file = save_gguf(models["qwen2"], tmp_path / "model.gguf", "qwen2")
@@ -302,7 +366,7 @@ class TestLayout:
 
     def test_numbers_that_are_missing(self, models, tmp_path):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama")
-        content = file.read_bytes().replace(b"llama.embedding_length", b"llama.embedding_lengtx")
+        content = file.read_bytes().replace(b"llama.embedding_length", b"lxama.embedding_length")
         file.write_bytes(content)
         with pytest.raises(SourceError, match="the metadata has no number llama.embedding_length. Download it again"):
             checkpoint_shape(read_gguf(file))

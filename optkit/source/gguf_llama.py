@@ -7,13 +7,13 @@ llama.cpp reorders the rows of q and k for its own rotary embedding in `llama`, 
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from optkit.errors import SourceError
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.source.gguf import Gguf
+from optkit.source.gguf_metadata import lost_metadata, rope_parameters, shortest_float32
 
 OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 WEIGHTS = {
@@ -60,10 +60,8 @@ def layout_of(gguf: Gguf) -> Layout:
             why=f"optkit imports {', '.join(sorted(LAYOUTS))}",
             remedy="Take the safetensors form of the model",
         )
-    scaling = gguf.get("rope.scaling.type", "none")
-    lost = [f"rope scaling '{scaling}'"] if scaling != "none" else []
+    lost = lost_metadata(gguf)
     lost += ["rope scaling by frequency (rope_freqs.weight)"] if "rope_freqs.weight" in gguf.tensors else []
-    lost += ["sliding-window attention"] if gguf.get("attention.sliding_window") else []
     unknown = [name for name in gguf.tensors if name != "rope_freqs.weight" and tensor_name(name, layout) is None]
     lost += [f"{len(unknown)} tensors that a plain {gguf.architecture} has not ({', '.join(unknown[:3])})"] if unknown else []
     if lost:
@@ -97,9 +95,9 @@ def checkpoint_shape(gguf: Gguf) -> ModelShape:
 def checkpoint_config(gguf: Gguf, layout: Layout) -> dict[str, Any]:
     """Return what the metadata says, in the words of config.json."""
 
-    def number(key: str, default: int | None = None) -> int:
+    def number(key: str, default: int | None = None) -> Any:
         value = gguf.get(key, default)
-        if not isinstance(value, int):
+        if not isinstance(value, float if key.endswith("epsilon") else int):
             raise SourceError(f"the metadata has no number {gguf.architecture}.{key}", where=str(gguf.path), remedy="Download it again")
         return value
 
@@ -117,13 +115,8 @@ def checkpoint_config(gguf: Gguf, layout: Layout) -> dict[str, Any]:
         "head_dim": number("attention.key_length", hidden // heads),
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": number("context_length"),
-        "rms_norm_eps": shortest_float32(gguf.get("attention.layer_norm_rms_epsilon", 1e-6)),
-        "rope_parameters": {"rope_theta": shortest_float32(gguf.get("rope.freq_base", 10000.0)), "rope_type": "default"},
+        "rms_norm_eps": shortest_float32(number("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": rope_parameters(gguf),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **{name: gguf.metadata.get(f"tokenizer.ggml.{key}") for name, key in special.items()},
     }
-
-
-def shortest_float32(value: float) -> float:
-    """Return the shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
-    return next(short for digits in range(1, 18) if struct.pack("<f", short := float(f"{value:.{digits}g}")) == struct.pack("<f", value))

@@ -23,6 +23,8 @@ PORTABLE_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 GPT2 = frozenset({"default", "gpt-2", "smollm"})
 """Cut as GPT-2 did. So does transformers 5 with the hub's SmolLM2 (WikiText-2 test: 304,986 tokens); llama.cpp takes digits out first,
 which with its vocabulary changes only white space before a digit (8 tokens fewer)."""
+QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
+"""Cut as Qwen2 does (src/llama-vocab.cpp)."""
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
 
@@ -41,7 +43,7 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
             setattr(tokenizer, name, None if number is None else tokenizer.convert_ids_to_tokens(number))
         tokenizer.clean_up_tokenization_spaces = False
         _set_pre_tokenizer(gguf, tokenizer, progress)
-        _set_first_token(gguf, tokenizer)
+        _set_first_and_last_token(gguf, tokenizer)
         tokenizer.save_pretrained(target)
     file = target / "tokenizer_config.json"
     described = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS}
@@ -51,31 +53,43 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
 
 def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
     """Cut text before BPE as `tokenizer.ggml.pre` says; only `llama` files with a byte-level BPE need it."""
-    if gguf.architecture != "llama" or gguf.metadata.get("tokenizer.ggml.model") != "gpt2":
+    kind = str(gguf.metadata.get("tokenizer.ggml.pre", "default"))
+    if gguf.metadata.get("tokenizer.ggml.model") != "gpt2":
+        return
+    if gguf.architecture != "llama":
+        if kind not in QWEN2:
+            progress.warn(_otherwise_cut(gguf, kind, "Qwen2 does"))
         return
     from tokenizers import Regex, pre_tokenizers
 
-    kind = str(gguf.metadata.get("tokenizer.ggml.pre", "default"))
     if kind in PATTERNS:
         steps = [pre_tokenizers.Split(Regex(PATTERNS[kind]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.backend_tokenizer.model.ignore_merges = True
     elif kind not in GPT2:
-        progress.warn(
-            f"{gguf.path}: the file cuts text by '{kind}', which optkit does not know; it is cut as GPT-2 did,"
-            " so some tokens may differ from those of the original model. Take the safetensors form of the model to be sure."
-        )
+        progress.warn(_otherwise_cut(gguf, kind, "GPT-2 did"))
 
 
-def _set_first_token(gguf: Gguf, tokenizer: Any) -> None:
-    """Put the first token before each text where the file says so; unsaid, llama.cpp does it for SentencePiece and Llama 3."""
+def _otherwise_cut(gguf: Gguf, kind: str, cut: str) -> str:
+    return (
+        f"{gguf.path}: the file cuts text by '{kind}', which optkit does not know; it is cut as {cut},"
+        " so some tokens may differ from those of the original model. Take the safetensors form of the model to be sure."
+    )
+
+
+def _set_first_and_last_token(gguf: Gguf, tokenizer: Any) -> None:
+    """Put tokens before and behind each text where the file says so; unsaid, llama.cpp puts one before it for SentencePiece and Llama 3."""
     kind = str(gguf.metadata.get("tokenizer.ggml.pre", ""))
     usual = gguf.metadata.get("tokenizer.ggml.model") == "llama" or kind in PATTERNS
-    if not gguf.metadata.get("tokenizer.ggml.add_bos_token", usual) or tokenizer.bos_token is None:
+    first = tokenizer.bos_token if gguf.metadata.get("tokenizer.ggml.add_bos_token", usual) else None
+    last = tokenizer.eos_token if gguf.metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if first is None and last is None:
         return
     from tokenizers.processors import TemplateProcessing
 
-    first = tokenizer.bos_token
+    before, behind = ([token] if token else [] for token in (first, last))
+    second = [f"{token}:1" for token in (*before, "$B", *behind)]
+    known = {token: tokenizer.convert_tokens_to_ids(token) for token in (*before, *behind)}
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=[first, "$A"], pair=[first, "$A", f"{first}:1", "$B:1"], special_tokens=[(first, tokenizer.bos_token_id)]
+        single=[*before, "$A", *behind], pair=[*before, "$A", *behind, *second], special_tokens=[*known.items()]
     )

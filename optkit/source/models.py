@@ -32,7 +32,7 @@ from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.hub import HubRepo
 
-IMPORT_VERSION = 1
+IMPORT_VERSION = 2
 """Raised when the import of the same file begins to write something else."""
 UNPACKING = 3
 """Float32 copies of a tensor while it is unpacked: two halves of a sum, and the sum in another order."""
