@@ -15,7 +15,7 @@ from optkit_evals.encoding import Cell, Encoding, Timed, random_tokens
 from optkit_evals.sentences import split_sentences
 from torch import Tensor
 
-from optkit.errors import EvalError
+from optkit.errors import EvalError, ResourceError
 from optkit.gates import check_gate, parse_gate
 from optkit.measure import EvalContext, Metric, Turn
 
@@ -187,6 +187,25 @@ def test_repeats_are_shared_among_turns(clock: Callable[[Sequence[float]], None]
     pooled = {metric.name: metric for metric in wanted.pool(turns, EvalContext())}
     assert pooled["latency_p50_s"].samples == pytest.approx((1.0, 3.0))
     assert pooled["latency_p50_s"].value == pytest.approx(2.0)
+
+
+def test_a_configuration_that_does_not_fit_fails_in_every_row_and_the_next_is_measured() -> None:
+    class Small(MadeUp):
+        def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            if len(tokens) > 8:
+                raise ResourceError("out of memory", where="made-up")
+            return super().embed(tokens, mask)
+
+    context = EvalContext()
+    wanted = Encoding(batch_sizes=(16, 8), lengths=(8,), calls=2, repeats=2)
+    found = wanted.run(Small(), context)
+    names = {metric.name for metric in found if metric.labels["batch"] == 8}
+    assert "peak_memory_bytes" in names
+    failed = {metric.name: metric.failure for metric in found if metric.labels["batch"] == 16}
+    assert failed == dict.fromkeys(names, "memory ran out on cpu")
+    assert context.notes[0] == "encoding at batch 16, length 8: memory ran out on cpu. Lower batch_sizes or lengths."
+    with pytest.raises(ResourceError, match="batch 16, length 8: memory ran out"):
+        wanted.model_copy(update={"batch_sizes": (16,)}).run(Small(), context)
 
 
 def test_what_is_timed_is_what_the_model_is_for() -> None:

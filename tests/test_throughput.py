@@ -13,12 +13,15 @@ from optkit_evals.throughput import Throughput
 from optkit.devices import peak_memory
 from optkit.devices.cpu_watch import CpuWatch
 from optkit.errors import EvalError, ResourceError
+from optkit.gates import Verdict
 from optkit.measure import EvalContext, Turn
 from optkit.progress import SilentProgress, SilentTask
+from optkit.scorecard import build_scorecard
 from optkit.statistics import mean, standard_error
 from tests.bigram_session import BigramSession, Said
 
 WARMING = ["warming up, batch 1, prompt 4 0/0 runs", "+1", "+1"]
+LIMITS = {"peak_memory_bytes": "<= 1e15", "peak_memory_bytes[batch=8]": "<= 1e15"}
 REMEDY = "run again with --retime on a quiet machine"
 
 
@@ -231,11 +234,13 @@ def test_out_of_memory_marks_a_configuration_and_goes_on(session, clock, error):
     context = EvalContext(progress=Said())
     throughput = Throughput(batch_sizes=(8, 1), prompts=(4,), new_tokens=2, repeats=2)
     found = throughput.pool([throughput.run(session, context)], context)
-    message = "throughput at batch 8, prompt 4, 2 new tokens: memory ran out on cpu. Lower batch_sizes, prompts or new_tokens."
+    message = "throughput at batch 8, prompt 4: memory ran out on cpu. Lower batch_sizes, prompts or new_tokens."
     assert context.progress.warnings == [message]
     failed = [metric for metric in found if metric.labels["batch"] == 8]
     assert {metric.name for metric in failed} == {metric.name for metric in found if metric.labels["batch"] == 1}
     assert "peak_memory_bytes" in {metric.name for metric in failed}
+    (peak,) = (row for row in build_scorecard(name="s", artifact_key="", recipe={}, metrics=found, gates=LIMITS).rows if row.gates[1:])
+    assert {(gate.key, gate.verdict, gate.why) for gate in peak.gates} == {(key, Verdict.FAIL, "memory ran out on cpu") for key in LIMITS}
     assert {(metric.value, metric.failure, metric.samples) for metric in failed} == {(0.0, "memory ran out on cpu", ())}
     assert all(metric.value and not metric.failure for metric in found if metric.labels["batch"] == 1)
     with pytest.raises(ResourceError, match=re.escape(message)):

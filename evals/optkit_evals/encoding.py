@@ -17,6 +17,7 @@ from optkit.field_types import AtLeastOne, BatchSize, Length, Several
 from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
 from optkit.model.task import ENCODING, Task
 from optkit.statistics import mean, quantile
+from optkit_evals.configurations import measure_each
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +84,10 @@ class Encoding(TimedEval):
         return max(self.lengths)
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
-        """Measure; raises EvalError where the model has too few positions, ResourceError where memory runs out."""
+        """Measure; a configuration that does not fit into memory is marked and the next one measured.
+
+        Raises EvalError where the model has too few positions, ResourceError where memory runs out in every configuration.
+        """
         if self.longest_sequence() > session.positions:
             raise EvalError(
                 f"sequences of {self.longest_sequence():,} tokens, and the model has {session.positions:,} positions",
@@ -92,11 +96,10 @@ class Encoding(TimedEval):
             )
         protocol = self._protocol(session, context.seed)
         repeats = context.turn.share(self.repeats)
-        found: list[Metric] = []
         with context.progress.task(f"encoding{context.turn.label}", len(self.cells()) * repeats, "runs") as task:
-            for cell in self.cells():
-                tokens = random_tokens(session, cell, context.seed)
-                encode = Timed(session, tokens)
+
+            def measure(cell: Cell) -> list[Metric]:
+                encode = Timed(session, random_tokens(session, cell, context.seed))
                 if not encode.settles():
                     context.warn(
                         f"encoding, {cell}: after {GROUP * MOST_GROUPS} warm-up calls medians still differ by more than {SETTLED:.0%};"
@@ -109,8 +112,9 @@ class Encoding(TimedEval):
                         task.advance(note=str(cell))
                 if peak.unknown:
                     context.warn(f"encoding, {cell}: peak_memory_bytes is not reported: {peak.unknown}")
-                found += _metrics(cell, times, peak, protocol)
-        return found
+                return list(_metrics(cell, times, peak, protocol))
+
+            return measure_each(self.cells(), measure, session, context, "encoding", "Lower batch_sizes or lengths")
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns as those of one measurement, and warn where the turns lie far apart."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +13,18 @@ from optkit.devices.cpu_watch import CpuWatch
 from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.devices.peak_memory import Peak, peak_of
 from optkit.environment import describe_environment
-from optkit.errors import EvalError, ResourceError
+from optkit.errors import EvalError
 from optkit.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.progress import Task
 from optkit.statistics import mean, standard_error
+from optkit_evals.configurations import measure_each
 from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
 
 CALM = 0.05
 """Share of the cores that other processes may use during a repeat that counts."""
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 REMEDY = "Lower batch_sizes, prompts or new_tokens"
 
 
@@ -146,19 +145,12 @@ class Throughput(TimedEval):
         if self.engine == "vllm":
             return self._run_vllm(session, context, protocol)
         cells = self.cells()
-        found: list[Metric] = []
-        failures: dict[Cell, ResourceError] = {}
         with context.progress.task(f"throughput{context.turn.label}", len(cells) * context.turn.share(self.repeats), "runs") as task:
-            for cell in cells:
-                measured = self._measure(session, cell, context, watch, task)
-                if isinstance(measured, ResourceError):
-                    failures[cell] = measured
-                    context.warn(str(measured))
-                else:
-                    found += self._metrics(session, cell, measured, protocol)
-        if len(failures) == len(cells):
-            raise failures[cells[0]]
-        found += _failed(found, failures)
+
+            def measure(cell: Cell) -> list[Metric]:
+                return self._metrics(session, cell, self._repeat(session, cell, context, watch, task), protocol)
+
+            found = measure_each(cells, measure, session, context, "throughput", REMEDY)
         for warning in watch.warnings():
             context.warn(f"throughput: {warning}")
         if note := watch.note():
@@ -197,23 +189,6 @@ class Throughput(TimedEval):
                     f" run again with --retime on a quiet machine"
                 )
         return found
-
-    def _measure(self, session: Session, cell: Cell, context: EvalContext, watch: GpuWatch, task: Task) -> Repeats | ResourceError:
-        """Warm up and repeat; returns the error where memory ran out, so that nothing that it holds is left."""
-        try:
-            return self._repeat(session, cell, context, watch, task)
-        except (ResourceError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, (ResourceError, MemoryError)) and not any(sign in str(error).lower() for sign in NO_MEMORY):
-                raise
-            failure = ResourceError(
-                f"memory ran out on {session.device}", where=f"throughput at {cell}, {cell.new_tokens} new tokens", remedy=REMEDY
-            )
-        gc.collect()
-        if session.device != "cpu":
-            import torch
-
-            torch.cuda.empty_cache()
-        return failure
 
     def _repeat(self, session: Session, cell: Cell, context: EvalContext, watch: GpuWatch, task: Task) -> Repeats:
         repeats = context.turn.share(self.repeats)
@@ -317,14 +292,6 @@ class Throughput(TimedEval):
             f" less than {SETTLED:.0%}, then the mean of {math.ceil(self.repeats / self.turns())} repeats;"
             f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
         )
-
-
-def _failed(found: Sequence[Metric], failures: Mapping[Cell, ResourceError]) -> Iterator[Metric]:
-    """Yield, for configurations that could not be measured, each row that the others have, so that gates on it fail and say why."""
-    for cell, failure in failures.items():
-        for row in {metric.name: metric for metric in found}.values():
-            update = {"labels": cell.labels, "value": 0.0, "samples": (), "failure": failure.what}
-            yield row.model_copy(update=update)
 
 
 def _metric(name: str, cell: Cell, value: float, protocol: str, samples: Sequence[float] = ()) -> Metric:
