@@ -12,9 +12,10 @@ from pathlib import Path
 
 from optkit.errors import ResourceError
 from optkit.execute import materialize
+from optkit.keys import make_metric_key
 from optkit.measure import EvalContext, Metric
 from optkit.measuring import Bench, Measurement, Subject, known
-from optkit.plan import Plan, PlannedEval, make_metric_key
+from optkit.plan import Plan, PlannedEval
 from optkit.scorecard import Rung
 from optkit.stage import Context
 from optkit.store import Store

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_chec
 
 from optkit.field_types import Several
 from optkit.frozen import Frozen
+from optkit.model.cost import Cost
+from optkit.model.session_memory import SessionMemory
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
@@ -232,6 +234,18 @@ class Eval(Frozen):
     def longest_sequence(self) -> int:
         """Return the tokens of the longest sequence that the model will get; 0 where it gets none."""
         return 0
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return what computing needs on the device beside the opened models; nothing unless an eval says more."""
+        return 0
+
+    def predict(self, model: SessionMemory, beside: SessionMemory | None = None) -> Cost:
+        """Return what measuring a model needs, while another one is open `beside` it: to open it, or to compute with it."""
+        held, opened = (beside.weights, beside.opening) if beside else (0, 0)
+        peak = model.weights + held + self.working_bytes(model)
+        if model.device == "cpu":
+            return Cost(ram_bytes=max(opened, model.opening + held, peak))
+        return Cost(ram_bytes=max(opened, model.opening), gpu_bytes=peak)
 
     def check(self, device: str) -> None:
         """Refuse, before anything runs and without torch, what the device or the installed packages cannot measure.

@@ -1,23 +1,11 @@
 """What a run would do, known before it runs: steps and measurements, their keys, and whether the store has them.
 
-A key is the SHA-256 of the canonical JSON of everything that decides a result, and of nothing else:
-
-    model      see `optkit.source.models.model_key`: its content, or its repository and commit
-    step       {schema, kind, version, fields, source: key of the input, seed}
-               and {packages} of the library where another one than optkit does the work
-    artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
-    metric     {schema, eval, version, fields, weights: key, settings}
-               and {seed} where the eval draws something,
-               and {baseline: key of the model} where the eval compares,
-               and {beside: artifact key of the other, device, cores, threads, torch, transformers} where it is timed,
-               with {onnxruntime} where one of the two is ONNX, and `Eval.circumstances`
-
 Nothing here imports torch or reaches for the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +13,13 @@ from pydantic import SerializeAsAny
 
 from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
 from optkit.errors import EvalError, StageError
-from optkit.frozen import Frozen, digest
+from optkit.frozen import Frozen
+from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.adapter import has_adapter
+from optkit.model.cost import Cost
 from optkit.model.onnx_file import is_onnx
+from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.model.task import PHRASES, Task, phrase_of
 from optkit.onnx.builds import RUNTIME_BUILDS, installed
@@ -37,7 +28,7 @@ from optkit.recipe_check import FORMATS
 from optkit.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape
 from optkit.source.text_place import TextPlace
-from optkit.stage import Cost, Format, Transform, check_together
+from optkit.stage import Format, Transform, check_together
 from optkit.store import Store
 
 _REASONS = {
@@ -46,8 +37,6 @@ _REASONS = {
     Format.ADAPTED: "has an adapter beside its packed weights",
     Format.ONNX: "is a graph that ONNX Runtime runs",
 }
-SCHEMA = 1
-"""Raised when the meaning of keys, or of what lies under them, changes: then nothing that was stored is found again."""
 
 
 class Step(Frozen):
@@ -84,6 +73,13 @@ class PlannedEval(Frozen):
     """The store has the artifact's metrics, and for a timed eval also those of the model that was timed beside it."""
     baseline_hit: bool
     """The store has the unmodified model's metrics, or none are needed."""
+    cost: Cost = Cost()
+    """What measuring needs where it is no hit."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has to be measured."""
+        return not (self.hit and self.baseline_hit)
 
 
 class Plan(Frozen):
@@ -122,13 +118,17 @@ class Plan(Frozen):
 
     @property
     def ram_bytes(self) -> int:
-        """Most bytes of main memory that a pending step will need."""
-        return max((step.cost.ram_bytes for step in self.pending), default=0)
+        """Most bytes of main memory that a pending step or eval will need."""
+        return max((each.cost.ram_bytes for each in self._pending), default=0)
 
     @property
     def gpu_bytes(self) -> int:
-        """Most bytes of GPU memory that a pending step will need."""
-        return max((step.cost.gpu_bytes for step in self.pending), default=0)
+        """Most bytes of GPU memory that a pending step or eval will need."""
+        return max((each.cost.gpu_bytes for each in self._pending), default=0)
+
+    @property
+    def _pending(self) -> tuple[Step | PlannedEval, ...]:
+        return (*self.pending, *(each for each in self.evals if each.pending))
 
 
 def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None = None) -> Plan:
@@ -155,13 +155,15 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
     beside = settings_identity(placing)
     told = [entry.value.forecast(left, device) for entry in recipe.settings]
     told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
+    sessions = _session_memories(recipe, device, steps, left, shape)
+    planned = tuple(_plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals)
     return Plan(
         recipe=recipe,
         device=device,
         steps=steps,
         artifact_key=make_artifact_key(weights_key, settings),
         baseline_key=make_artifact_key(steps[0].key, beside),
-        evals=tuple(_plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals),
+        evals=tuple(each.model_copy(update={"cost": cost}) for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)),
         baseline_settings=placing,
         forecasts=tuple(filter(None, told)),
     )
@@ -185,43 +187,6 @@ def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | N
     for each in plan.evals:
         if not (each.hit and each.baseline_hit):
             each.eval.check_texts(place)
-
-
-def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:
-    """Return the key of what a transform leaves."""
-    return digest({"schema": SCHEMA, **_identity(entry), "source": source_key, "seed": seed})
-
-
-def make_artifact_key(weights_key: str, settings: Sequence[dict[str, Any]]) -> str:
-    """Return the key of weights opened with settings."""
-    return digest({"schema": SCHEMA, "weights": weights_key, "settings": list(settings)})
-
-
-def make_metric_key(
-    entry: EvalEntry, seed: int, weights_key: str, settings: Sequence[dict[str, Any]], circumstances: dict[str, Any] | None = None
-) -> str:
-    """Return the key of an eval's metrics; `circumstances` are the further things that decide them."""
-    return digest(
-        {
-            "schema": SCHEMA,
-            "eval": entry.kind,
-            "version": entry.value.version,
-            "fields": entry.value.model_dump(mode="json"),
-            **({"seed": seed} if entry.value.draws else {}),
-            "weights": weights_key,
-            "settings": list(settings),
-            **(circumstances or {}),
-        }
-    )
-
-
-def settings_identity(settings: Sequence[SettingEntry]) -> list[dict[str, Any]]:
-    """Return what keys and artifacts say about settings, in their order."""
-    return [_identity(entry) for entry in settings]
-
-
-def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
-    return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json"), **entry.value.made_with()}
 
 
 def _has_room(shape: ModelShape, device: str) -> bool:
@@ -373,6 +338,32 @@ def _plan_eval(
         hit=both if entry.value.timed else hit,
         baseline_hit=both if entry.value.timed else baseline_hit,
     )
+
+
+def _session_memories(
+    recipe: Recipe, device: str, steps: Sequence[Step], left: ModelShape, shape: ModelShape
+) -> tuple[SessionMemory, SessionMemory] | None:
+    """Return what the artifact and the unmodified model take when they are open; None where a setting says where their weights lie."""
+    settings = [entry.value for entry in recipe.settings]
+    if any(setting.places_weights for setting in settings):
+        return None
+    dtype = next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
+    artifact = SessionMemory(left, device, dtype, steps[-1].format is Format.ONNX)
+    return artifact, SessionMemory(shape, device, None, steps[0].format is Format.ONNX)
+
+
+def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, SessionMemory] | None) -> Iterator[Cost]:
+    """Yield what each eval needs where it has to be measured; the unmodified model stays open while others compare with it."""
+    comparing = any(each.eval.compares and each.pending for each in planned)
+    for each in planned:
+        if sessions is None or not each.pending:
+            yield Cost()
+            continue
+        artifact, baseline = sessions
+        costs = [each.eval.predict(artifact, baseline if comparing and not each.eval.timed else None)]
+        if each.baseline_key and not each.baseline_hit:
+            costs.append(each.eval.predict(baseline))
+        yield Cost(ram_bytes=max(cost.ram_bytes for cost in costs), gpu_bytes=max(cost.gpu_bytes for cost in costs))
 
 
 def _machine(device: str, formats: set[Format]) -> dict[str, Any]:

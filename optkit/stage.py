@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from optkit.errors import StageError
 from optkit.frozen import Frozen
+from optkit.model.cost import Cost as Cost
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
@@ -34,21 +35,6 @@ class Format(StrEnum):
     """A quantized checkpoint with a LoRA adapter of peft in `adapter/`."""
     ONNX = "onnx"
     """model.onnx and what belongs to it."""
-
-
-class Cost(Frozen):
-    """What a step is predicted to need, before it runs."""
-
-    disk_bytes: int = 0
-    """Bytes that it leaves in the store."""
-    ram_bytes: int = 0
-    """Peak bytes of main memory."""
-    gpu_bytes: int = 0
-    """Peak bytes of GPU memory; 0 when the step runs on the CPU. Of several GPUs, those of each."""
-    by_kind: dict[str, int] = {}
-    """What the peak on the device is for, e.g. `{"weights": 538060416, "activations": 812646400}`; empty where the stage does not say."""
-    notes: tuple[str, ...] = ()
-    """Of the notes of its `Report` those that are known before it runs."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from optkit.backends.environments import Environments
 from optkit.backends.libraries import LIBRARIES
 from optkit.errors import OptkitError, RecipeError, StageError
 from optkit.frozen import digest
+from optkit.keys import SCHEMA, make_step_key
 from optkit.model.checkpoint import Checkpoint
-from optkit.plan import SCHEMA, make_step_key
 from optkit.progress import SilentProgress
 from optkit.recipe import load_recipe
 from optkit.session import open_session

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
-from optkit.plan import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.recipe import EvalEntry, SettingEntry, TransformEntry
 from optkit.stage import Setting, Transform
 

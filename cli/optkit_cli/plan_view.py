@@ -45,10 +45,11 @@ def _memory(plan: Plan) -> list[RenderableType]:
 
 
 def _evals(plan: Plan) -> Table:
-    table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"))
+    table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"), ("RAM", "right"), ("GPU", "right"))
     changed = plan.artifact_key != plan.baseline_key
     for each in plan.evals:
-        table.add_row(Text(each.kind), _hit(each.hit), _hit(each.baseline_hit) if changed and each.baseline_key else Text("-"))
+        needs = [Text(size_text(size)) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)]
+        table.add_row(Text(each.kind), _hit(each.hit), _hit(each.baseline_hit) if changed and each.baseline_key else Text("-"), *needs)
     return table
 
 

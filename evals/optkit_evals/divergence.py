@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.statistics import mean, neighbours_estimate, quantile, share_estimate, tail_estimate
 from optkit_evals.windows import WindowedText, slices
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SLICES = 5
+"""Slices of logits that are held at once: two softmaxes, their divergence and what it is made of."""
 
 
 class Divergence(WindowedText, Eval):
@@ -31,6 +35,10 @@ class Divergence(WindowedText, Eval):
         "kl_divergence_p99": "nats/token",
         "top1_agreement": "fraction",
     }
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return the logits of a window of both models, and what compares a slice of them."""
+        return model.forward(1, self.window) + 2 * model.logits(self.window) + SLICES * SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits; see `WindowedText.cut`."""

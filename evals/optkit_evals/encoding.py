@@ -15,6 +15,7 @@ from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import AtLeastOne, BatchSize, Length, Several
 from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
+from optkit.model.session_memory import SessionMemory
 from optkit.model.task import ENCODING, Task
 from optkit.statistics import mean, quantile
 from optkit_evals.configurations import measure_each
@@ -82,6 +83,10 @@ class Encoding(TimedEval):
     def longest_sequence(self) -> int:
         """Return the tokens of the longest sequence."""
         return max(self.lengths)
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return what the largest batch needs."""
+        return max(model.forward(cell.batch, cell.length) for cell in self.cells())
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
         """Measure; a configuration that does not fit into memory is marked and the next one measured.

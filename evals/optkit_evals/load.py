@@ -9,6 +9,7 @@ from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
 from optkit.measure import EvalContext, Metric, Session, TimedEval
+from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
 from optkit.statistics import mean, quantile
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
@@ -69,6 +70,10 @@ class Load(TimedEval):
     def longest_sequence(self) -> int:
         """Return the tokens of a prompt with its answer."""
         return self.prompt + self.new_tokens
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return what a full batch of prompts with their answers needs."""
+        return model.forward(self.batch, self.prompt) + 2 * model.logits(self.batch) + model.cache(self.batch, self.longest_sequence())
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; raises EvalError where the model has too few positions, or the engine of transformers does not take this model."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.statistics import mean, neighbours_half_width
 from optkit_evals.windows import WindowedText, slices
 
@@ -27,6 +28,10 @@ class Perplexity(WindowedText, Eval):
     draws: ClassVar[bool] = False
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return the logits of a window, and the softmax of a slice."""
+        return model.forward(1, self.window) + model.logits(self.window) + SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; raises EvalError where a logit is NaN, and as `WindowedText.cut` does."""

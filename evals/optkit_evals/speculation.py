@@ -9,6 +9,7 @@ from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Metric, Session, TimedEval
+from optkit.model.session_memory import SessionMemory
 from optkit.statistics import mean
 from optkit_evals.timing import answer, uninterrupted
 from optkit_evals.windows import WindowedText
@@ -48,6 +49,10 @@ class Speculation(WindowedText, TimedEval):
     def longest_sequence(self) -> int:
         """Return the tokens of a prompt with its answer."""
         return self.window + self.new_tokens
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return what a prompt with its answer needs."""
+        return model.forward(1, self.window) + 2 * model.logits(1) + model.cache(1, self.longest_sequence())
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; a model that decodes token by token has no acceptance. Raises EvalError as `WindowedText.cut` does."""

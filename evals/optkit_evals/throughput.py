@@ -16,6 +16,7 @@ from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSession, Session, TimedEval
+from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
 from optkit.statistics import mean, standard_error
 from optkit_evals.configurations import measure_each
@@ -124,6 +125,13 @@ class Throughput(TimedEval):
     def longest_sequence(self) -> int:
         """Return the tokens of the longest prompt with its answer."""
         return max(cell.prompt + cell.new_tokens for cell in self.cells())
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return what the largest configuration needs: a prompt, the logits of its last tokens, keys and values."""
+        return max(
+            model.forward(cell.batch, cell.prompt) + 2 * model.logits(cell.batch) + model.cache(cell.batch, cell.prompt + cell.new_tokens)
+            for cell in self.cells()
+        )
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure. A configuration that does not fit into memory is marked and the next one measured.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from optkit.errors import EvalError
 from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Session
+from optkit.model.session_memory import SLICE_BYTES
 from optkit.source.cut_text import CutText, apart, family_that_needs_bos
 from optkit.source.lineage import shared_with
 from optkit.source.text_place import TextPlace
@@ -33,10 +34,6 @@ FEWEST = 2
 """Windows; one would have no error bar."""
 MOST_CHECKED = 1 << 20
 """Tokens of a text that is measured whole whose ids are compared with the vocabulary before anything runs."""
-
-
-SLICE_BYTES = 64 << 20
-"""Most bytes of the logits whose softmax is computed together: that of a whole window is as large as its logits."""
 
 
 def slices(positions: int, vocabulary: int) -> Iterator[slice]:

@@ -1,0 +1,62 @@
+"""What finished work is found by.
+
+A key is the SHA-256 of the canonical JSON of everything that decides a result, and of nothing else:
+
+    model      see `optkit.source.models.model_key`: its content, or its repository and commit
+    step       {schema, kind, version, fields, source: key of the input, seed}
+               and {packages} of the library where another one than optkit does the work
+    artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
+    metric     {schema, eval, version, fields, weights: key, settings}
+               and {seed} where the eval draws something,
+               and {baseline: key of the model} where the eval compares,
+               and {beside: artifact key of the other, device, cores, threads, torch, transformers} where it is timed,
+               with {onnxruntime} where one of the two is ONNX, and `Eval.circumstances`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from optkit.frozen import digest
+from optkit.recipe import EvalEntry, SettingEntry, TransformEntry
+
+SCHEMA = 1
+"""Raised when the meaning of keys, or of what lies under them, changes: then nothing that was stored is found again."""
+
+
+def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:
+    """Return the key of what a transform leaves."""
+    return digest({"schema": SCHEMA, **_identity(entry), "source": source_key, "seed": seed})
+
+
+def make_artifact_key(weights_key: str, settings: Sequence[dict[str, Any]]) -> str:
+    """Return the key of weights opened with settings."""
+    return digest({"schema": SCHEMA, "weights": weights_key, "settings": list(settings)})
+
+
+def make_metric_key(
+    entry: EvalEntry, seed: int, weights_key: str, settings: Sequence[dict[str, Any]], circumstances: dict[str, Any] | None = None
+) -> str:
+    """Return the key of an eval's metrics; `circumstances` are the further things that decide them."""
+    return digest(
+        {
+            "schema": SCHEMA,
+            "eval": entry.kind,
+            "version": entry.value.version,
+            "fields": entry.value.model_dump(mode="json"),
+            **({"seed": seed} if entry.value.draws else {}),
+            "weights": weights_key,
+            "settings": list(settings),
+            **(circumstances or {}),
+        }
+    )
+
+
+def settings_identity(settings: Sequence[SettingEntry]) -> list[dict[str, Any]]:
+    """Return what keys and artifacts say about settings, in their order."""
+    return [_identity(entry) for entry in settings]
+
+
+def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
+    return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json"), **entry.value.made_with()}

@@ -1,0 +1,20 @@
+"""What a step of a plan will need."""
+
+from __future__ import annotations
+
+from optkit.frozen import Frozen
+
+
+class Cost(Frozen):
+    """What a step or a measurement is predicted to need, before it runs."""
+
+    disk_bytes: int = 0
+    """Bytes that it leaves in the store."""
+    ram_bytes: int = 0
+    """Peak bytes of main memory."""
+    gpu_bytes: int = 0
+    """Peak bytes of GPU memory; 0 when the step runs on the CPU. Of several GPUs, those of each."""
+    by_kind: dict[str, int] = {}
+    """What the peak on the device is for, e.g. `{"weights": 538060416, "activations": 812646400}`; empty where the stage does not say."""
+    notes: tuple[str, ...] = ()
+    """Of the notes of its `Report` those that are known before it runs."""

@@ -1,0 +1,106 @@
+"""Memory that an opened model takes and needs to compute, known from its shape alone and without torch.
+
+Measured on random models of the shapes of Gemma 3 270M and Qwen2.5 0.5B; a peak is within 0.8 to 1.5 of what is said here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from optkit.model.attention_choice import eager_bytes
+from optkit.model.shape import DTYPE_BITS, ModelShape
+
+NARROW = ("BF16", "F16")
+FLOATS = ("F64", "F32", *NARROW)
+TORCH_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
+HIDDEN_COPIES, INNER_COPIES = 6, 3
+"""Tensors of hidden and of feed-forward width that one block holds at once."""
+ONNX_COPIES = 2.0
+"""ONNX Runtime packs matrices anew for its kernels, beside those of the file."""
+SLICE_BYTES = 64 << 20
+"""Logits are cast to float32, and their softmax computed, so many bytes at once."""
+
+
+@dataclass(frozen=True)
+class SessionMemory:
+    """What a session of a model takes and needs, in bytes."""
+
+    shape: ModelShape
+    device: str
+    dtype: str | None = None
+    """Torch name of the float dtype that a setting asks for; None for the checkpoint's own."""
+    is_onnx: bool = False
+
+    @cached_property
+    def weights(self) -> int:
+        """What it holds while it is open."""
+        if self.is_onnx:
+            return round(ONNX_COPIES * self.shape.size_bytes)
+        if self.dtype is None or self._is_packed:
+            return self.shape.size_bytes
+        bits = TORCH_BITS.get(self.dtype, 32)
+        return sum(info.elements * (bits if info.dtype in FLOATS else DTYPE_BITS[info.dtype]) for info in self.shape.tensors.values()) // 8
+
+    @cached_property
+    def opening(self) -> int:
+        """Most main memory while it is opened: packed weights lie there as the file has them and as kernels want them."""
+        copied = self._is_packed or self.weights != self.shape.size_bytes
+        return self.shape.size_bytes + (self.weights if copied else 0)
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number that it computes with."""
+        return 2 if self._is_narrow else 4
+
+    def logits(self, positions: int) -> int:
+        """The logits of so many positions, in float32, with the slice that is cast to it where they are narrower."""
+        return 4 * positions * self._number("vocab_size", 0) + (SLICE_BYTES if self._is_narrow else 0)
+
+    def forward(self, sequences: int, length: int) -> int:
+        """What a forward pass holds in a block, or lm_head in it, beside weights and logits."""
+        hidden = self._number("hidden_size", self._number("n_embd", 0))
+        heads = self._number("num_attention_heads", self._number("n_head", 1))
+        attention = heads * self._number("head_dim", hidden // max(1, heads))
+        inner = self._number("intermediate_size", self._number("n_inner", 4 * hidden))
+        width = HIDDEN_COPIES * max(hidden, attention) + INNER_COPIES * inner
+        return self.element * sequences * length * width + eager_bytes(self.shape.config, sequences, length) + self._reordered
+
+    def cache(self, sequences: int, length: int) -> int:
+        """Keys and values of so many tokens."""
+        heads = self._number("num_attention_heads", self._number("n_head", 1))
+        size = self._number("head_dim", self._number("hidden_size", self._number("n_embd", 0)) // max(1, heads))
+        blocks = self.shape.block_count or 0
+        return 2 * blocks * self._number("num_key_value_heads", heads) * size * self.element * sequences * length
+
+    @cached_property
+    def _reordered(self) -> int:
+        """oneDNN lays 16-bit weights out anew at each product on a CPU: the largest one's copy."""
+        if not self._is_narrow or self.device != "cpu":
+            return 0
+        return max((2 * info.elements for info in self.shape.tensors.values() if len(info.shape) == 2 and info.dtype in FLOATS), default=0)
+
+    @cached_property
+    def _is_packed(self) -> bool:
+        method = (self.shape.config.get("quantization_config") or {}).get("quant_method")
+        return method is not None and method != "bitsandbytes"  # which transformers maps as it is
+
+    @cached_property
+    def _is_narrow(self) -> bool:
+        if self.is_onnx:
+            return False
+        if self.dtype:
+            return TORCH_BITS.get(self.dtype, 32) == 16
+        sizes = Counter[str]()
+        for info in self.shape.tensors.values():
+            if info.dtype in FLOATS and len(info.shape) > 1:
+                sizes[info.dtype] += math.prod(info.shape)
+        return bool(sizes) and sizes.most_common(1)[0][0] in NARROW
+
+    def _number(self, name: str, default: int) -> int:
+        config: Any = self.shape.config.get("text_config") or self.shape.config
+        found = config.get(name)
+        return found if isinstance(found, int) else default
