@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ValidationError
+from pydantic import model_validator
 
 from optkit.atomic import write_text_atomically
 from optkit.errors import ArtifactError, StoreError
+from optkit.files import check_name_inside, read_object, reading
 from optkit.frozen import Frozen, digest
 from optkit.held_files import hold, release
 from optkit.model.companions import published_files
@@ -22,6 +22,9 @@ from optkit.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
 from optkit.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
 SCHEMA = 1
+AGAIN = "Delete the directory and run its recipe again"
+FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
+"""What is known of each file."""
 
 
 class ArtifactRecord(Frozen):
@@ -52,6 +55,15 @@ class ArtifactRecord(Frozen):
     """The scorecard is there; None of an artifact that is older than this field, which is finished if it has one."""
     files: dict[str, dict[str, Any]]
     """Size, time and SHA-256 of every file of the model."""
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        for name, facts in self.files.items():
+            check_name_inside(name)
+            wrong = [key for key, kind in FACTS.items() if type(facts.get(key)) is not kind]
+            if wrong:
+                raise ValueError(f"files: {name} has no {wrong[0]}")
+        return self
 
 
 class Artifact(Frozen):
@@ -122,16 +134,12 @@ def read_artifact(directory: Path) -> Artifact:
         raise ArtifactError("no such directory", where=str(directory))
     if not path.is_file():
         raise ArtifactError(f"there is no {RECORD}", where=str(directory), why="It was not made by `optkit run`")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        schema = data.get("optkit_artifact") if isinstance(data, dict) else None
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise ArtifactError(f"schema {schema} is newer than this optkit", where=str(path), remedy="Upgrade optkit")
+    data = read_object(path, ArtifactError, AGAIN)
+    schema = data.get("optkit_artifact")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise ArtifactError(f"schema {schema} is newer than this optkit", where=str(path), remedy="Upgrade optkit")
+    with reading(path, "cannot be read", AGAIN, ArtifactError):
         return Artifact(directory=directory, record=ArtifactRecord.model_validate(data))
-    except (ValueError, ValidationError) as error:
-        raise ArtifactError(
-            "cannot be read", where=str(path), why=str(error).splitlines()[0], remedy="Delete the directory and run its recipe again"
-        ) from error
 
 
 def read_finished(directory: Path) -> Artifact:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.artifact import (
+    AGAIN,
     Artifact,
     is_artifact,
     measured_weights,
@@ -24,14 +25,26 @@ from optkit.attribution import attribute, between
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
+from optkit.files import reading
 from optkit.measuring import Measurement, Subject, measure
-from optkit.own_files import LOSS_CURVE_SVG, SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.own_files import LOSS_CURVE_SVG, RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.plan import Plan, PlannedEval, check_texts, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.published import located, located_setting, published_scorecard, without_places
 from optkit.recipe import Recipe, load_recipe
 from optkit.registry import stage_class
-from optkit.scorecard import Comparison, Scorecard, build_scorecard, compare_table, loss_curves, read_json, to_json, to_markdown, trainings
+from optkit.scorecard import (
+    Comparison,
+    Scorecard,
+    StepLine,
+    build_scorecard,
+    compare_table,
+    loss_curves,
+    read_json,
+    to_json,
+    to_markdown,
+    trainings,
+)
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
 from optkit.stage import Context, Setting
@@ -191,6 +204,7 @@ def evaluate(
     artifact = read_finished(Path(model))
     artifact.check()
     allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
+    steps = steps_of(artifact)
     made = located(load_recipe(artifact.record.recipe), artifact.directory.parent, unmodified)
     asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
     wanted = made.model_copy(update={"evals": asked.evals, "gates": asked.gates})
@@ -207,7 +221,7 @@ def evaluate(
             calibrated_on=artifact.record.calibrated_on,
             retime=retime,
         )
-    return published_scorecard(_scorecard(todo, measured, artifact.record.steps), todo.recipe)
+    return published_scorecard(_scorecard(todo, measured, steps), todo.recipe)
 
 
 def read_scorecard(artifact: Path) -> Scorecard:
@@ -254,11 +268,18 @@ def settings_of(artifact: Artifact) -> list[Setting]:
     found = []
     for entry in artifact.record.settings:
         for kind, fields in entry.items():
-            setting = stage_class(kind).model_validate(fields)
+            with reading(artifact.directory / RECORD, f"the setting {kind} cannot be read", AGAIN, ArtifactError):
+                setting = stage_class(kind).model_validate(fields)
             if not isinstance(setting, Setting):
                 raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
             found.append(located_setting(setting, artifact.directory.parent))
     return found
+
+
+def steps_of(artifact: Artifact) -> list[StepLine]:
+    """Return the transforms that made an artifact."""
+    with reading(artifact.directory / RECORD, "the steps cannot be read", AGAIN, ArtifactError):
+        return [StepLine.model_validate(step) for step in artifact.record.steps]
 
 
 def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
@@ -334,7 +355,7 @@ def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
     return dict(without_places(said, recipe))
 
 
-def _scorecard(todo: Plan, measured: Measurement, steps: Sequence[dict[str, Any]]) -> Scorecard:
+def _scorecard(todo: Plan, measured: Measurement, steps: Sequence[Any]) -> Scorecard:
     return build_scorecard(
         name=todo.recipe.name,
         artifact_key=todo.artifact_key,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import stat
 import sys
 from pathlib import Path
 
 from optkit.errors import Problem, RecipeError
+from optkit.files import is_directory, is_file, mode_of
 
 LARGEST_BYTES = 1_000_000
 SUFFIXES = (".yaml", ".yml")
@@ -23,15 +25,15 @@ def shipped_recipes() -> dict[str, Path]:
 def find_recipe(source: Path | str) -> Path:
     """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError with the nearest names."""
     path = Path(source)
-    if path.is_file() or is_stream(path):
+    if is_file(path) or is_stream(path):
         return path
-    if path.is_dir():
+    if is_directory(path):
         inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
         raise _refused(path, f"this is a directory, not a recipe. Name a file in it: {inside or 'it holds no .yaml file'}.")
     shipped = shipped_recipes()
     if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")]
-    nearby = {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if path.parent.is_dir() else {}
+    nearby = {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if is_directory(path.parent) else {}
     known = {**{name: name for name in shipped}, **nearby}
     near = difflib.get_close_matches(path.name.removesuffix(path.suffix if path.suffix in SUFFIXES else ""), known, n=1)
     hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
@@ -40,7 +42,8 @@ def find_recipe(source: Path | str) -> Path:
 
 def is_stream(path: Path) -> bool:
     """Say whether a recipe comes through a pipe, a terminal or standard input (`-`), which can be read once."""
-    return str(path) == STANDARD_INPUT or path.is_fifo() or path.is_char_device() or path.is_socket()
+    mode = mode_of(path)
+    return str(path) == STANDARD_INPUT or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
 
 
 def read_text(path: Path) -> str:

@@ -18,7 +18,6 @@ Nothing is found by `get` before it is whole: a draft becomes an entry by one re
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -35,6 +34,7 @@ from optkit.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
 from optkit.frozen import digest
 from optkit.held_files import hold
+from optkit.limits import NO_ROOM
 from optkit.stopping import take_lock
 
 RECORD = "record.json"
@@ -253,10 +253,10 @@ class Store:
 
 def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | StoreError:
     """Return the optkit error for a failed write of `what` under `place`: a full disk apart from everything else."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         free = f"{shutil.disk_usage(place).free:,} bytes are free" if place.exists() else ""
         return ResourceError(
-            f"the disk is full while writing {what}",
+            f"{NO_ROOM[error.errno]} while writing {what}",
             where=str(place),
             why=free,
             remedy="Free some space, or name another place with --store or --out",

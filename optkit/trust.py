@@ -5,7 +5,7 @@ What an artifact's own optkit.json says of trust is never an answer; it is a rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optkit.artifact import Artifact
@@ -24,7 +24,8 @@ def allow_code(artifact: Artifact, settings: Sequence[Setting], trusted: bool, p
 
     `settings` are those that it is opened with. Raises SourceError where there is code that is not `trusted`.
     """
-    own = bool(artifact.record.recipe["model"].get("trust_remote_code"))
+    model = artifact.record.recipe.get("model")
+    own = isinstance(model, Mapping) and bool(model.get("trust_remote_code"))
     code = [_model_code(artifact.directory)] if own else []
     code += [setting.foreign_code() for setting in settings if setting.foreign_code()] + loaded_unasked(artifact.directory)
     _ask(artifact.directory, code, trusted, progress)

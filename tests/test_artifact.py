@@ -278,5 +278,5 @@ def test_files_of_the_user_inside_an_artifact_are_not_lost(weights, tmp_path):
 def test_an_artifact_whose_record_is_unreadable_is_not_replaced(weights, tmp_path):
     publish_from(weights, tmp_path / "out")
     (tmp_path / "out" / RECORD).write_text("{")
-    with pytest.raises(ArtifactError, match=r"optkit.json: cannot be read\. .* Delete the directory and run its recipe again"):
+    with pytest.raises(ArtifactError, match=r"optkit.json: cannot be read as JSON\. .* Delete the directory and run its recipe again"):
         publish_from(weights, tmp_path / "out")

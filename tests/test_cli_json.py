@@ -189,9 +189,9 @@ import sys
 from transformers.models.llama import modeling_llama
 print("a model speaks")
 class ChattyForCausalLM(modeling_llama.LlamaForCausalLM):
-    def forward(self, *arguments, **fields):
+    def forward(self, input_ids=None, past_key_values=None, **fields):
         print("a model speaks")
-        return super().forward(*arguments, **fields)
+        return super().forward(input_ids=input_ids, past_key_values=past_key_values, **fields)
 """
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.config_file import check_values
 from optkit.own_files import OWN_FILES
 from optkit.progress import SilentProgress
 from optkit.source import digests
@@ -187,7 +188,7 @@ class TestConfig:
     @pytest.mark.parametrize(("key", "value"), [("hidden_size", "64"), ("n_head", 0), ("vocab_size", None), ("num_hidden_layers", True)])
     def test_a_size_that_is_no_size(self, key, value):
         with pytest.raises(SourceError, match=rf"here: `{key}` in config.json is {json.dumps(value)}, not a whole number above 0"):
-            check_config({"architectures": ["XForCausalLM"], "model_type": "llama", key: value}, "here", False)
+            check_values({"architectures": ["XForCausalLM"], "model_type": "llama", key: value}, "here")
 
     def test_no_architecture(self):
         with pytest.raises(SourceError, match=r"here: there are no `architectures` in config.json. What .* Add, for example, "):

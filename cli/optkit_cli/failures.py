@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from optkit.errors import OptkitError, Problem
+from optkit.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.stopping import KEPT, said_of
 from optkit.visible import visible
 
@@ -58,12 +58,12 @@ def failure_of(error: BaseException) -> Failure:
         case OptkitError():
             problems = getattr(error, "problems", ())
             return Failure(type(error).__name__, error.exit_status, str(error), error.where, error.why, error.remedy, problems)
-        case MemoryError():
+        case _ if is_out_of_memory(error):
             remedy = "Run on a machine with more of it, or a recipe with smaller batches."
             return Failure("ResourceError", failed, f"out of memory. {remedy}", remedy=remedy)
-        case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where, remedy = str(error.filename or "the output"), "Free some space and run the same command again."
-            return Failure("ResourceError", failed, f"{where}: the disk is full. {remedy}", where, remedy=remedy)
+        case _ if (number := errno_of(error)) in NO_ROOM:
+            where, remedy = str(getattr(error, "filename", None) or "the output"), "Free some space and run the same command again."
+            return Failure("ResourceError", failed, f"{where}: {NO_ROOM[number]}. {remedy}", where, remedy=remedy)
         case OSError() if error.filename is not None:
             return Failure("OSError", failed, f"{error.filename}: {error.strerror}.", str(error.filename))
         case _:

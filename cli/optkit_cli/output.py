@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import json
 import os
@@ -123,6 +122,8 @@ def only_the_result_on_stdout() -> Iterator[int | None]:
 
 def _flush() -> None:
     """Write out what Python and C keep back for stdout."""
+    import ctypes
+
     if sys.stdout is not None:
         sys.stdout.flush()
     ctypes.CDLL(None).fflush(None)

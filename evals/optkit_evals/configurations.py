@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from optkit.errors import ResourceError
+from optkit.limits import is_out_of_memory
 from optkit.measure import EvalContext, Metric, Opened
-from optkit.model.memory import is_out_of_memory
 
 
 class Configuration(Protocol):

@@ -72,7 +72,7 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
     """
     import torch
 
-    from optkit.model.memory import is_out_of_memory
+    from optkit.limits import is_out_of_memory
 
     count = torch.cuda.device_count()
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:

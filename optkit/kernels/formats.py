@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from optkit.errors import SourceError
+from optkit.files import reading
 from optkit.kernels.awq_layers import awq_layers
 from optkit.kernels.config_groups import compressed_tensors_layers
 from optkit.kernels.gptq_layers import gptq_layers
@@ -32,7 +33,8 @@ def quantized_layers(checkpoint: Checkpoint) -> dict[str, QuantizedLayer] | None
     method = str(config.get("quant_method")) if config else ""
     if config is None or method not in METHODS:
         return None
-    layers = METHODS[method](checkpoint, config)
+    with reading(checkpoint.directory / "config.json", "its quantization_config does not fit the weights", "Make the artifact again"):
+        layers = METHODS[method](checkpoint, config)
     if layers is None:
         return None
     if not layers:

@@ -8,7 +8,6 @@ LAYER is the name in the model of transformers. The layer computes `W x + scale 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optkit.errors import SourceError
-from optkit.model.checkpoint import read_header
+from optkit.files import read_object, reading, shown
+from optkit.model.safetensors_file import read_header
 from optkit.model.shape import TensorInfo
 
 if TYPE_CHECKING:
@@ -96,11 +96,10 @@ def read_adapter(directory: Path) -> Adapter | None:
     if not has_adapter(directory):
         return None
     place = Path(directory) / ADAPTER
-    try:
-        config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+    config = read_object(place / CONFIG, remedy="Make the artifact again")
+    with reading(place / CONFIG, "is no configuration of peft", "Make the artifact again"):
         kind = config["peft_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SourceError("is no configuration of peft", where=str(place / CONFIG), why=repr(error)) from error
+        _check_patterns(config)
     asked = [f"peft_type {kind}"] * (kind != "LORA") + [name for name in UNKNOWN if config.get(name)]
     if asked:
         raise SourceError(
@@ -110,6 +109,18 @@ def read_adapter(directory: Path) -> Adapter | None:
         raise SourceError(f"there is no {WEIGHTS}", where=str(place), remedy="Make the artifact again")
     tensors = read_header(place / WEIGHTS)
     return Adapter(place, tensors, _layers(place, config, tensors))
+
+
+def _check_patterns(config: Mapping[str, Any]) -> None:
+    """Raise ValueError or re.error unless rank and alpha are numbers, for single layers by patterns."""
+    for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        single = config.get(patterns) or {}
+        if not isinstance(single, dict):
+            raise ValueError(f"{patterns} is {shown(single)}")
+        for pattern, value in {**single, "": config.get(key)}.items():
+            re.compile(pattern)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{pattern or key} is {shown(value)}")
 
 
 def pattern_value(patterns: Mapping[str, Value], name: str, usual: Value) -> Value:

@@ -1,13 +1,7 @@
-"""Read a model directory: config.json and safetensors, checked before a single weight is touched.
-
-The header of a safetensors file is 8 bytes of length and that much JSON, so shapes and sizes are known without torch
-(https://github.com/huggingface/safetensors#format).
-"""
+"""A model directory: config.json and safetensors, checked before a single weight is touched."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.errors import SourceError
 from optkit.model.companions import require_inside
+from optkit.model.config_file import read_config
 from optkit.model.onnx_file import is_onnx
+from optkit.model.safetensors_file import read_header, read_index
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 
 if TYPE_CHECKING:
@@ -24,29 +20,6 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return name -> dtype and shape of one safetensors file; raises SourceError where the file is cut off or not safetensors."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 2 <= length <= size - 8:
-            raise SourceError(f"not a whole safetensors file ({size:,} bytes)", where=str(path), remedy="Copy or download it again")
-        try:
-            header = json.loads(file.read(length))
-            end = 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError("the header is not safetensors", where=str(path), why=str(error)) from error
-    if end != size:
-        raise SourceError(
-            f"the file has {size:,} bytes and its header asks for {end:,}",
-            where=str(path),
-            why="It was cut off or overwritten",
-            remedy="Copy or download it again",
-        )
-    return {name: TensorInfo(dtype=entry["dtype"], shape=tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -84,14 +57,7 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The parsed config.json."""
-        path = self.directory / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
-        if not isinstance(config, dict):
-            raise SourceError("is not a JSON object", where=str(path))
-        return config
+        return read_config(self.directory / "config.json")
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -128,12 +94,7 @@ class Checkpoint:
     def _weight_files(self) -> list[Path]:
         index = self.directory / INDEX
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise SourceError("is not an index of safetensors", where=str(index), why=repr(error)) from error
-            if odd := next((name for name in names if not isinstance(name, str)), None):
-                raise SourceError(f"names {odd} as a file", where=str(index), remedy="Copy or download it again")
+            names = sorted(set(read_index(index).values()))
             files = [require_inside(self.directory, name, INDEX) for name in names]
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:

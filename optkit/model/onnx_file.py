@@ -13,12 +13,14 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import MissingPackageError, SourceError
+from optkit.files import check_name, check_regular, reading
 from optkit.model.companions import require_inside
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 MODEL = "model.onnx"
+AGAIN = "Copy or export it again"
 RENAMED = {"float": "float32", "double": "float64"}
 BITS = {
     "float32": 32, "float64": 64, "float16": 16, "bfloat16": 16, "bool": 8, "complex64": 64, "complex128": 128,
@@ -85,6 +87,10 @@ class OnnxFile:
         """Raises SourceError where the file is missing, cut off or no ONNX, or external data is missing or too short."""
         self.path = path
         model = read_proto(path)
+        with reading(path, "not a whole ONNX file", AGAIN):
+            self._read(model)
+
+    def _read(self, model: ModelProto) -> None:
         self.ir_version: int = model.ir_version
         self.opsets: dict[str, int] = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
         self.producer: str = f"{model.producer_name} {model.producer_version}".strip()
@@ -117,6 +123,8 @@ class OnnxFile:
         location = _external(tensor).get("location") if tensor.data_location == tensor.EXTERNAL else None
         if tensor.data_location == tensor.EXTERNAL and not location:
             raise SourceError(f"{tensor.name} lies in a file without a name", where=str(self.path), remedy="Export it again")
+        if min(shape, default=0) < 0 or (dtype == "string" and location):
+            raise ValueError(f"{tensor.name} is {dtype} {list(shape)}")
         found = Initializer(tensor.name, dtype, shape, location)
         if tensor.HasField("raw_data") and len(tensor.raw_data) != found.size_bytes:
             raise SourceError(
@@ -134,6 +142,7 @@ class OnnxFile:
             known = self.initializers[tensor.name]
             if known.location is None:
                 continue
+            check_name(known.location)
             place = PurePosixPath(known.location)
             if place.is_absolute() or ".." in place.parts:
                 why = "Data outside of the directory would not travel with it"
@@ -147,7 +156,10 @@ class OnnxFile:
                     why="The file was damaged",
                     remedy="Copy or export it again",
                 )
-            needed[known.location] = max(needed.get(known.location, 0), int(entry.get("offset") or 0) + length)
+            offset = int(entry.get("offset") or 0)
+            if offset < 0:
+                raise ValueError(f"{tensor.name} begins at byte {offset:,} of {place}")
+            needed[known.location] = max(needed.get(known.location, 0), offset + length)
         for name in (self.path.name, *needed):
             require_inside(self.path.parent, name)
         missing = [name for name in needed if not (root / name).is_file()]
@@ -178,6 +190,7 @@ def read_proto(path: Path) -> ModelProto:
         raise MissingPackageError("onnx", where=str(path), install="optkit[onnx]") from error
     if not path.is_file():
         raise SourceError(f"there is no {path.name}", where=str(path.parent))
+    check_regular(path)
     try:
         model: ModelProto = onnx.load(path, load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:
@@ -188,7 +201,7 @@ def read_proto(path: Path) -> ModelProto:
 
 
 def _no_onnx(path: Path, why: str) -> SourceError:
-    return SourceError(f"not a whole ONNX file ({path.stat().st_size:,} bytes)", where=str(path), why=why, remedy="Copy or export it again")
+    return SourceError(f"not a whole ONNX file ({path.stat().st_size:,} bytes)", where=str(path), why=why, remedy=AGAIN)
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:

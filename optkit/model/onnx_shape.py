@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optkit.errors import SourceError
+from optkit.files import read_object, reading
+from optkit.model.config_file import check_values, read_config
 from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.model.shape import ModelShape, TensorInfo
 
@@ -28,23 +29,23 @@ def onnx_shape(directory: Path) -> ModelShape:
     graph = OnnxFile(directory / MODEL)
     known = {name: each for name, each in graph.initializers.items() if each.dtype in SAFETENSORS_NAMES}
     tensors = {name: TensorInfo(SAFETENSORS_NAMES[each.dtype], each.shape) for name, each in known.items()}
-    return ModelShape(config=read_json(directory / "config.json") or _config_of_genai(directory), tensors=tensors)
+    config = read_config(directory / "config.json") if (directory / "config.json").is_file() else _config_of(read_genai_config(directory))
+    return ModelShape(config=config, tensors=tensors)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, an empty one where there is no such file; raises SourceError where it is none."""
+def read_genai_config(directory: Path) -> dict[str, Any]:
+    """Return the genai_config.json of a directory, an empty one where there is none. Raises SourceError where it is damaged."""
+    path = directory / GENAI_CONFIG
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
-    if not isinstance(found, dict):
-        raise SourceError("is not a JSON object", where=str(path))
+    found = read_object(path, remedy="Export the model again")
+    with reading(path, "is no configuration of ONNX Runtime GenAI", "Export the model again"):
+        check_values(_config_of(found), str(path))
     return found
 
 
-def _config_of_genai(directory: Path) -> dict[str, Any]:
-    model = read_json(directory / GENAI_CONFIG).get("model") or {}
+def _config_of(genai_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a genai_config.json says in the words of config.json."""
+    model = genai_config.get("model") or {}
     names = {"max_position_embeddings": "context_length", "vocab_size": "vocab_size"}
     return {ours: model[theirs] for ours, theirs in names.items() if theirs in model}

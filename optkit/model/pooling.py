@@ -6,16 +6,17 @@ modules.json lists what computes an embedding, e.g. Transformer, Pooling, Normal
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from optkit.errors import SourceError
+from optkit.files import check_name_inside, read_json, read_object, reading
 from optkit.model.companions import require_inside
 
 MODULES = "modules.json"
 CONFIG = "config.json"
+AGAIN = "Copy it from the source again"
 KNOWN = ("Transformer", "Pooling", "Normalize")
 """Modules that optkit computes as sentence-transformers does."""
 Mode = Literal["mean", "cls", "max"]
@@ -78,7 +79,8 @@ def read_pooling(directory: Path) -> Pooling:
     if len(places) != 1:
         raise SourceError(f"{len(places)} modules are Pooling", where=str(directory / MODULES), why="An embedding has one")
     path = directory / places[0] / CONFIG
-    found = _stated_modes(_read(path))
+    with reading(path, "is no configuration of a pooling", AGAIN):
+        found = _stated_modes(read_object(path, remedy=AGAIN))
     if len(found) != 1 or found[0] not in MODES:
         raise SourceError(
             f"embeddings are pooled by {' and '.join(found) or 'nothing'}", where=str(path), why=f"optkit knows one of {', '.join(MODES)}"
@@ -89,7 +91,7 @@ def read_pooling(directory: Path) -> Pooling:
 def longest_text(directory: Path) -> int | None:
     """Return the tokens that sentence-transformers cuts a text to; None where the directory does not say."""
     path = directory / "sentence_bert_config.json"
-    found = _read(path).get("max_seq_length") if path.is_file() else None
+    found = read_object(path, remedy=AGAIN).get("max_seq_length") if path.is_file() else None
     return found if isinstance(found, int) and found > 0 else None
 
 
@@ -104,21 +106,15 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
     path = directory / MODULES
     if not path.is_file():
         return []
-    listed = _read(path)
-    try:
-        return [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in listed]
-    except (TypeError, KeyError) as error:
-        raise SourceError("is no list of modules", where=str(path), why=repr(error), remedy="Copy it from the source again") from error
+    listed = read_json(path, remedy=AGAIN)
+    with reading(path, "is no list of modules", AGAIN):
+        modules = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in listed]
+        for _, place in modules:
+            check_name_inside(place or CONFIG)
+    return modules
 
 
 def _stated_modes(config: Any) -> list[str]:
     if stated := config.get("pooling_mode"):
         return [stated] if isinstance(stated, str) else list(map(str, stated))
     return [mode for key, mode in OLD_KEYS.items() if config.get(key)]
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError("cannot be read as JSON", where=str(path), why=str(error), remedy="Copy it from the source again") from error

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import SourceError, StageError
+from optkit.limits import is_out_of_memory
 from optkit.model.attention_choice import attention_options
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
@@ -237,7 +238,9 @@ def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: b
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError, OSError) as error:
+    except Exception as error:  # whatever transformers makes of numbers that it does not expect
+        if is_out_of_memory(error):
+            raise
         needs_code = "auto_map" in checkpoint.config and not trust_remote_code
         remedy = "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
         architecture = ", ".join(checkpoint.config.get("architectures") or [str(checkpoint.config.get("model_type"))])

@@ -5,9 +5,7 @@ Names and index are those of transformers' `save_pretrained`, so that anything t
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from optkit.errors import ResourceError, StageError
+from optkit.limits import NO_ROOM, room_error
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
 from optkit.model.companions import find_companions
@@ -95,9 +94,7 @@ class CheckpointWriter:
             try:
                 save_file(self._pending, path, metadata={"format": "pt"})
             except SafetensorError as error:
-                if "os error 28" in str(error) or "No space left" in str(error):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-                raise
+                raise room_error(error, path) or error from error
         self._shards.append((path, tuple(self._pending)))
         self._pending, self._pending_bytes, self._storages = {}, 0, {}
 
@@ -153,11 +150,11 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         free = shutil.disk_usage(_existing(path)).free
         raise ResourceError(
-            f"the disk is full: {size_bytes:,} bytes were to be written and {free:,} are free",
+            f"{NO_ROOM[error.errno]}: {size_bytes:,} bytes were to be written and {free:,} are free",
             where=str(path),
             remedy="Free some space, or put the store on another disk",
         ) from error

@@ -11,7 +11,6 @@ Out: JSON lines on the file descriptor; stdout and stderr belong to the librarie
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from optkit.errors import OptkitError
+from optkit.limits import NO_ROOM, errno_of
 from optkit.processes import end_with_parent
 
 READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
@@ -68,7 +68,7 @@ def main(descriptor: int) -> int:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = next(iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})")
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        full = errno_of(error) in NO_ROOM
         parent.send(type="error", exception=type(error).__name__, message=message, disk_full=full, no_memory=_is_memory(error))
         return 1
     parent.send(type="done")
@@ -100,7 +100,7 @@ def _export(order: dict[str, Any]) -> None:
 
 
 def _is_memory(error: BaseException) -> bool:
-    from optkit.model.memory import is_out_of_memory
+    from optkit.limits import is_out_of_memory
 
     return isinstance(error, MemoryError) or (isinstance(error, Exception) and is_out_of_memory(error))
 

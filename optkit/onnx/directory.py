@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from optkit.errors import SourceError
+from optkit.model.config_file import read_config
 from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port
-from optkit.model.onnx_shape import GENAI_CONFIG, read_json
+from optkit.model.onnx_shape import GENAI_CONFIG, read_genai_config
 from optkit.model.task import positions_of
 
 __all__ = ["GENAI_CONFIG", "MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
@@ -38,9 +39,9 @@ class OnnxDirectory:
             raise SourceError("no such directory", where=str(directory))
         self.graph = OnnxFile(self.directory / MODEL)
         """Inputs, outputs, nodes, initializers, opsets, IR version, producer and files of the model."""
-        self.config = read_json(self.directory / "config.json")
+        self.config = read_config(self.directory / "config.json") if (self.directory / "config.json").is_file() else {}
         """The parsed config.json; empty where there is none."""
-        self.genai_config = read_json(self.directory / GENAI_CONFIG)
+        self.genai_config = read_genai_config(self.directory)
         """The parsed genai_config.json of ONNX Runtime GenAI; empty where there is none."""
 
     @property

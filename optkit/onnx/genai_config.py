@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optkit.files import read_object
 from optkit.model.onnx_file import MODEL
-from optkit.model.onnx_shape import GENAI_CONFIG, read_json
+from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.onnx.directory import OnnxDirectory
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -70,5 +71,6 @@ def _why_not(found: OnnxDirectory) -> str:
 
 def _ends(directory: Path, text: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end a text."""
-    named = read_json(directory / "generation_config.json").get("eos_token_id", text.get("eos_token_id"))
+    path = directory / "generation_config.json"
+    named = (read_object(path) if path.is_file() else {}).get("eos_token_id", text.get("eos_token_id"))
     return [int(each) for each in (named if isinstance(named, list) else [named]) if isinstance(each, int)]

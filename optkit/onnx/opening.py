@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError
-from optkit.model.memory import NO_MEMORY
+from optkit.limits import NO_MEMORY
 
 SILENT = 4
 """ONNX Runtime's log level for fatal errors alone: every other error is raised, and told by us."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import errno
 import linecache
 import traceback
 from collections import Counter
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from optkit.errors import OptkitError, StageError
+from optkit.limits import NO_ROOM
 from optkit.model.onnx_file import MODEL
 from optkit.model.writer import disk_space_for
 from optkit.onnx.exporters import OPSET
@@ -60,7 +60,7 @@ def trace(
     except (OptkitError, MemoryError):
         raise
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             raise
         raise _untraceable(module, error) from error
     except Exception as error:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, computed_field, model_validator
+from pydantic import ConfigDict, Field, computed_field, field_validator, model_validator
 
 from optkit.errors import ArtifactError
+from optkit.files import read_object, reading, shown, texts_of
 from optkit.frozen import Frozen
 from optkit.gates import Verdict, overall
 from optkit.measure import Metric
 from optkit.scorecard.loading import Loading
+from optkit.training.record import KEY, TrainingRecord
 
 SCHEMA = 1
 REMEDY = "Run its recipe again"
@@ -35,6 +37,17 @@ class StepLine(Frozen):
     """What it took when it was made."""
     report: dict[str, Any] = {}
     """Its `Report`: changed, skipped, details, calibrated_on."""
+
+    @field_validator("report")
+    @classmethod
+    def _check_report(cls, report: dict[str, Any]) -> dict[str, Any]:
+        texts_of(report.get("skipped") or {})
+        details = report.get("details") or {}
+        if not isinstance(details, Mapping):
+            raise ValueError(f"its details are {shown(details)}")
+        if details.get(KEY) and not TrainingRecord.model_validate(details[KEY]).points:
+            raise ValueError("its training has no loss")
+        return report
 
     @property
     def skipped(self) -> str:
@@ -132,11 +145,8 @@ def to_json(scorecard: Scorecard) -> str:
 
 def read_json(path: Path) -> Scorecard:
     """Return the scorecard in a file; raises ArtifactError where it cannot be read, is damaged or of another schema."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError("is no readable scorecard", where=str(path), why=str(error), remedy=REMEDY) from error
-    if not isinstance(record, dict) or "schema" not in record:
+    record = read_object(path, ArtifactError, REMEDY)
+    if "schema" not in record:
         raise ArtifactError("is JSON and no scorecard", where=str(path), why="There is no `schema`")
     if record["schema"] != SCHEMA:
         raise ArtifactError(
@@ -144,9 +154,5 @@ def read_json(path: Path) -> Scorecard:
             where=str(path),
             remedy="Open it with the optkit that wrote it, or run its recipe again",
         )
-    try:
+    with reading(path, "the scorecard is damaged", REMEDY, ArtifactError):
         return Scorecard.model_validate(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError("the scorecard is damaged", where=str(path), why=f"{place}: {first['msg']}", remedy=REMEDY) from error

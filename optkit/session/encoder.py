@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optkit.errors import EvalError
 from optkit.model.pooling import Pooling, longest_text
-from optkit.session.tokenizer import open_tokenizer
+from optkit.source.calibration import load_tokenizer
 
 NO_POSITIONS = 1 << 31
 
@@ -38,7 +38,7 @@ class Encoder(ABC):
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the directory; raises SourceError where there is none."""
-        return open_tokenizer(self.directory, self._trust_remote_code)
+        return load_tokenizer(self.directory, self._trust_remote_code)
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask, int64 [texts, tokens of the longest]; a text is cut where sentence-transformers cuts it."""

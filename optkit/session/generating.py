@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from optkit.errors import EvalError
-from optkit.session.tokenizer import encode, open_tokenizer
+from optkit.session.tokenizer import encode
+from optkit.source.calibration import load_tokenizer
 
 NO_POSITIONS = 1 << 31
 
@@ -31,7 +32,7 @@ class GeneratingSession(ABC):
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the directory; raises SourceError where there is none."""
-        return open_tokenizer(self.directory, self._trust_remote_code)
+        return load_tokenizer(self.directory, self._trust_remote_code)
 
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from optkit.errors import ResourceError
 from optkit.kernels.kv_cache import CodedLayer
+from optkit.limits import is_out_of_memory
 from optkit.model.experts import Experts
-from optkit.model.memory import is_out_of_memory
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from optkit.kernels.formats import quantized_layers
 from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.load import load_packed
 from optkit.kernels.low_rank import apply_adapter_
+from optkit.limits import is_out_of_memory
 from optkit.model.adapter import read_adapter
 from optkit.model.attention_choice import attention_options, eager_note
 from optkit.model.carried_state import check_keys_and_values
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KvScales, split_kv_scales
-from optkit.model.memory import is_out_of_memory, return_freed_memory
+from optkit.model.memory import return_freed_memory
 from optkit.model.names import is_ignorable
 from optkit.model.onnx_file import is_onnx
 from optkit.model.pooling import Pooling, read_pooling
@@ -276,8 +277,8 @@ def _load_whole(
         if method in PACKAGES:
             raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
         raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
-    except (ValueError, KeyError, AttributeError, TypeError, OSError, RuntimeError) as error:
-        if is_out_of_memory(error):
+    except Exception as error:  # whatever transformers makes of numbers that it does not expect
+        if is_out_of_memory(error) or isinstance(error, OptkitError):
             raise
         raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
     report["missing_keys"] = [name for name in report["missing_keys"] if not _is_unused(name, checkpoint)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.errors import SourceError
 from optkit.field_types import Count, SequenceLength
+from optkit.files import reading
 from optkit.source.cut_text import CutText, encoder
 from optkit.source.directory import TOKENIZERS
 from optkit.source.quiet import quiet_transformers
@@ -101,12 +102,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     with quiet_transformers():
         from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError(
-                "the tokenizer cannot be loaded",
-                where=str(directory),
-                why=str(error).split("\n")[0],
-                remedy="Copy tokenizer.json and tokenizer_config.json into it",
-            ) from error
+        remedy = "Copy tokenizer.json and tokenizer_config.json into it"
+        with reading(directory, "the tokenizer cannot be loaded", remedy):
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+            tokenizer("a", verbose=False)  # some of what is damaged is only found so
+            return tokenizer

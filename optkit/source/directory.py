@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from optkit.errors import SourceError
 from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_of, find_companions, lies_inside
+from optkit.model.config_file import check_against_tensors
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
@@ -20,8 +20,6 @@ from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_embd", "n_layer", "n_head")
-"""Keys of a config.json that hold a number above 0, where they are there."""
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
@@ -44,13 +42,6 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             why=of_encoders if encoder else of_others,
             remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of the model, if there is one",
         )
-    for key in SIZES:
-        if key in config and (type(config[key]) is not int or config[key] < 1):
-            raise SourceError(
-                f"`{key}` in config.json is {json.dumps(config[key])}, not a whole number above 0",
-                where=where,
-                remedy="Take config.json from the model's source again",
-            )
     if trust_remote_code:
         return
     remedy = "Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`, or give --trust-remote-code"
@@ -89,6 +80,7 @@ def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint | On
         )
     checkpoint = Checkpoint(directory)
     check_config(checkpoint.config, str(directory), trust_remote_code)
+    check_against_tensors(checkpoint.config, {name: info.shape for name, info in checkpoint.tensors.items()}, str(directory))
     return checkpoint
 
 
@@ -117,14 +109,3 @@ def companions(root: Path) -> dict[str, Path]:
 def left_out(directory: Path, trust_remote_code: bool) -> str:
     """Return a sentence on the files of a model directory that no artifact gets; empty where it gets all."""
     return find_companions(directory, trust_remote_code).said()
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return a parsed config.json. Raises SourceError where it is not a JSON object."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SourceError("cannot be read as JSON", where=str(path), why=str(error)) from error
-    if not isinstance(config, dict):
-        raise SourceError("is not a JSON object", where=str(path))
-    return config

@@ -6,6 +6,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from optkit.errors import MissingPackageError, SourceError
+from optkit.files import open_file, reading
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Value type of the format -> struct code."""
 STRING, ARRAY = 8, 9
+ALIGNMENTS = frozenset(1 << power for power in range(21))
+MOST_DIMENSIONS = 4
+"""Of a tensor of ggml."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +60,19 @@ class Gguf:
 
 def read_gguf(path: Path) -> Gguf:
     """Return the header of a GGUF file. Raises SourceError where the file is missing, of another kind, split or cut off."""
-    if not path.is_file():
+    if not path.exists():
         raise SourceError("no such file", where=str(path))
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if file.read(4) != MAGIC:
             raise SourceError(
                 f"not a GGUF file ({size:,} bytes)", where=str(path), why="It does not begin with 'GGUF'", remedy="Download it again"
             )
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            reader = _Reader(data, path)
-            try:
-                gguf, end = _read(reader, path)
-            except (struct.error, IndexError, UnicodeDecodeError) as error:
-                raise _cut_off(path, size) from error
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, reading(path, f"not a whole GGUF file ({size:,} bytes)"):
+            gguf, end = _read(_Reader(data, path), path)
     if end > size:
         raise _cut_off(path, size, end)
-    if (parts := gguf.metadata.get("split.count", 1)) > 1:
+    if (parts := gguf.metadata.get("split.count", 1)) != 1:
         raise SourceError(
             f"one of {parts} parts of a split GGUF",
             where=str(path),
@@ -82,22 +83,27 @@ def read_gguf(path: Path) -> Gguf:
 
 
 class _Reader:
+    """Reads one value behind the other, and none that the file is too short for."""
+
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at = data, path, 4
 
+    def take(self, count: int) -> int:
+        """Return the place of the next bytes, and go on behind them."""
+        at = self.at
+        if count > len(self.data) - at:
+            raise _cut_off(self.path, len(self.data), at + count)
+        self.at += count
+        return at
+
     def scalar(self, code: str) -> Any:
         form = struct.Struct(f"<{code}")
-        value = form.unpack_from(self.data, self.at)[0]
-        self.at += form.size
-        return value
+        return form.unpack_from(self.data, self.take(form.size))[0]
 
     def string(self) -> str:
         length = self.scalar("Q")
-        text = self.data[self.at : self.at + length]
-        if len(text) != length:
-            raise IndexError("the string ends behind the file")
-        self.at += length
-        return text.decode("utf-8")
+        at = self.take(length)
+        return self.data[at : at + length].decode("utf-8")
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -106,14 +112,12 @@ class _Reader:
             return self.scalar(self.code(kind))
         item, count = self.scalar("I"), self.scalar("Q")
         if item == STRING:
-            length = struct.Struct("<Q")
             for _ in range(count):
-                self.at += 8 + length.unpack_from(self.data, self.at)[0]
+                self.take(self.scalar("Q"))
         elif item == ARRAY:
-            for _ in range(count):
-                self.value(ARRAY)
+            raise ValueError("an array of arrays, which no model has")
         else:
-            self.at += count * struct.calcsize(f"<{self.code(item)}")
+            self.take(count * struct.calcsize(f"<{self.code(item)}"))
         return ("array", count)
 
     def code(self, kind: int) -> str:
@@ -133,10 +137,14 @@ def _read(reader: _Reader, path: Path) -> tuple[Gguf, int]:
         metadata[key] = reader.value(reader.scalar("I"))
     tensors = {}
     for _ in range(tensor_count):
-        name = reader.string()
-        dimensions = [reader.scalar("Q") for _ in range(reader.scalar("I"))]
+        name, rank = reader.string(), reader.scalar("I")
+        if rank > MOST_DIMENSIONS:
+            raise ValueError(f"{name} has {rank:,} dimensions")
+        dimensions = [reader.scalar("Q") for _ in range(rank)]
         tensors[name] = _tensor(name, tuple(reversed(dimensions)), reader.scalar("I"), reader.scalar("Q"), path)
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment not in ALIGNMENTS:
+        raise ValueError(f"general.alignment is {alignment!r}, which is no power of two")
     start = -(-reader.at // alignment) * alignment
     end = max((start + tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=start)
     return Gguf(path, metadata, tensors), end
@@ -151,6 +159,8 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, path: Pat
         raise SourceError(f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Run: pip install -U gguf")
     quantization = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantization]
+    if prod(shape[-1:]) % block:
+        raise ValueError(f"{name} has rows of {shape[-1]:,} numbers, and {quantization.name} packs {block} at a time")
     return GgufTensor(shape, quantization.name, prod(shape) // block * block_bytes, offset)
 
 

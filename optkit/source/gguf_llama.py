@@ -7,13 +7,15 @@ llama.cpp reorders the rows of q and k for its own rotary embedding in `llama`, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optkit.errors import SourceError
+from optkit.model.config_file import check_against_tensors, check_values
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.source.gguf import Gguf
-from optkit.source.gguf_metadata import lost_metadata, rope_parameters, shortest_float32
+from optkit.source.gguf_metadata import lost_metadata, positive_float, rope_parameters
 
 OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 WEIGHTS = {
@@ -82,28 +84,49 @@ def tensor_name(name: str, layout: Layout) -> str | None:
 def checkpoint_shape(gguf: Gguf) -> ModelShape:
     """Return config and tensors of the checkpoint that an import writes. Raises SourceError as `layout_of` and for missing parts."""
     layout = layout_of(gguf)
+    config = checkpoint_config(gguf, layout)
     tensors = {str(tensor_name(name, layout)): TensorInfo("F32", tensor.shape) for name, tensor in gguf.tensors.items()}
-    blocks = gguf.get("block_count", 0)
     expected = [name for name in OUTSIDE.values() if name != "lm_head.weight"]
-    expected += [f"model.layers.{index}.{name}" for index in range(blocks) for name in layout.block.values()]
+    expected += [f"model.layers.{index}.{name}" for index in range(config["num_hidden_layers"]) for name in layout.block.values()]
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise SourceError(f"{len(missing)} tensors are missing: {', '.join(missing[:3])}", where=str(gguf.path), remedy="Download it again")
-    return ModelShape(config=checkpoint_config(gguf, layout), tensors=tensors)
+        raise _damaged(gguf, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+    rows = rows_of(config)
+    for name, info in tensors.items():
+        found = rows.get(re.sub(r".*\.(?=self_attn|mlp)", "", name).removesuffix(".weight"))
+        if found and info.shape[:1] != (found,):
+            raise _damaged(gguf, f"{name} has the shape {list(info.shape)}, and the metadata asks for {found:,} rows")
+    return ModelShape(config=config, tensors=tensors)
+
+
+def rows_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rows of the matrices that the metadata decides."""
+    heads, shared, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    attention = {"q_proj": heads * width, "k_proj": shared * width, "v_proj": shared * width, "o_proj": hidden}
+    feed_forward = {"gate_proj": inner, "up_proj": inner, "down_proj": hidden}
+    return {f"self_attn.{name}": size for name, size in attention.items()} | {f"mlp.{name}": size for name, size in feed_forward.items()}
+
+
+def _damaged(gguf: Gguf, what: str) -> SourceError:
+    return SourceError(what, where=str(gguf.path), remedy="Download it again")
 
 
 def checkpoint_config(gguf: Gguf, layout: Layout) -> dict[str, Any]:
     """Return what the metadata says, in the words of config.json."""
 
-    def number(key: str, default: int | None = None) -> Any:
+    def number(key: str, default: int | None = None) -> int:
         value = gguf.get(key, default)
-        if not isinstance(value, float if key.endswith("epsilon") else int):
-            raise SourceError(f"the metadata has no number {gguf.architecture}.{key}", where=str(gguf.path), remedy="Download it again")
+        if type(value) is not int:
+            raise _damaged(gguf, f"the metadata has no number {gguf.architecture}.{key}")
         return value
 
+    table = gguf.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise _damaged(gguf, "there are no token embeddings (token_embd.weight)")
     heads, hidden = number("attention.head_count"), number("embedding_length")
     special = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-    return {
+    config: dict[str, Any] = {
         "architectures": [layout.architecture],
         "model_type": gguf.architecture,
         "dtype": "float32",
@@ -112,11 +135,17 @@ def checkpoint_config(gguf: Gguf, layout: Layout) -> dict[str, Any]:
         "num_hidden_layers": number("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": number("attention.key_length", hidden // heads),
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "head_dim": number("attention.key_length", hidden // max(heads, 1)),
+        "vocab_size": table.shape[0],
         "max_position_embeddings": number("context_length"),
-        "rms_norm_eps": shortest_float32(number("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": positive_float(gguf, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope_parameters(gguf),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **{name: gguf.metadata.get(f"tokenizer.ggml.{key}") for name, key in special.items()},
     }
+    check_values(config, str(gguf.path))
+    check_against_tensors(config, {name: tensor.shape for name, tensor in gguf.tensors.items()}, str(gguf.path))
+    for name in special:
+        if config[name] is not None and not 0 <= config[name] < table.shape[0]:
+            raise _damaged(gguf, f"{name} is {config[name]}, and there are {table.shape[0]:,} tokens")
+    return config

@@ -52,6 +52,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_attn_factor": (0, 1),
 }
 """Key -> the values at which a plain model computes the same as one without it. Those of other keys are 0, false and nothing."""
+LARGEST = 3e38
+"""Below the largest float32."""
 WORDS = {"attention.sliding_window": "sliding-window attention", "rope.scaling.type": "rope scaling '{value}'"}
 
 
@@ -72,11 +74,11 @@ def rope_parameters(gguf: Gguf) -> dict[str, Any]:
 
     Raises SourceError for a factor that is no positive number.
     """
-    parameters = {"rope_theta": shortest_float32(gguf.get("rope.freq_base", 10000.0)), "rope_type": "default"}
+    parameters = {"rope_theta": positive_float(gguf, "rope.freq_base", 10000.0), "rope_type": "default"}
     factor = gguf.get("rope.scaling.factor", gguf.get("rope.scale_linear", 0.0)) or 1.0
     if gguf.get("rope.scaling.type", "linear") == "none":
         return parameters
-    if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+    if not isinstance(factor, (int, float)) or not 0 < factor < LARGEST:
         raise SourceError(
             f"rope scaling by {factor!r}", where=str(gguf.path), why="Positions are divided by it", remedy="Download it again"
         )
@@ -96,6 +98,16 @@ def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
     if isinstance(value, float):
         return any(isinstance(each, (int, float)) and math.isclose(value, each, rel_tol=1e-6, abs_tol=1e-12) for each in plain)
     return value in plain
+
+
+def positive_float(gguf: Gguf, key: str, default: float | None = None) -> float:
+    """Return a number of the metadata. Raises SourceError where it is not there, or not above 0."""
+    value = gguf.get(key, default)
+    if not isinstance(value, float):
+        raise SourceError(f"the metadata has no number {gguf.architecture}.{key}", where=str(gguf.path), remedy="Download it again")
+    if not 0 < value < LARGEST:
+        raise SourceError(f"{gguf.architecture}.{key} is {value}, no number above 0", where=str(gguf.path), remedy="Download it again")
+    return shortest_float32(value)
 
 
 def shortest_float32(value: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optkit.errors import SourceError
+from optkit.files import reading
 from optkit.progress import Progress
 from optkit.source.gguf import Gguf
 from optkit.source.quiet import quiet_transformers
@@ -34,10 +34,8 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
     with quiet_transformers():
         from transformers import AutoTokenizer
 
-        try:
+        with reading(gguf.path, "the tokenizer in the file cannot be read"):
             tokenizer = AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SourceError("the tokenizer in the file cannot be read", where=str(gguf.path), why=str(error).split("\n")[0]) from error
         for name in ("bos_token", "eos_token", "pad_token"):
             number = config[f"{name}_id"]
             setattr(tokenizer, name, None if number is None else tokenizer.convert_ids_to_tokens(number))

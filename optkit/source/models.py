@@ -15,9 +15,11 @@ from pydantic import model_validator
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.field_types import Name
+from optkit.files import is_directory, is_file
 from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import published_files
+from optkit.model.config_file import read_config
 from optkit.model.onnx_file import is_onnx
 from optkit.model.onnx_shape import onnx_shape
 from optkit.model.pooling import missing_modules
@@ -26,7 +28,7 @@ from optkit.model.task import Task
 from optkit.model.writer import SHARD_BYTES
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests, default_cache
-from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision, read_config
+from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape
@@ -193,9 +195,9 @@ def find_model(source: ModelSource) -> Path | HubRepo:
     if source.name in BUILT_IN:
         return _built_in(source.name)
     path = Path(source.name).expanduser()
-    if path.is_dir():
+    if is_directory(path):
         return path
-    if path.is_file():
+    if is_file(path):
         if path.suffix == ".gguf":
             return path
         raise SourceError("neither a model directory nor a .gguf file", where=source.name, remedy="Name the directory that it is in")
@@ -212,7 +214,7 @@ def find_model(source: ModelSource) -> Path | HubRepo:
 
 def _nearest(path: Path) -> str:
     """Return the built-in names, with the nearest of them and of what lies beside the path, where one is near."""
-    beside = path.parent.glob("*") if path.parent.is_dir() else ()
+    beside = path.parent.glob("*") if is_directory(path.parent) else ()
     known = {place.name: place for place in beside if place.is_dir() or place.suffix == ".gguf"} | {name: name for name in BUILT_IN}
     near = difflib.get_close_matches(path.name, known, n=1)
     return f"Built-in names: {', '.join(BUILT_IN)}." + (f" Did you mean '{known[near[0]]}'?" if near else "")

@@ -8,28 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from optkit.errors import SourceError, did_you_mean
+from optkit.files import read_text, reading
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_text(path: Path) -> str:
-    """Return a text file as it is. Raises SourceError where it is missing or not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise SourceError(
-            f"byte {error.start:,} is not UTF-8",
-            where=str(path),
-            why=error.reason,
-            remedy="Convert it: iconv -f latin1 -t utf-8 OLD > NEW",
-        ) from error
-    except OSError as error:
-        raise SourceError("cannot be read", where=str(path), why=error.strerror or str(error)) from error
-
-
 def read_rows(path: Path) -> list[str]:
     """Return the lines of a raw WikiText file as the hub's rows: a blank line is the empty string, a text line keeps its newline."""
-    lines = read_text(path).removesuffix("\n").split("\n")
+    lines = read_text(path, most_bytes=None).removesuffix("\n").split("\n")
     return [f"{line}\n" if line.strip() else "" for line in lines]
 
 
@@ -40,14 +26,12 @@ def read_records(paths: Iterable[Path], field: str) -> list[str]:
 
 def _records(path: Path, field: str) -> list[str]:
     texts = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, most_bytes=None).split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
+        with reading(where, "the line is not JSON", remedy=""):
             record = json.loads(line)
-        except ValueError as error:
-            raise SourceError("the line is not JSON", where=where, why=str(error)) from error
         if not isinstance(record, dict):
             raise SourceError(f"the line is not a JSON object but {line[:40]!r}", where=where)
         if field not in record:

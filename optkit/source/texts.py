@@ -14,12 +14,13 @@ from pydantic import model_validator
 
 from optkit.errors import SourceError, did_you_mean
 from optkit.field_types import Name
+from optkit.files import read_text
 from optkit.frozen import Frozen
 from optkit.source import python_reference
 from optkit.source.digests import PREFIX
 from optkit.source.hub import HubRepo
 from optkit.source.hub_texts import read_hub_text
-from optkit.source.text_files import read_records, read_rows, read_text
+from optkit.source.text_files import read_records, read_rows
 
 DATA_VARIABLE = "OPTKIT_DATA"
 SEPARATOR = "\n\n"
@@ -164,7 +165,7 @@ class TextSource(Frozen):
             return read_hub_text(self._hub_repo(data), hub_name(self.dataset), self.split, self.field, self.revision, self.where)
         if is_file_name(self.dataset):
             path = Path(self.dataset).expanduser()
-            return [read_text(path)] if path.suffix == ".txt" else read_records([path], self.field)
+            return [read_text(path, most_bytes=None)] if path.suffix == ".txt" else read_records([path], self.field)
         paths = self._local_files(data)
         if not paths:
             raise SourceError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from optkit.files import read_object, reading
 
 
 def other_token(theirs: Path, ours: Path) -> tuple[str, int | str, int] | None:
@@ -24,8 +24,9 @@ def _vocabulary(directory: Path) -> Mapping[str, int] | None:
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = found.get("model", {}).get("vocab")
-    if isinstance(vocabulary, list):  # Unigram: [token, score], the id is the place
-        return {str(entry[0]): index for index, entry in enumerate(vocabulary)}
+    found = read_object(file)
+    with reading(file, "is no tokenizer of the library tokenizers"):
+        vocabulary = found.get("model", {}).get("vocab")
+        if isinstance(vocabulary, list):  # Unigram: [token, score], the id is the place
+            return {str(entry[0]): index for index, entry in enumerate(vocabulary)}
     return vocabulary if isinstance(vocabulary, dict) else None

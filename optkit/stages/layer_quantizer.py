@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.errors import ResourceError
 from optkit.field_types import AtLeastOne, Distinct, Name
+from optkit.limits import is_out_of_memory
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.memory import is_out_of_memory
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task

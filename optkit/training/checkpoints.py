@@ -9,9 +9,7 @@ PLACE/step-00000120/state.json              everything else, written last
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from optkit.limits import room_error
 from optkit.model.writer import disk_space_for
 
 KEPT = 2
@@ -132,9 +131,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] |
     try:
         save_file(written, path, metadata)
     except SafetensorError as error:
-        if "os error 28" in str(error) or "No space left" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise
+        raise room_error(error, path) or error from error
 
 
 def _flat(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.errors import ResourceError, StageError
-from optkit.model.memory import is_out_of_memory
+from optkit.limits import is_out_of_memory
 from optkit.progress import Progress, Task
 from optkit.training import checkpoints
 from optkit.training.data import TrainingData

@@ -47,7 +47,7 @@ def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
         packed += layout is not PLAIN[1]
         try:
             expected = layout(words, StoredLayer(leaves, partial(_read_leaf, stored, name)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             said = f"config.json has no {error}" if isinstance(error, KeyError) else str(error)
             problems.append(f"{name} cannot be {label}: {said}")
             continue

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from optkit.artifact import Artifact
 from optkit.errors import ArtifactError
+from optkit.files import read_object, reading
 from optkit.frozen import Frozen, digest
 from optkit.own_files import VERIFICATION_JSON
 from optkit.scorecard import Loading
@@ -36,12 +37,9 @@ def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
     path = artifact.directory / VERIFICATION_JSON
     if not path.is_file():
         return ()
-    try:
-        found = Verification.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
-        raise ArtifactError(
-            "cannot be read", where=str(path), why=str(error).splitlines()[0], remedy="Delete it and run `optkit verify` again"
-        ) from error
+    remedy = "Delete it and run `optkit verify` again"
+    with reading(path, "cannot be read", remedy, ArtifactError):
+        found = Verification.model_validate(read_object(path, ArtifactError, remedy))
     return found.loading if (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact)) else ()
 
 

@@ -1,0 +1,45 @@
+"""What an exception says of a limit of the machine: memory, disk, the size of a file. Libraries say it in many ways."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory", "std::bad_alloc", "unable to mmap")
+"""What torch's RuntimeErrors say of an allocation on the CPU or a GPU, or of a memory map, that failed; also C++ itself."""
+NO_THREAD = "can't start new thread"
+NO_SEGMENT = "failed to map segment"
+"""What the loader of libraries says without memory."""
+NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk's quota is used up",
+    errno.EFBIG: "the file is larger than this process may write (ulimit -f)",
+}
+"""The system's number of a failed write -> what it means."""
+
+
+def room_error(error: BaseException, path: Path) -> OSError | None:
+    """Return the OSError behind what a library says of a failed write of `path`; None where it says nothing of room."""
+    number = errno_of(error)
+    return OSError(number, NO_ROOM[number], str(path)) if number in NO_ROOM else None
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Return the system's number of what went wrong: of an OSError, or as Rust writes it, `(os error 28)`; None where there is none."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error is an allocation that failed, in main memory or on a GPU, or comes of one."""
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return True
+    if isinstance(error, MemoryError) or errno_of(error) == errno.ENOMEM:
+        return True
+    known: tuple[str, ...] = (*NO_MEMORY, NO_THREAD) if isinstance(error, RuntimeError) else ()
+    if isinstance(error, ImportError | OSError):
+        known = (NO_SEGMENT,)
+    return any(part in str(error) for part in known)

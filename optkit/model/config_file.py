@@ -1,0 +1,122 @@
+"""config.json: what optkit and transformers compute with is checked once, when the file is read.
+
+A config that is damaged, or made to do harm, would end in any error, or in none for hours: 10^9 layers are built one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.files import read_object, shown
+from optkit.model.quantization_config import wrong_in_quantization
+from optkit.model.shape import BLOCK_COUNTS
+
+AGAIN = "Take config.json from the model's source again"
+LAYERS, WIDTH, VOCABULARY, LENGTH = 10_000, 1 << 24, 1 << 28, 1 << 31
+SIZES = {
+    "hidden_size": WIDTH, "n_embd": WIDTH, "d_model": WIDTH,
+    "num_hidden_layers": LAYERS, "n_layer": LAYERS, "num_layers": LAYERS, "n_layers": LAYERS,
+    "num_attention_heads": WIDTH, "n_head": WIDTH, "vocab_size": VOCABULARY,
+}  # fmt: skip
+"""Whole numbers above 0 and below a bound that no model is near, where they are there."""
+LISTED_SIZES = {
+    "num_key_value_heads": WIDTH, "head_dim": WIDTH, "intermediate_size": WIDTH, "ffn_dim": WIDTH, "moe_intermediate_size": WIDTH,
+    "num_experts": WIDTH, "num_local_experts": WIDTH, "n_routed_experts": WIDTH, "num_experts_per_tok": WIDTH,
+}  # fmt: skip
+"""The same, one for all layers or a list, or null."""
+FROM_ZERO = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+"""Some models have none of these."""
+POSITIONS = ("max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+PARTS = ("text_config", "vision_config", "audio_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map", "encoder")
+"""Objects, where they are there and not null."""
+NESTED = ("text_config",)
+HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
+"""How keys end that say how wide a head is; without any, the heads divide the hidden size."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a parsed config.json whose numbers can be computed with. Raises SourceError where it is damaged."""
+    config = read_object(path, remedy=AGAIN)
+    check_values(config, str(path))
+    return config
+
+
+def check_values(config: Mapping[str, Any], where: str) -> None:
+    """Raise SourceError for a value of a config.json that no model can have, with its key."""
+    for wrong in _wrong(config):
+        raise SourceError(wrong, where=where, remedy=AGAIN)
+    for key in NESTED:
+        if isinstance(config.get(key), Mapping):
+            check_values(config[key], f"{where}: {key}")
+
+
+def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
+    for key in PARTS:
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            yield f"`{key}` in config.json is {shown(config[key])}, not an object"
+    named = config.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
+        yield f"`architectures` in config.json is {shown(named)}, not a list of names"
+    if not isinstance(config.get("model_type", ""), str | None):
+        yield f"`model_type` in config.json is {shown(config['model_type'])}, not a name"
+    for key, most in SIZES.items():
+        if key in config and not _is_size(config[key], 1, most):
+            yield _no_size(key, config[key], 1, most)
+    for key, most in LISTED_SIZES.items():
+        least = 0 if key in FROM_ZERO else 1
+        if not all(each is None or _is_size(each, least, most) for each in _each(config.get(key))):
+            yield _no_size(key, config[key], least, most)
+    for key in POSITIONS:
+        if config.get(key) is not None and not _is_size(config[key], -1, LENGTH):
+            yield _no_size(key, config[key], -1, LENGTH)
+    for key in TOKENS:
+        if not all(each is None or _is_size(each, -1, VOCABULARY) for each in _each(config.get(key))):
+            yield f"`{key}` in config.json is {shown(config[key])}, not the number of a token"
+    yield from _wrong_heads(config)
+    if isinstance(config.get("quantization_config"), Mapping):
+        yield from wrong_in_quantization(config["quantization_config"])
+
+
+def _wrong_heads(config: Mapping[str, Any]) -> Iterator[str]:
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    shared = config.get("num_key_value_heads")
+    if hidden and heads and hidden % heads and not any(key.endswith(HEAD_WIDTHS) and config[key] for key in config):
+        yield f"{heads:,} heads do not divide the hidden size {hidden:,} in config.json"
+    if heads and isinstance(shared, int) and heads % shared:
+        yield f"{shared:,} heads of keys and values do not divide the {heads:,} heads in config.json"
+
+
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_size(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _no_size(key: str, value: Any, least: int, most: int) -> str:
+    kind = {-1: "a whole number", 0: "a whole number from 0 up", 1: "a whole number above 0"}[least]
+    limit = f" of at most {most:,}" if type(value) is int and value > most else ""
+    return f"`{key}` in config.json is {shown(value)}, not {kind}{limit}"
+
+
+def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raise SourceError where a config.json asks for what its tensors cannot be: more layers or words than they have, another width."""
+    text = config.get("text_config") or config
+    sizes = {size for shape in shapes.values() for size in shape}
+    layers = next((text[key] for key in BLOCK_COUNTS if text.get(key)), 0)
+    words, width = text.get("vocab_size", 0), text.get("hidden_size") or text.get("n_embd")
+    wrong = ""
+    if layers > len(shapes):
+        wrong = f"{layers:,} layers, and there are {len(shapes):,} tensors"
+    elif words > max(sizes, default=0):
+        wrong = f"{words:,} words, and no tensor has more than {max(sizes, default=0):,} rows"
+    elif width and width not in sizes:
+        wrong = f"a hidden size of {width:,}, which no tensor has"
+    if wrong:
+        raise SourceError(f"config.json asks for {wrong}", where=where, remedy=AGAIN)

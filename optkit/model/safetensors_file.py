@@ -1,0 +1,93 @@
+"""Headers and indexes of safetensors, checked whole when they are read (https://github.com/huggingface/safetensors#format).
+
+A file is 8 bytes of length, that much JSON, and the data: shapes and sizes are known without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.files import check_name, open_file, read_object, reading, shown, texts_of
+from optkit.model.shape import DTYPE_BITS, TensorInfo
+
+AGAIN = "Copy or download it again"
+METADATA = "__metadata__"
+MOST_BYTES = 100_000_000
+"""Of a header; the library safetensors reads no more."""
+MOST_DIMENSIONS = 64
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Return name -> dtype and shape of one safetensors file; raises SourceError where the file is cut off or not safetensors."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 2 <= length <= size - 8:
+            raise SourceError(f"not a whole safetensors file ({size:,} bytes)", where=str(path), remedy=AGAIN)
+        with reading(path, "the header is not safetensors", AGAIN):
+            if length > MOST_BYTES:
+                raise ValueError(f"It has {length:,} bytes")
+            tensors, data = _read(json.loads(file.read(length)))
+    if 8 + length + data != size:
+        raise SourceError(
+            f"the file has {size:,} bytes and its header asks for {8 + length + data:,}",
+            where=str(path),
+            why="It was cut off or overwritten",
+            remedy=AGAIN,
+        )
+    return tensors
+
+
+def _read(header: Any) -> tuple[dict[str, TensorInfo], int]:
+    """Return the tensors of a header and the bytes of their data, which they fill without holes."""
+    if not isinstance(header, dict):
+        raise ValueError(f"{shown(header)} is not an object")
+    texts_of(header.get(METADATA) or {})
+    entries = {name: entry for name, entry in header.items() if name != METADATA}
+    tensors = {name: tensor_info(name, entry) for name, entry in entries.items()}
+    at = 0
+    for begin, end, name in sorted((*_offsets(name, entry), name) for name, entry in entries.items()):
+        if begin != at:
+            raise ValueError(f"{name} begins at byte {begin:,} of the data and not at {at:,}")
+        if end - begin != tensors[name].size_bytes:
+            size, info = tensors[name].size_bytes, tensors[name]
+            raise ValueError(f"{name} has {end - begin:,} bytes, and {info.dtype} {list(info.shape)} needs {size:,}")
+        at = end
+    return tensors, at
+
+
+def tensor_info(name: str, entry: Any) -> TensorInfo:
+    """Return what `{"dtype": ..., "shape": [...]}` says; raises ValueError where it is malformed."""
+    dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, Mapping) else (None, None)
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ValueError(f"{name} has the dtype {shown(dtype)}, which is none of {', '.join(DTYPE_BITS)}")
+    sizes: Any = shape if isinstance(shape, list | tuple) and len(shape) <= MOST_DIMENSIONS else [None]
+    if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"{name} has the shape {shown(shape)}, which is no list of sizes")
+    return TensorInfo(dtype, tuple(sizes))
+
+
+def _offsets(name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
+    found = entry.get("data_offsets")
+    if not (isinstance(found, list) and len(found) == 2 and all(type(each) is int for each in found) and 0 <= found[0] <= found[1]):
+        raise ValueError(f"{name} lies at {shown(found)}, which is no beginning and end")
+    return found[0], found[1]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return tensor -> file of an index of several safetensors files, all of them in its directory. Raises SourceError."""
+    found = read_object(path, remedy=AGAIN)
+    with reading(path, "is not an index of safetensors", AGAIN):
+        files = dict(texts_of(found.get("weight_map")))
+        if not files:
+            raise ValueError("It names no tensor")
+        for name in set(files.values()):
+            check_name(name)
+    return files
