@@ -105,7 +105,7 @@ def test_warm_up_goes_on_until_the_running_mean_stands_still(session, clock):
     context = EvalContext()
     metrics = Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1).run(session, context)
     assert clock.answers == 6 + 2  # the means are 32.5, 3.25, 1.25, 1, 1
-    assert context.notes == ["throughput, batch 1, prompt 4, 2 new tokens: 6 warm-up runs until the times stood still, 2 repeats"]
+    assert context.notes == ["throughput, batch 1, prompt 4, 2 new tokens: 6 warm-up runs, 2 repeats"]
     assert values(metrics)["time_to_first_token_s"] == pytest.approx(0.5)
 
 
@@ -145,7 +145,7 @@ def test_a_machine_that_never_settles_is_said_on_the_terminal_and_in_the_scoreca
     (settling,) = context.progress.warnings
     assert context.notes[0] == settling
     assert settling.startswith("throughput, batch 1, prompt 4: 12 warm-up runs, and their running mean still moves by more than 3%")
-    assert context.notes[1] == "throughput, batch 1, prompt 4, 2 new tokens: 12 warm-up runs and the times still moved, 12 repeats"
+    assert context.notes[1] == "throughput, batch 1, prompt 4, 2 new tokens: 12 warm-up runs, 12 repeats"
 
 
 def test_a_quiet_machine_is_not_warned_about(session, clock):
@@ -174,6 +174,15 @@ def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     peak = next(metric for metric in pooled if metric.name == "peak_memory_bytes")
     assert (peak.samples, peak.value, peak.pairing) == (tuple(peaks), sum(peaks) / 2, "paired_turns")
     assert context.progress.warnings == [f"throughput, batch 1, prompt 8: the times of the 2 turns spread by 28% of their mean; {REMEDY}"]
+
+
+def test_the_notes_of_turns_are_told_together(session, clock):
+    throughput = Throughput(new_tokens=3, prompts=(8,), repeats=4)
+    said = "throughput, batch 1, prompt 8, 3 new tokens"
+    notes = [f"{said}: {warm_up} warm-up runs, 2 repeats; attention by flash" for warm_up in (2, 5)]
+    context = EvalContext(notes=[notes[0], "other", notes[1], "other"])
+    throughput.pool([throughput.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)], context)
+    assert context.notes == [f"{said}: 2, 5 warm-up runs, 2, 2 repeats; attention by flash", "other"]
 
 
 def test_a_turn_of_one_repeat_makes_a_second_one_because_one_has_no_interval(session, clock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,6 +25,7 @@ from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, r
 
 CALM = 0.05
 """Share of the cores that other processes may use during a repeat that counts."""
+RUNS = re.compile(r"(throughput, .*?: )(\d+) warm-up runs, (\d+) repeats(.*)")
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
 REMEDY = "Lower batch_sizes, prompts or new_tokens"
@@ -186,6 +188,7 @@ class Throughput(TimedEval):
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns as those of one measurement, and warn where the turns lie far apart."""
+        context.notes[:] = _together(context.notes)
         found = super().pool(turns, context)
         for cell in self.cells():
             values = {metric.name: metric.samples for metric in found if metric.labels == cell.labels}
@@ -234,10 +237,9 @@ class Throughput(TimedEval):
                 f"{len(timings) - len(calm)} repeats are left out, during which other processes used more than {CALM:.0%} of the cores"
             )
             context.notes.append(f"throughput, {cell}: {left_out}")
-        settled = "until the times stood still" if settling.settled else "and the times still moved"
         attention = f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
         context.notes.append(
-            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs {settled}, {len(calm)} repeats{attention}"
+            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs, {len(calm)} repeats{attention}"
         )
         used_j = after_j - before_j if after_j is not None and before_j is not None else None
         return Repeats(tuple(calm), peak, settling, used_j)
@@ -300,6 +302,20 @@ class Throughput(TimedEval):
             f" less than {SETTLED:.0%}, then the mean of {math.ceil(self.repeats / self.turns())} repeats;"
             f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
         )
+
+
+def _together(notes: Sequence[str]) -> list[str]:
+    """Return the notes of all turns, those that differ in how many runs there were as one."""
+    found: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for note in notes:
+        said = RUNS.fullmatch(note)
+        found.setdefault((said[1], said[4]) if said else (note,), []).append((said[2], said[3]) if said else ("", ""))
+    return [_in_turns(*key, counts) if len(key) == 2 else key[0] for key, counts in found.items()]
+
+
+def _in_turns(configuration: str, attention: str, counts: Sequence[tuple[str, str]]) -> str:
+    warm_up, repeats = (", ".join(each) for each in zip(*counts, strict=True))
+    return f"{configuration}{warm_up} warm-up runs, {repeats} repeats{attention}"
 
 
 def _metric(name: str, cell: Cell, value: float, protocol: str, samples: Sequence[float] = ()) -> Metric:
