@@ -19,6 +19,8 @@ from tests.storm.mutate import mutated_bytes
 Damage = Callable[[Path], None]
 Case = tuple[str, Damage, bool]
 """What is damaged, how (in the directory of the model), and whether it must be refused."""
+CASES = 300
+"""Of nearly 500 that there are."""
 WRONG_VALUES = ("text", -1, 0, 10**15, 1.5, [], {}, None, True, [10**9])
 
 
@@ -36,7 +38,7 @@ def inputs(desk: Desk, count: int | None) -> None:
         *(("store", case) for case in _stored(desk)),
         *(("gguf", case) for case in _gguf(desk)),
     ]
-    for kind, (name, damage, refused) in drawn(cases, count, desk.draw):
+    for kind, (name, damage, refused) in drawn(cases, CASES if count is None else count, desk.draw):
         place = desk.place(kind)
         flaws = {"model": _model, "text": _text, "artifact": _artifact, "store": _store, "gguf": _gguf_run}[kind](
             desk, place, peace, damage, refused, wanted, f"{kind}: {name}"
@@ -101,7 +103,8 @@ def _store(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, 
     ended = call(run_words(), place, limit_s=60.0)
     flaws = ended.flaws + shown.flaws
     if ended.status == 0:
-        flaws += differences(wanted, left(place))
+        # A step that nobody needs, because the one after it is there, is not made again.
+        flaws += [each for each in differences(wanted, left(place)) if not each.startswith("step")]
     desk.judge(name, flaws, ended)
     return flaws
 
@@ -124,7 +127,7 @@ def _configs() -> Iterator[Case]:
             yield f"config.json {field} = {value!r}", _set(field, value), refused
     own = {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"}
     for value in (own, ["a"], "modeling.Model", 5):
-        yield f"auto_map {value!r}", _set("auto_map", value), value == own
+        yield f"auto_map {value!r}", _set("auto_map", value), False
     for value in (
         {"quant_method": "gptq"},
         {"quant_method": "nobody"},
