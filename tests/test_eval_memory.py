@@ -15,6 +15,8 @@ from optkit_evals.throughput import Throughput
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.onnx.prediction import compared_shapes, comparing_bytes
 
 WINDOW = 1024
 MEASURE = """
@@ -101,3 +103,13 @@ def test_on_a_gpu_the_logits_lie_there(memory: SessionMemory) -> None:
 
 def test_a_dtype_that_a_setting_asks_for_halves_the_weights(memory: SessionMemory) -> None:
     assert replace(memory, dtype="bfloat16").weights == memory.weights // 2
+
+
+def test_an_export_keeps_the_logits_that_it_is_compared_on() -> None:
+    config = {"vocab_size": 262_144, "max_position_embeddings": 32_768, "sliding_window": 512}
+    shape = ModelShape(config, {"embedding": TensorInfo("BF16", (262_144, 640))})
+    assert compared_shapes(32_768, 512)[-1] == (1, 544)
+    row, kept, longest = 4 * 262_144, 1 + 7 + 66 + 192 + 544, 544
+    assert comparing_bytes(shape, 0, 1000, rounds=False) == 1000 + row * (kept + 3 * longest)
+    assert comparing_bytes(shape, 0, 1000, rounds=True) == 1000 + row * (2 * kept + 3 * longest)
+    assert comparing_bytes(shape, 10**12, 1000, rounds=True) == 10**12 + row * kept

@@ -19,8 +19,6 @@ FLOATS = ("F64", "F32", *NARROW)
 TORCH_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 HIDDEN_COPIES, INNER_COPIES = 6, 3
 """Tensors of hidden and of feed-forward width that one block holds at once."""
-ONNX_COPIES = 2.0
-"""ONNX Runtime packs matrices anew for its kernels, beside those of the file."""
 SLICE_BYTES = 64 << 20
 """Logits are cast to float32, and their softmax computed, so many bytes at once."""
 
@@ -38,9 +36,7 @@ class SessionMemory:
     @cached_property
     def weights(self) -> int:
         """What it holds while it is open."""
-        if self.is_onnx:
-            return round(ONNX_COPIES * self.shape.size_bytes)
-        if self.dtype is None or self._is_packed:
+        if self.dtype is None or self._is_packed or self.is_onnx:
             return self.shape.size_bytes
         bits = TORCH_BITS.get(self.dtype, 32)
         return sum(info.elements * (bits if info.dtype in FLOATS else DTYPE_BITS[info.dtype]) for info in self.shape.tensors.values()) // 8

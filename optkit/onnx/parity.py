@@ -24,6 +24,7 @@ from optkit.onnx.codes import stored_codes
 from optkit.onnx.finishing import HEAD
 from optkit.onnx.graph_blocks import states
 from optkit.onnx.model_file import ModelFile
+from optkit.onnx.prediction import compared_shapes
 from optkit.onnx.reference import Reference
 from optkit.onnx.runtime import OnnxRunner
 from optkit.progress import Task
@@ -38,11 +39,6 @@ DIVERGENCE_LIMIT = 0.5
 """Mean KL divergence from the source, in nats a token, that rounded inputs and a rounded lm_head may cost.
 
 GPTQ's SmolLM2-135M comes to 0.004 with lm_head in 8 bits, to 0.13 in 4: more is no rounding but a mistake."""
-SHAPES = ((1, 1), (1, 7), (2, 33), (3, 64))
-"""Batch and length of the sequences; one longer sequence is added, and read once more through the KV cache."""
-LONG, LONGEST = 256, 2048
-"""Its length, and the most tokens that it may have to reach beyond a sliding window."""
-BEYOND_WINDOW = 32
 STEPS = 10
 """Tokens of it that are read one at a time, after the others at once."""
 PARTS = 4
@@ -82,8 +78,7 @@ def check_parity(order: Order, text: Tensor, task: Task) -> dict[str, Any]:
 
 def _cases(text: Tensor, positions: int | None, window: int | None) -> list[Tensor]:
     """Return successive parts of a text (from its start again where it ends), int64 [b, s]."""
-    long = min(window + BEYOND_WINDOW, LONGEST) if window and window < LONGEST else LONG
-    shapes = [(batch, min(length, positions or length)) for batch, length in (*SHAPES, (1, max(long, LONG)))]
+    shapes = compared_shapes(positions, window)
     needed = sum(batch * length for batch, length in shapes)
     tokens = text.repeat(-(-needed // len(text)))[:needed]
     parts = tokens.split([batch * length for batch, length in shapes])

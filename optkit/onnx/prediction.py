@@ -15,6 +15,14 @@ SCALES = ("weight_scale", "scales")
 GONE = ("weight_shape", "weight_g_idx", "g_idx")
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
+COMPARED = ((1, 1), (1, 7), (2, 33), (3, 64))
+"""Batch and length of the sequences; one longer sequence is added, and read once more through the KV cache."""
+LONG, LONGEST = 256, 2048
+"""Its length, and the most tokens that it may have to reach beyond a sliding window."""
+BEYOND_WINDOW = 32
+TEMPORARIES = 3
+"""Tensors of the size of a sequence's logits at once: the graph's, the difference, its absolute values."""
+
 
 def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
     """Return config and tensors of the graph: codes and zero points with the bytes that they have, all floats in the graph's dtype."""
@@ -49,6 +57,26 @@ def exported_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json of an exported model: the source's, without the form of quantized layers and with the dtype of the graph."""
     left = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
     return left | {"dtype": dtype}
+
+
+def compared_shapes(positions: int | None, window: int | None) -> list[tuple[int, int]]:
+    """Return batch and length of the sequences on which graph and source are compared; the last one is the longest."""
+    long = min(window + BEYOND_WINDOW, LONGEST) if window and window < LONGEST else LONG
+    return [(batch, min(length, positions or length)) for batch, length in (*COMPARED, (1, max(long, LONG)))]
+
+
+def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -> int:
+    """Return the peak of memory while graph and source are compared.
+
+    The logits of all sequences are kept of the source, twice where the graph `rounds`; the graph's of the longest one, and what its
+    difference is made of, come beside them.
+    """
+    config: Mapping[str, Any] = shape.config.get("text_config") or shape.config
+    shapes = compared_shapes(shape.positions, config.get("sliding_window"))
+    row = 4 * int(config.get("vocab_size") or 0)
+    kept = row * sum(batch * length for batch, length in shapes)
+    longest = row * max(batch * length for batch, length in shapes)
+    return max(weights + kept, graph + (2 if rounds else 1) * kept + TEMPORARIES * longest)
 
 
 def float_bytes(shape: ModelShape) -> int:

@@ -23,7 +23,7 @@ from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
 from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
-from optkit.onnx.prediction import exported_config, exported_shape, float32_shape, float_bytes, is_tied
+from optkit.onnx.prediction import comparing_bytes, exported_config, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.layer_format import HEAD
 
@@ -194,10 +194,13 @@ class Onnx(Transform):
         if (exporter := self._exporter(shape)) != "genai":
             self._refuse_for(exporter, shape)
             left = float32_shape(shape)
-            return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + 3 * left.size_bytes), left
+            compared = comparing_bytes(shape, left.size_bytes, left.size_bytes, rounds=False)
+            return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(3 * left.size_bytes, compared)), left
         order = self._order(shape, Path(), Path(), Context(device=device))
         left = exported_shape(shape, order)
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(float_bytes(shape), 2 * left.size_bytes)), left
+        rounds = order.head_bits is not None or not order.float_activations
+        compared = comparing_bytes(shape, float_bytes(shape), left.size_bytes, rounds)
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(2 * left.size_bytes, compared)), left
 
     def _refuse_for(self, exporter: str, shape: ModelShape) -> None:
         """Raise StageError for a model or a field that the exporter torch or optimum does not take."""
