@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from optkit.byte_sizes import size_text
 from optkit.errors import did_you_mean
 from optkit.frozen import Frozen
 from optkit.measure import Eval, Metric
+from optkit.model.shape import ModelShape
 from optkit.statistics import Estimate
 
 OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -155,6 +157,25 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     instances = [each for each in measuring if isinstance(each, Eval)]
     if len(instances) == len(measuring):
         _check_labels(gate, [row for each in instances for row in each.row_labels()])
+
+
+FORESEEN = 0.02
+"""Fraction by which what is foreseen may be wrong."""
+
+
+def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: ModelShape, baseline: ModelShape) -> str:
+    """Return why a gate will fail, where that is known before anything runs; empty where it is open."""
+    for each in evals:
+        if why := each.unmeasured(device).get(gate.name):
+            return f"gate {gate.key} {gate.text} cannot pass: it is not measured on {device}, because {why}"
+        value, other = (each.foresee(shape).get(gate.name) for shape in (artifact, baseline))
+        if value is None or (gate.relative and not other):
+            continue
+        number = value / other if gate.relative and other else value
+        if gate.judge(Estimate(number, (number * (1 - FORESEEN), number * (1 + FORESEEN)))) is Verdict.FAIL:
+            shown = f"{number:.2f}x" if gate.relative else size_text(number)
+            return f"gate {gate.key} {gate.text} cannot pass: the stages leave about {shown}"
+    return ""
 
 
 def _check_range(gate: Gate, values: Range | None) -> None:

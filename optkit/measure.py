@@ -12,6 +12,7 @@ from optkit.field_types import Several
 from optkit.frozen import Frozen
 from optkit.model.cost import Cost
 from optkit.model.session_memory import SessionMemory
+from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
@@ -230,6 +231,14 @@ class Eval(Frozen):
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return the labels of each row that a metric of this eval will have; one row without labels unless an eval says more."""
         return ({},)
+
+    def unmeasured(self, device: str) -> Mapping[str, str]:
+        """Return those of its metrics that have no row on a device, each with the reason."""
+        return {}
+
+    def foresee(self, shape: ModelShape) -> Mapping[str, float]:
+        """Return what is known of its metrics before a model of this shape is there."""
+        return {}
 
     def longest_sequence(self) -> int:
         """Return the tokens of the longest sequence that the model will get; 0 where it gets none."""

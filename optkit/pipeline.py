@@ -105,6 +105,8 @@ def run(
         held.enter_context(shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)]))
         standing(target, todo.artifact_key)
         say_code(todo.recipe, progress)
+        for gate in todo.doomed:
+            progress.warn(gate)
         context = _context(todo, progress, data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
@@ -365,7 +367,7 @@ def _scorecard(todo: Plan, measured: Measurement, steps: Sequence[Any]) -> Score
         gates=todo.recipe.gates,
         steps=steps,
         settings=[setting.describe(todo.device) for setting in _settings(todo)],
-        notes=measured.notes,
+        notes=[*todo.steps[0].cost.notes, *measured.notes],
         baseline_notes=measured.baseline_notes,
         environment=measured.environment,
     )

@@ -14,6 +14,7 @@ from pydantic import SerializeAsAny
 from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
 from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen
+from optkit.gates import foreseen_failure, parse_gate
 from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.adapter import has_adapter
@@ -26,7 +27,7 @@ from optkit.onnx.builds import RUNTIME_BUILDS, installed
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
 from optkit.recipe_check import FORMATS
 from optkit.registry import EVALS, STAGES, eval_class, stage_class
-from optkit.source.models import import_bytes, locate_model, model_key, model_shape
+from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
 from optkit.source.text_place import TextPlace
 from optkit.stage import Format, Transform, check_together
 from optkit.store import Store
@@ -97,6 +98,8 @@ class Plan(Frozen):
     evals: tuple[PlannedEval, ...]
     baseline_settings: tuple[SettingEntry, ...] = ()
     """What the unmodified model is opened with too, because the device has no room for its weights alone."""
+    doomed: tuple[str, ...] = ()
+    """Gates of which it is known that they cannot pass, one sentence each."""
     forecasts: tuple[str, ...] = ()
     """What opening the artifact will need where a setting says where its weights lie, one line each."""
 
@@ -165,6 +168,7 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
         baseline_key=make_artifact_key(steps[0].key, beside),
         evals=tuple(each.model_copy(update={"cost": cost}) for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)),
         baseline_settings=placing,
+        doomed=tuple(_doomed(recipe, device, left, shape)),
         forecasts=tuple(filter(None, told)),
     )
 
@@ -252,7 +256,10 @@ def _plan_steps(
     recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape
 ) -> tuple[tuple[Step, ...], ModelShape]:
     """Return the steps, and the shape of the model that the last of them leaves."""
-    cost = Cost() if directory else Cost(disk_bytes=shape.size_bytes, ram_bytes=import_bytes(recipe.model, shape))
+    notes = tuple(filter(None, [unpacking_note(recipe.model, shape)]))
+    cost = Cost(notes=notes)
+    if directory is None:
+        cost = Cost(disk_bytes=shape.size_bytes, ram_bytes=import_bytes(recipe.model, shape), notes=notes)
     steps, origin = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)], shape
     for entry in recipe.transforms:
         before = steps[-1]
@@ -338,6 +345,14 @@ def _plan_eval(
         hit=both if entry.value.timed else hit,
         baseline_hit=both if entry.value.timed else baseline_hit,
     )
+
+
+def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) -> Iterator[str]:
+    """Yield the gates that cannot pass, as far as that is known."""
+    evals = [entry.value for entry in recipe.evals]
+    for key, text in recipe.gates.items():
+        if why := foreseen_failure(parse_gate(key, text), evals, device, left, shape):
+            yield why
 
 
 def _session_memories(

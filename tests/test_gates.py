@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import pytest
 
-from optkit.gates import Verdict, check_gate, overall, parse_gate
+from optkit.gates import Verdict, check_gate, foreseen_failure, overall, parse_gate
 from optkit.measure import Eval, Metric
+from optkit.model.shape import ModelShape, TensorInfo
 from optkit.statistics import Estimate
 
 
@@ -144,3 +145,29 @@ def test_the_worst_verdict_counts():
 
 def test_digits_of_other_scripts_are_no_numbers():
     assert parse_gate("decode[engine=\u0661]", "> 1").labels == {"engine": "\u0661"}
+
+
+class Sizes(Eval):
+    metrics: ClassVar[dict[str, str]] = {"size_bytes": "bytes", "energy_per_token_j": "J"}
+
+    def foresee(self, shape):
+        return {"size_bytes": shape.size_bytes}
+
+    def unmeasured(self, device):
+        return {"energy_per_token_j": "it is silent"} if device == "cpu" else {}
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "device", "why"),
+    [
+        ("size_bytes", "<= 0.5x", "cpu", "gate size_bytes <= 0.5x cannot pass: the stages leave about 0.69x"),
+        ("size_bytes", "<= 0.69x", "cpu", ""),
+        ("size_bytes", "<= 0.8x", "cpu", ""),
+        ("size_bytes", "<= 1e6", "cpu", "gate size_bytes <= 1000000 cannot pass: the stages leave about 2.76 MB"),
+        ("energy_per_token_j", "< 1", "cpu", "gate energy_per_token_j < 1 cannot pass: it is not measured on cpu, because it is silent"),
+        ("energy_per_token_j", "<= 1", "cuda", ""),
+    ],
+)  # fmt: skip
+def test_what_is_known_to_fail_is_told_before_anything_runs(key, limit, device, why):
+    artifact, baseline = (ModelShape({}, {"weight": TensorInfo("F32", (rows, 1000))}) for rows in (690, 1000))
+    assert foreseen_failure(parse_gate(key, limit), [Sizes()], device, artifact, baseline) == why

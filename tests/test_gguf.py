@@ -1,4 +1,5 @@
 import json
+import random
 import re
 import struct
 from pathlib import Path
@@ -17,7 +18,7 @@ from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, tensor_name
 from optkit.source.gguf_metadata import shortest_float32
-from optkit.source.gguf_tokenizer import import_tokenizer
+from optkit.source.gguf_tokenizer import _found_by_hash, import_tokenizer
 from optkit.store import Store
 from tests.conftest import Warnings
 
@@ -385,3 +386,50 @@ def test_the_shortest_decimal_is_the_same_float32(value):
     short = shortest_float32(stored)
     assert struct.pack("<f", short) == struct.pack("<f", stored)
     assert len(repr(short)) <= len(repr(value))
+
+
+def test_merges_of_sentencepiece_are_those_of_transformers_and_their_parts_found_by_hash():
+    from transformers.integrations import ggml
+
+    letters = random.Random(0)
+    tokens = [*"abcdefgh"]
+    while len(tokens) < 600:
+        tokens.append(letters.choice(tokens)[:5] + letters.choice(tokens)[:5])
+    tokens = list(dict.fromkeys(tokens))
+    described = {"tokens": tokens, "scores": [-float(place) for place in range(len(tokens))]}
+    plain = ggml.GGUFTokenizerSkeleton(described)
+    with _found_by_hash():
+        quick = ggml.GGUFTokenizerSkeleton(described)
+    assert len(plain.merges) > 100
+    assert quick.merges == plain.merges
+    assert quick.tokens == plain.tokens
+
+    class Counted(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    with _found_by_hash():
+        ggml.GGUFTokenizerSkeleton({**described, "tokens": [Counted(token) for token in tokens]})
+    assert Counted.compared < 100 * len(tokens)  # and not once for each token and each part
+
+
+def test_the_size_of_the_file_itself_is_told(models, tmp_path):
+    file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", "Q4_1")
+    plan = make_plan(
+        load_recipe({"model": str(file), "stages": ["rtn"], "evals": ["footprint"]}).pinned(None), Store(tmp_path / "s"), "cpu"
+    )
+    (note,) = plan.steps[0].cost.notes
+    assert note.startswith("the file model.gguf itself has ")
+    assert note.endswith(" of float32 that it is unpacked to")
+
+
+def test_a_gate_on_size_that_cannot_pass_is_in_the_plan(models, tmp_path):
+    recipe = {"model": str(models["llama"]), "stages": [{"rtn": {"bits": 8}}], "evals": ["footprint"]}
+    for limit, doomed in (("<= 0.1x", 1), ("<= 1x", 0)):
+        plan = make_plan(load_recipe({**recipe, "gates": {"size_bytes": limit}}).pinned(None), Store(tmp_path / "s"), "cpu")
+        assert len(plan.doomed) == doomed

@@ -20,6 +20,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         *(Text(f"note  {step.kind}: {note}") for step in plan.steps for note in step.cost.notes),
         _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
         _closing(plan),
+        *(Text(line, style="bold red") for line in plan.doomed),
         *(Text(line, style="dim") for line in plan.forecasts),
     ]
     return [part for section in sections for part in (Text(""), section)]

@@ -13,7 +13,7 @@ from optkit.measure import Eval, EvalContext, Metric, Opened
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
-from optkit.model.shape import TensorInfo
+from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.task import EVERY_TASK, Task
 from optkit_evals.onnx_layers import onnx_layers
 from optkit_evals.stored_layers import StoredLayer, bits_per_weight, deployed_bytes
@@ -50,6 +50,10 @@ class Footprint(Eval):
         "bits_per_quantized_weight": "bits",
         "zeros": "fraction",
     }
+
+    def foresee(self, shape: ModelShape) -> Mapping[str, float]:
+        """Return the bytes of the weights, which are nearly those of all files."""
+        return {"weights_bytes": shape.size_bytes, "size_bytes": shape.size_bytes}
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
         """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""

@@ -124,6 +124,11 @@ class Throughput(TimedEval):
         """Return batch, prompt and new tokens of each configuration."""
         return tuple(cell.labels for cell in self.cells())
 
+    def unmeasured(self, device: str) -> Mapping[str, str]:
+        """Return energy and reserved memory, which a CPU does not tell."""
+        why = "a CPU does not tell it"
+        return {"energy_per_token_j": why, "peak_reserved_bytes": why} if device == "cpu" else {}
+
     def longest_sequence(self) -> int:
         """Return the tokens of the longest prompt with its answer."""
         return max(cell.prompt + cell.new_tokens for cell in self.cells())

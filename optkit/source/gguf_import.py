@@ -31,7 +31,7 @@ def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     gguf = read_gguf(path)
     shape, layout = checkpoint_shape(gguf), layout_of(gguf)
     heads = {"attn_q": shape.config["num_attention_heads"], "attn_k": shape.config["num_key_value_heads"]}
-    with progress.task("import", len(gguf.tensors) + 1, "tensors") as task, CheckpointWriter(target) as writer:
+    with progress.task("import", len(gguf.tensors), "tensors") as task, CheckpointWriter(target) as writer:
         for tensor in sorted(GGUFReader(path).tensors, key=lambda tensor: tensor.name):
             try:
                 weights = dequantize(tensor.data, tensor.tensor_type)
@@ -44,9 +44,9 @@ def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
                 weights = in_halves(weights, heads[part])
             writer.add(str(tensor_name(tensor.name, layout)), torch.from_numpy(weights.astype("float32")))
             task.advance(note=tensor.name)
-        write_configs(gguf, dict(shape.config), target)
+    write_configs(gguf, dict(shape.config), target)
+    with progress.task("import the tokenizer", 0):
         import_tokenizer(gguf, shape.config, target, progress)
-        task.advance(note="tokenizer")
     types = Counter(tensor.type for tensor in gguf.tensors.values())
     return {"format": "gguf", "architecture": gguf.architecture, "types": dict(sorted(types.items()))}
 

@@ -7,7 +7,8 @@ says of it (`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patt
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ PATTERNS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
 
 def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progress: Progress) -> None:
     """Write the tokenizer with the special tokens that `config` names and its chat template. Raises SourceError where it cannot be read."""
-    with quiet_transformers():
+    with quiet_transformers(), _found_by_hash():
         from transformers import AutoTokenizer
 
         with reading(gguf.path, "the tokenizer in the file cannot be read"):
@@ -47,6 +48,34 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
     described = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS}
     described["tokenizer_class"] = PORTABLE_CLASS.get(described["tokenizer_class"], described["tokenizer_class"])
     file.write_text(json.dumps(described, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class _Tokens(list[str]):
+    """A vocabulary in which a token is found at once."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        super().__init__(tokens)
+        self._known = frozenset(self)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._known
+
+
+@contextmanager
+def _found_by_hash() -> Iterator[None]:
+    """Let transformers find the parts of a SentencePiece token by their hash: it goes through the whole list for each, for minutes."""
+    from transformers.integrations import ggml
+
+    plain = ggml.GGUFTokenizerSkeleton
+
+    def skeleton(found: Mapping[str, Any]) -> Any:
+        return plain({**found, "tokens": _Tokens(found["tokens"])} if "tokens" in found else found)
+
+    ggml.GGUFTokenizerSkeleton = skeleton
+    try:
+        yield
+    finally:
+        ggml.GGUFTokenizerSkeleton = plain
 
 
 def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from optkit.byte_sizes import size_text
 from optkit.errors import MissingPackageError, SourceError
 from optkit.field_types import Name
 from optkit.files import is_directory, is_file
@@ -91,7 +92,7 @@ class ModelSource(Frozen):
     """A model. In YAML a bare string is the name: `model: smollm2-135m`."""
 
     name: Name
-    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file, or a hub id `org/name`."""
+    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file (llama, qwen2, qwen3), or a hub id `org/name`."""
     revision: Name | None = None
     """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is pinned before anything runs."""
     trust_remote_code: bool = False
@@ -177,6 +178,17 @@ def import_bytes(pinned: ModelSource, shape: ModelShape) -> int:
     """Return the bytes of main memory that `import_model` needs: a shard, and of a GGUF file its largest tensor while it is unpacked."""
     unpacked = max((info.size_bytes for info in shape.tensors.values()), default=0)
     return min(shape.size_bytes, SHARD_BYTES) + (UNPACKING * unpacked if pinned.name in BUILT_IN or pinned.name.endswith(".gguf") else 0)
+
+
+def unpacking_note(pinned: ModelSource, shape: ModelShape) -> str:
+    """Return what a file with packed weights holds itself, because sizes are compared with what it is unpacked to; else empty."""
+    place = find_model(pinned)
+    if isinstance(place, HubRepo) or not place.is_file() or place.stat().st_size >= shape.size_bytes:
+        return ""
+    return (
+        f"the file {place.name} itself has {size_text(place.stat().st_size)}; sizes and ratios are beside the {size_text(shape.size_bytes)}"
+        " of float32 that it is unpacked to"
+    )
 
 
 def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
