@@ -14,6 +14,7 @@ from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import return_freed_memory
 from optkit.model.skeleton import Skeleton
+from optkit.onnx.own_error import Rounding, own_rounding
 from optkit.progress import SilentProgress
 
 EXACT = "eager"
@@ -27,6 +28,7 @@ class Reference:
         """Raises SourceError where weights and model do not belong together, or are NaN or Inf."""
         checkpoint = Checkpoint(directory)
         quantized = quantized_layers(checkpoint)
+        self._quantized = bool(quantized)
         if quantized:
             options = {"attn_implementation": EXACT}
             self._model: Any = load_packed(checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code, **options)[0]
@@ -61,6 +63,10 @@ class Reference:
         """int64 [b, s] -> float32 [b, s, v]."""
         found: Tensor = self._model(tokens, use_cache=False).logits
         return found
+
+    def rounding(self, tokens: Tensor, dtype: str) -> Rounding:
+        """Return how far torch is from itself on int64 [b, s]; `dtype` is the graph's."""
+        return own_rounding(self._model, tokens, dtype, self._quantized)
 
     def states(self, tokens: Tensor) -> list[Tensor]:
         """Return what enters the first block and what leaves each of them, float32 [b, s, hidden]."""
