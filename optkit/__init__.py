@@ -7,6 +7,7 @@ session = optkit.open_artifact("artifacts/llama_int4")
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from optkit.pipeline import verify as verify
     from optkit.recipe import load_recipe as load_recipe
 
+if find_spec("fcntl") is None:
+    raise ImportError(
+        "optkit runs on Linux and macOS. This system has no `fcntl`, by which runs keep out of each other's way. On Windows use WSL.",
+        name="fcntl",
+    )
 __version__ = "0.1.0"
 
 _HOMES = {

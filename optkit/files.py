@@ -71,6 +71,14 @@ def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO
         yield file
 
 
+def check_kinds(directory: Path) -> None:
+    """Raise SourceError for a pipe, socket or device in a directory: whoever reads a file of that name would wait for ever."""
+    with os.scandir(directory) as entries:
+        odd = [entry.name for entry in entries if stat.S_IFMT(mode_of(Path(entry.path))) not in (0, stat.S_IFREG, stat.S_IFDIR)]
+    if odd:
+        raise SourceError(f"{odd[0]} is no regular file", where=str(directory), why="A pipe or a device is not read", remedy="Remove it")
+
+
 def _printable(path: Path | str) -> str:
     return str(path).replace("\0", "\\0")
 

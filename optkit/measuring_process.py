@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from optkit import errors, stopping
+from optkit.crashes import heard_crash
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.frozen import Frozen
@@ -171,7 +172,7 @@ def _listen(messages: IO[str], progress: Progress) -> list[dict[str, Any]] | Non
                 case "error":
                     raise heard_error(message)
                 case "crash":
-                    raise RuntimeError(f"the process that measured failed:\n{message['trace']}")
+                    raise heard_crash(message, "the process that measured")
     return None
 
 

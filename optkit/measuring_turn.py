@@ -9,12 +9,12 @@ import contextlib
 import json
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from optkit.crashes import told_crash
 from optkit.environment import describe_environment
 from optkit.errors import OptkitError
 from optkit.measure import EvalContext, Turn
@@ -113,8 +113,8 @@ def main() -> None:
                 channel.tell("answer", evals=run(order, channel))
             except OptkitError as error:
                 channel.tell("error", **told_error(error))
-            except Exception:
-                channel.tell("crash", trace=traceback.format_exc())
+            except Exception as error:
+                channel.tell("crash", **told_crash(error))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from optkit_evals.speculation import Speculation
 from optkit_evals.throughput import Throughput
 
 from optkit import measuring_process, measuring_turn
+from optkit.crashes import ChildError
 from optkit.errors import EvalError, MissingPackageError, RecipeError, ResourceError, StageError
 from optkit.measure import EvalContext
 from optkit.measuring_process import described, heard_error, measure_apart, restored, told_error
@@ -111,8 +112,9 @@ def test_its_errors_are_ours(stand_in: None, tmp_path: Path) -> None:
     with pytest.raises(MissingPackageError, match=r"^there: the package `torch` is not installed") as package:
         turn(tmp_path / "no package", EvalContext())
     assert package.value.package == "torch"
-    with pytest.raises(RuntimeError, match=r"^the process that measured failed:\nTraceback: ZeroDivisionError"):
+    with pytest.raises(ChildError, match=r"^the process that measured failed with ZeroDivisionError at x\.py:3: so") as crash:
         turn(tmp_path / "bug", EvalContext())
+    assert crash.value.__notes__ == ["\nIn the process that measured:\nTraceback: all"]
 
 
 def test_a_process_that_dies(stand_in: None, tmp_path: Path) -> None:

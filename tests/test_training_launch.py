@@ -86,9 +86,12 @@ def test_what_one_refuses_names_it_though_others_miss_it_before(tmp_path: Path) 
 
 def test_a_mistake_of_the_code_names_the_first_rank_and_its_last_lines(tmp_path: Path) -> None:
     told(tmp_path, 0, 2.0, "RuntimeError", "lost", **BROKEN)
-    told(tmp_path, 1, 1.0, "ValueError", "one\ntwo\n\nthree\nfour\n", what="a mistake")
+    told(tmp_path, 1, 1.0, "ValueError", "one\ntwo\n\nthree\nfour\n", what="ValueError at x.py:3: a mistake", trace="Traceback: all of it")
     error = _error(tmp_path, 2, "together")
-    assert str(error).startswith("together: rank 1 of 2 failed with ValueError: a mistake. Its last lines: two / three / four. What they")
+    assert str(error).startswith(
+        "together: rank 1 of 2 failed with ValueError at x.py:3: a mistake. Its last lines: two / three / four. What they"
+    )
+    assert "Traceback: all of it" in error.__notes__[0]
 
 
 def test_processes_that_do_not_start_are_told_by_the_launcher(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_a_lost_process_is_named_with_its_last_lines_and_the_other_is_ended(tmp_
     [
         ("refuse", "together: no memory. It is full. Buy some."),
         ("refuse_alone", "together, rank 1 of 2: no memory. It is full. Buy some."),
-        ("crash", "together: rank 1 of 2 failed with ValueError: a mistake of the code. Its last lines: "),
+        ("crash", "together: rank 1 of 2 failed with ValueError at "),
     ],
 )
 def test_a_failure_is_told_as_it_was(tmp_path: Path, how: str, expected: str) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
             case "no package":
                 channel.tell("error", **told_error(MissingPackageError("torch", where="there")))
             case "bug":
-                channel.tell("crash", trace="Traceback: ZeroDivisionError")
+                channel.tell("crash", what="ZeroDivisionError at x.py:3: so", trace="Traceback: all", no_memory=False, errno=None)
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "lost":

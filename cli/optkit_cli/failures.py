@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
+from optkit.crashes import ChildError, one_line
 from optkit.errors import OptkitError, Problem
 from optkit.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.stopping import KEPT, said_of
@@ -68,7 +67,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure("OSError", failed, f"{error.filename}: {error.strerror}.", str(error.filename))
         case _:
             why, remedy = "This is a bug in optkit.", "Run the command again with --debug to see the traceback."
-            return Failure("Bug", failed, f"{_describe_bug(error)} {why} {remedy}", why=why, remedy=remedy)
+            said = str(error) if isinstance(error, ChildError) else one_line(error)
+            return Failure("Bug", failed, f"{said}. {why} {remedy}", why=why, remedy=remedy)
 
 
 def _usage_error(error: click.ClickException) -> Failure:
@@ -77,10 +77,3 @@ def _usage_error(error: click.ClickException) -> Failure:
         return Failure("UsageError", error.exit_code, message)
     remedy = f"Try: {error.ctx.command_path} --help"
     return Failure("UsageError", error.exit_code, message, remedy=remedy, spoken=(f"error: {message}", error.ctx.get_usage(), remedy))
-
-
-def _describe_bug(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
-    what = " ".join(str(error).split())
-    return f"{type(error).__name__}{place}: {what}." if what else f"{type(error).__name__}{place}."

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from optkit import stopping
+try:
+    from optkit import stopping
+except ImportError as error:
+    if error.name != "fcntl":
+        raise
+    sys.exit(f"error: {error}")
 
 
 def start() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import SourceError
+from optkit.files import check_kinds
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.onnx_file import is_onnx
@@ -37,6 +38,7 @@ class Checkpoint:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise SourceError("no such directory", where=str(directory))
+        check_kinds(self.directory)
         if is_onnx(self.directory):
             raise SourceError(
                 "the weights are in ONNX",

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import MissingPackageError, SourceError
-from optkit.files import check_name, check_regular, reading
+from optkit.files import check_kinds, check_name, check_regular, reading
 from optkit.model.companions import require_inside
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class OnnxFile:
     def __init__(self, path: Path) -> None:
         """Raises SourceError where the file is missing, cut off or no ONNX, or external data is missing or too short."""
         self.path = path
+        check_kinds(path.parent)
         model = read_proto(path)
         with reading(path, "not a whole ONNX file", AGAIN):
             self._read(model)

@@ -6,7 +6,7 @@ Out: JSON lines on the file descriptor; stdout and stderr belong to the librarie
     {"type": "read", "what": "layer 3"}                    the exporter is at this part of the model
     {"type": "done"}                                       the last line of a process that is done
     {"type": "refused", "kind": "StageError", "what": ...}  an error of optkit's own, in its parts
-    {"type": "error", "exception": "ValueError", "message": "first line", "disk_full": false, "no_memory": false}
+    {"type": "error", "exception": "ValueError", "message": "first line", "disk_full": false, "no_memory": false, "trace": ...}
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from optkit.crashes import told_crash
 from optkit.errors import OptkitError
-from optkit.limits import NO_ROOM, errno_of
+from optkit.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.processes import end_with_parent
 
 READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
@@ -69,7 +70,8 @@ def main(descriptor: int) -> int:
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = next(iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})")
         full = errno_of(error) in NO_ROOM
-        parent.send(type="error", exception=type(error).__name__, message=message, disk_full=full, no_memory=_is_memory(error))
+        told = {"trace": told_crash(error)["trace"], "no_memory": is_out_of_memory(error)}
+        parent.send(type="error", exception=type(error).__name__, message=message, disk_full=full, **told)
         return 1
     parent.send(type="done")
     return 0
@@ -97,12 +99,6 @@ def _export(order: dict[str, Any]) -> None:
         hf_token="false",
         **order["options"],
     )
-
-
-def _is_memory(error: BaseException) -> bool:
-    from optkit.limits import is_out_of_memory
-
-    return isinstance(error, MemoryError) or (isinstance(error, Exception) and is_out_of_memory(error))
 
 
 def _first_line() -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from optkit import errors
+from optkit.crashes import with_trace
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
@@ -192,11 +193,8 @@ def _failure(last: dict[str, Any], status: int, log: Path, order: Order) -> Optk
         how = "" if last else "Its process was ended by SIGKILL, as the system does where memory runs out"
         return ResourceError("memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory")
     if last:
-        return StageError(
-            f"{last['exception']}: {last['message']}",
-            where=where,
-            why=f"{NAMES[order.exporter]} stopped there",
-        )
+        failed = StageError(f"{last['exception']}: {last['message']}", where=where, why=f"{NAMES[order.exporter]} stopped there")
+        return with_trace(failed, last, "the process that exported")
     return StageError(f"its process {_ending(status)} and without a result", where=where, why=_last_lines(log))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from optkit.crashes import told_crash
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.errors import OptkitError
 from optkit.session.memory import local_part
@@ -162,8 +163,7 @@ def _agreed(logits: Tensor) -> Tensor:
     return chosen
 
 
-def _described(error: Exception) -> dict[str, str]:
+def _described(error: Exception) -> dict[str, Any]:
     if isinstance(error, OptkitError):
         return {"class": type(error).__name__, "what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
-    lines = str(error).strip().splitlines()
-    return {"class": "", "what": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+    return {"class": "", **told_crash(error)}

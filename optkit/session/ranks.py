@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from optkit import errors, stopping
+from optkit.crashes import with_trace
 from optkit.errors import OptkitError, StageError
 from optkit.processes import python_command, python_environment, start
 
@@ -139,12 +140,12 @@ class Ranks:
             raise failed[min(failed)]
         return results
 
-    def _error(self, index: int, said: dict[str, str]) -> OptkitError:
+    def _error(self, index: int, said: dict[str, Any]) -> OptkitError:
         """Return what a rank raised, as ours."""
         if said["class"] in PLAIN_ERRORS:
             kind: type[OptkitError] = getattr(errors, said["class"])
             return kind(said["what"], where=said["where"], why=said["why"], remedy=said["remedy"])
-        return StageError(f"{self._name(index)} failed: {said['what']}", where="tensor_parallel")
+        return with_trace(StageError(f"{self._name(index)} failed: {said['what']}", where="tensor_parallel"), said, self._name(index))
 
     def _gone(self, index: int) -> OptkitError:
         """Return how a rank ended that should not have, with its last words."""

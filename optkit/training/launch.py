@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optkit import errors, stopping
+from optkit.crashes import with_trace
 from optkit.environment import cpu_cores
 from optkit.errors import OptkitError, StageError
 from optkit.processes import ask_to_end, end_group, python_command, python_environment, start
@@ -174,8 +175,9 @@ def _error(directory: Path, devices: int, where: str) -> OptkitError:
         made: OptkitError = kind.__new__(kind)
         OptkitError.__init__(made, first["what"], where=f"{first['where']}{rank}", why=first["why"], remedy=first["remedy"])
         return made
-    what = f"rank {path.stem.removeprefix('rank-')} of {devices} failed with {first['kind']}: {first['what']}"
-    return StageError(what, where=where, why=_last_words(path.with_suffix(".log")), remedy=place)
+    rank = f"rank {path.stem.removeprefix('rank-')} of {devices}"
+    failed = StageError(f"{rank} failed with {first['what']}", where=where, why=_last_words(path.with_suffix(".log")), remedy=place)
+    return with_trace(failed, first, rank)
 
 
 def _last_words(log: Path) -> str:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optkit.atomic import write_text_atomically
+from optkit.crashes import told_crash
 from optkit.errors import OptkitError
 from optkit.frozen import Frozen
 from optkit.stage import Context, Report, Transform
@@ -159,7 +160,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     described: dict[str, Any] = {"time": time.time(), "kind": type(error).__name__}
     if isinstance(error, OptkitError):
         return described | {"what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
-    return described | {"what": next(iter(str(error).strip().splitlines()), "")}
+    return described | told_crash(error)
 
 
 if __name__ == "__main__":
