@@ -183,6 +183,14 @@ def test_paged_attention_without_a_soft_cap_is_refused(tiny_model: Callable[[str
         serving.refuse_other_engines(open_session(tiny_model(kind)))
 
 
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "bamba"])
+def test_models_that_keep_something_else_than_keys_and_values_are_refused(tiny_model: Callable[[str], Path], kind: str) -> None:
+    with pytest.raises(
+        EvalError, match=r"Its pages hold keys and values, and the model keeps a state of another kind\. Set batching: static"
+    ):
+        serving.refuse_other_engines(open_session(tiny_model(kind)))
+
+
 def test_other_engines_are_refused() -> None:
     with pytest.raises(EvalError, match="this model is not opened by it"):
         Load(prompt=4, new_tokens=2, batching="continuous").run(BigramSession(), EvalContext())

@@ -151,6 +151,8 @@ def _engine(session: Any, requests: Sequence[Request], new_tokens: int, most: in
 
 def refuse_other_engines(session: Any) -> None:
     """Raise EvalError for a session whose settings transformers' engine would leave out without a word."""
+    from optkit.model.carried_state import keeps_keys_and_values
+
     why = ""
     if not hasattr(session, "model"):
         why = "It is the engine of transformers, and this model is not opened by it"
@@ -162,6 +164,8 @@ def refuse_other_engines(session: Any) -> None:
         why = "It would decode token by token"
     elif any(parameter.is_meta for parameter in session.model.parameters()):
         why = "Its CUDA graphs hold the addresses of weights, and those that are offloaded come and go"
+    elif not keeps_keys_and_values(session.model):
+        why = "Its pages hold keys and values, and the model keeps a state of another kind"
     elif session.codes_cache:
         why = "Its KV cache would be one of floats"
     elif (asked := asked_of_attention(session.model.config.to_dict())) and asked not in PAGED:

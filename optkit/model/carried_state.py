@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from optkit.errors import SourceError, StageError
 
@@ -95,6 +96,12 @@ def state_name(model: Any) -> str:
         why="Each token would see only the one before it",
         remedy="Measure it by evals that read whole texts, such as perplexity",
     )
+
+
+def keeps_keys_and_values(model: Any) -> bool:
+    """Whether keys and values are all that a model keeps, in every layer; raises SourceError as `state_name` does."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return state_name(model) == KEYS_AND_VALUES and all(type(layer) in plain for layer in CarriedState(model).layers)
 
 
 def check_keys_and_values(model: Any, where: str) -> None:
