@@ -229,9 +229,9 @@ class Store:
     def _read_record(self, key: str) -> dict[str, Any] | None:
         try:
             record = json.loads((self._entry(key) / RECORD).read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
             return None
-        return record if isinstance(record, dict) and "files" in record else None
+        return record if isinstance(record, dict) and isinstance(record.get("files"), dict) else None
 
     def _damaged(self, key: str, record: dict[str, Any]) -> bool:
         return any(not is_unchanged(self._entry(key) / "model" / name, known) for name, known in record["files"].items())
@@ -304,12 +304,15 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_of(path)}
 
 
-def is_unchanged(path: Path, known: dict[str, Any]) -> bool:
-    """Say whether a file is still what `describe_file` saw; it is read again only where its time of change differs."""
+def is_unchanged(path: Path, known: Any) -> bool:
+    """Say whether a file is still what `describe_file` saw; it is read again only where its time of change differs.
+
+    It is not where `known`, which comes out of a file too, is no such description.
+    """
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return False
-    if status.st_size != known["size_bytes"]:
+    if not isinstance(known, dict) or status.st_size != known.get("size_bytes"):
         return False
-    return bool(status.st_mtime_ns == known["mtime_ns"] or sha256_of(path) == known["sha256"])
+    return bool(status.st_mtime_ns == known.get("mtime_ns") or sha256_of(path) == known.get("sha256"))

@@ -160,9 +160,11 @@ def _below(directory: Path) -> Iterator[Path]:
 def _record(entry: Path) -> Mapping[str, Any]:
     try:
         record = json.loads((entry / RECORD).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    kinds = {"fields": (dict, type(None)), "source_key": (str, type(None))}
+    whole = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+    return record if whole else {}
 
 
 def _step(entry: Path, record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> StoredStep:
@@ -181,8 +183,10 @@ def _step(entry: Path, record: Mapping[str, Any], records: Mapping[str, Mapping[
 def _model(record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the name of the model that a step began with: its record says it, or that of a step before it."""
     seen = record
-    while "model" not in seen and seen.get("source_key") in records:
+    for _ in records:  # a damaged record may lead back to itself
+        if "model" in seen or seen.get("source_key") not in records:
+            break
         seen = records[seen["source_key"]]
     if seen.get("kind") == "model":
-        return str(seen["fields"]["name"])
+        return str((seen.get("fields") or {}).get("name", ""))
     return str(seen.get("model", ""))

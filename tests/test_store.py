@@ -242,9 +242,12 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_record_that_lists_no_files_is_damage(store):
+@pytest.mark.parametrize(
+    "record", ["{}", '{"files": 5}', '{"files": ["x"]}', '{"files": {"config.json": 5}}', '{"files": {"a\\u0000b": {}}}', '{"a":' * 20_000]
+)
+def test_a_record_that_lists_no_files_is_damage(store, record):
     fill(store)
-    (store.root / "steps" / "k" / "record.json").write_text("{}")
+    (store.root / "steps" / "k" / "record.json").write_text(record)
     assert store.get("k") is None
     fill(store)
     assert store.get("k") is not None

@@ -96,11 +96,18 @@ def test_looking_is_no_use_and_asking_for_a_step_is(store: Store) -> None:
     assert prune(store, older_than_s=45 * DAY_S).metrics == 0
 
 
-def test_a_damaged_record_is_shown_and_can_go(store: Store) -> None:
-    (store.root / "steps" / ROUNDED / RECORD).write_text("{half", encoding="utf-8")
+@pytest.mark.parametrize("record", ["{half", '{"kind": "rtn", "fields": true}', '{"kind": "rtn", "source_key": []}', '{"a":' * 20_000])
+def test_a_damaged_record_is_shown_and_can_go(store: Store, record: str) -> None:
+    (store.root / "steps" / ROUNDED / RECORD).write_text(record, encoding="utf-8")
     damaged = survey(store).steps[0]
     assert (damaged.kind, damaged.model, damaged.size_bytes) == ("damaged", "", 2000)
     assert prune(store, everything=True).left == 0
+
+
+def test_a_record_that_names_itself_as_its_source_is_shown(store: Store) -> None:
+    record = {"kind": "rtn", "fields": {}, "source_key": ROUNDED}
+    (store.root / "steps" / ROUNDED / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    assert (survey(store).steps[0].kind, survey(store).steps[0].model) == ("rtn", "")
 
 
 def test_files_that_are_not_the_stores_stay(store: Store) -> None:
@@ -220,6 +227,8 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(store: Store) -> None:
         ([], "error: nothing says what to delete. Give --older-than 30d, --max-size 20GB or --all."),
         (["--all", "--max-size", "1GB"], "error: --all deletes everything. Leave out --older-than and --max-size."),
         (["--older-than", "30"], "error: Invalid value for '--older-than': '30' is no age. Write 45m, 12h, 30d or 2w."),
+        (["--max-size", "２GB"], "error: Invalid value for '--max-size': '２GB' is no size. Write 500MB, 20GB or 0B."),
+        (["--max-size", f"{10**13}B"], f"error: Invalid value for '--max-size': '{10**13}B' is no size. Write 500MB, 20GB or 0B."),
         (["--max-size", "20"], "error: Invalid value for '--max-size': '20' is no size. Write 500MB, 20GB or 0B."),
     ],
 )

@@ -20,7 +20,7 @@ class Age(click.ParamType[float]):
 
     def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw])", str(value).strip())
+        found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]+)?)\s*([mhdw])", str(value).strip())
         if not found:
             self.fail(f"'{value}' is no age. Write 45m, 12h, 30d or 2w.", param, ctx)
         return float(found[1]) * SECONDS[found[2]]
@@ -33,7 +33,7 @@ class Size(click.ParamType[int]):
 
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the bytes."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?B)", str(value).strip())
+        found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]+)?)\s*([kKMGT]?B)", str(value).strip())
         if not found:
             self.fail(f"'{value}' is no size. Write 500MB, 20GB or 0B.", param, ctx)
         return int(float(found[1]) * BYTES[found[2].upper()])

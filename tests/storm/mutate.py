@@ -92,7 +92,7 @@ def mutated_text(text: str, draw: random.Random) -> str:
 def _changed(value: Any, draw: random.Random) -> Any:
     """Return a value of which one part, drawn from all its depths, is another."""
     if not isinstance(value, (dict, list)) or not value or draw.random() < 0.15:
-        return draw.choice(VALUES)
+        return copy.deepcopy(draw.choice(VALUES))
     key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
     match draw.randrange(6):
         case 0:
@@ -100,7 +100,7 @@ def _changed(value: Any, draw: random.Random) -> Any:
         case 1 if isinstance(value, dict):
             value[draw.choice(("x", "", "\0", "__metadata__"))] = value.pop(key)
         case 1:
-            value.append(value[key])
+            value.append(copy.deepcopy(value[key]))
         case _:
             value[key] = _changed(value[key], draw)
     return value
