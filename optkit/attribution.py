@@ -81,9 +81,8 @@ def attribute(
 def _measure(plan: Plan, rungs: Sequence[Between], store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]) -> None:
     """Measure what the store does not hold; the unmodified model is open beside the others where an eval compares with it."""
     missing = {rung.index: [each for each in rung.evals if not known(store, each.key)] for rung in rungs}
-    bench = Bench(
-        store, plan.device, EvalContext(seed=plan.recipe.seed, progress=context.progress, data=context.data, calibrated_on=calibrated_on)
-    )
+    measuring = EvalContext(seed=plan.recipe.seed, progress=context.progress, data=context.data, calibrated_on=calibrated_on)
+    bench = Bench(store, plan.device, measuring, plan.steps[0].size_bytes)
 
     def subject(index: int) -> Subject:
         def weights() -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from optkit import stopping
 from optkit.artifact import is_artifact, read_artifact
+from optkit.durations import Durations
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
@@ -98,7 +99,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 fields=step.stage.model_dump(mode="json") if step.stage else plan.recipe.model.model_dump(mode="json"),
                 source_key=step.source_key,
                 model=plan.recipe.model.name,
-                seconds=round(time.perf_counter() - start, 3),
+                seconds=(seconds := round(time.perf_counter() - start, 3)),
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 environment=describe_environment(context.device),
                 report=asdict(report),
@@ -106,6 +107,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             )
         # Only now: a kill before the step lies in the store loses it, however many of its blocks were done.
         context.progress.say(f"{step.kind}: kept in the store")
+        read = plan.steps[max(0, index - 1)].size_bytes
+        Durations(store.root, plan.device).note(step.kind, step.stage or plan.recipe.model, read, seconds)
         made.add(step.key)
         shutil.rmtree(store.workspace(step.key), ignore_errors=True)
     return store.get(step.key) or _lost(step)

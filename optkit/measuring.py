@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit import stopping
+from optkit.durations import Durations
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.gates import parse_gate
@@ -73,7 +75,7 @@ def measure(
     if alone or of_baseline or pairs or timed:
         store.check_writable()
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
-    bench = Bench(store, plan.device, context)
+    bench = Bench(store, plan.device, context, plan.steps[0].size_bytes)
     if timed:
         bench.time_in_turns(timed, artifact, baseline)
     if baseline and (of_baseline or pairs):
@@ -136,8 +138,9 @@ def in_turns(artifact: Subject, baseline: Subject | None, count: int) -> Iterato
 class TimedRun:
     """What the turns of one model said so far."""
 
-    eval: Eval
+    planned: PlannedEval
     answers: list[Answer] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def turns(self) -> list[Sequence[Metric]]:
@@ -162,14 +165,17 @@ class Bench:
     store: Store
     device: str
     context: EvalContext
+    size_bytes: int
+    """Bytes of the unmodified model's weights."""
 
     def measure(self, session: Opened, wanted: Sequence[tuple[str, PlannedEval]], beside: Opened | None = None) -> None:
         """Run evals on one opened model, those that compare with the baseline `beside` it, and keep each under its key."""
         for key, each in wanted:
             stopping.check()
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
+            start = time.perf_counter()
             metrics = each.eval.run(session, context)
-            self.keep(key, metrics, [*session.notes, *context.notes])
+            self.keep(key, each, metrics, [*session.notes, *context.notes], time.perf_counter() - start)
 
     def time_in_turns(self, timed: Sequence[PlannedEval], artifact: Subject, baseline: Subject | None) -> None:
         """Run timed evals, each model in turns: baseline, artifact, artifact, baseline, and so on; keep all numbers or none.
@@ -184,13 +190,19 @@ class Bench:
                 some = [each for each in timed if each.eval.apart() == (measured == self._apart) and index < each.eval.turns()]
                 if not some:
                     continue
-                for each, answer in zip(some, measured(subject, index, [each.eval for each in some]), strict=True):
+                start = time.perf_counter()
+                answers = measured(subject, index, [each.eval for each in some])
+                seconds = (time.perf_counter() - start) / len(some)
+                for each, answer in zip(some, answers, strict=True):
                     key = each.key if subject is artifact else each.baseline_key or each.key
-                    runs.setdefault(key, TimedRun(each.eval)).answers.append(answer)
+                    run = runs.setdefault(key, TimedRun(each))
+                    run.answers.append(answer)
+                    run.seconds.append(seconds)
         for key, run in runs.items():
             context = replace(self.context, notes=run.notes)
-            metrics = run.eval.pool(run.turns, context)
-            self.keep(key, metrics, [*run.session_notes, *context.notes], run.answers[0].environment)
+            metrics = run.planned.eval.pool(run.turns, context)
+            notes = [*run.session_notes, *context.notes]
+            self.keep(key, run.planned, metrics, notes, sum(run.seconds), run.answers[0].environment)
 
     def _apart(self, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
         """Run a turn of timed evals in a fresh process."""
@@ -206,7 +218,15 @@ class Bench:
                 answers.append(Answer(tuple(metrics), tuple(context.notes), session.notes, describe_environment(self.device)))
         return answers
 
-    def keep(self, key: str, metrics: Sequence[Metric], notes: Sequence[str], environment: Mapping[str, Any] | None = None) -> None:
+    def keep(
+        self,
+        key: str,
+        planned: PlannedEval,
+        metrics: Sequence[Metric],
+        notes: Sequence[str],
+        seconds: float,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
         """Keep what an eval measured, with what the scorecard must say beside it; `environment` is this process's where it is not given."""
         self.store.put_json(
             key,
@@ -215,8 +235,10 @@ class Bench:
                 "notes": list(notes),
                 "environment": environment or describe_environment(self.device),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "seconds": round(seconds, 3),
             },
         )
+        Durations(self.store.root, self.device).note(planned.duration_of(key), planned.eval, self.size_bytes, seconds)
 
     @contextmanager
     def opened(self, subject: Subject) -> Iterator[Opened]:

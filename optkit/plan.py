@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import SerializeAsAny
 
+from optkit.durations import Durations
 from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
-from optkit.errors import EvalError, StageError
+from optkit.errors import StageError
 from optkit.frozen import Frozen
 from optkit.gates import foreseen_failure, parse_gate
 from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
@@ -22,11 +23,10 @@ from optkit.model.cost import Cost
 from optkit.model.onnx_file import is_onnx
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
-from optkit.model.task import PHRASES, Task, phrase_of
 from optkit.onnx.builds import RUNTIME_BUILDS, installed
-from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry
+from optkit.plan_checks import check_lengths, check_onnx, check_tasks
+from optkit.recipe import EvalEntry, Recipe, SettingEntry
 from optkit.recipe_check import FORMATS
-from optkit.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
 from optkit.source.text_place import TextPlace
 from optkit.stage import Format, Transform, check_together
@@ -59,6 +59,8 @@ class Step(Frozen):
     """What it needs where it is no hit."""
     size_bytes: int
     """Bytes of the weights that it leaves."""
+    seconds: float | None = None
+    """How long it will take, by what such steps took on this machine; None where it is a hit, or none was made here."""
 
 
 class PlannedEval(Frozen):
@@ -76,6 +78,12 @@ class PlannedEval(Frozen):
     """The store has the unmodified model's metrics, or none are needed."""
     cost: Cost = Cost()
     """What measuring needs where it is no hit."""
+    seconds: float | None = None
+    """How long the artifact and the unmodified model will take to measure, as far as they are no hit; None where nobody knows."""
+
+    def duration_of(self, key: str) -> str:
+        """Return what its duration is remembered as, for the model whose metrics have a key."""
+        return f"{self.kind} of the {'artifact' if key == self.key else 'unmodified model'}"
 
     @property
     def pending(self) -> bool:
@@ -143,10 +151,10 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
-    _check_tasks(recipe, shape)
-    _check_lengths(recipe, shape)
+    check_tasks(recipe, shape)
+    check_lengths(recipe, shape)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape)
-    _check_onnx(recipe, steps)
+    check_onnx(recipe, steps[-1].format)
     check_together([setting.value for setting in recipe.settings], device)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
@@ -159,14 +167,18 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
     told = [entry.value.forecast(left, device) for entry in recipe.settings]
     told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
     sessions = _session_memories(recipe, device, steps, left, shape)
+    durations = Durations(store.root, device)
     planned = tuple(_plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals)
     return Plan(
         recipe=recipe,
         device=device,
-        steps=steps,
+        steps=tuple(_timed_step(steps, index, recipe, durations) for index in range(len(steps))),
         artifact_key=make_artifact_key(weights_key, settings),
         baseline_key=make_artifact_key(steps[0].key, beside),
-        evals=tuple(each.model_copy(update={"cost": cost}) for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)),
+        evals=tuple(
+            each.model_copy(update={"cost": cost, "seconds": _eval_seconds(each, durations, shape.size_bytes)})
+            for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)
+        ),
         baseline_settings=placing,
         doomed=tuple(_doomed(recipe, device, left, shape)),
         forecasts=tuple(filter(None, told)),
@@ -197,59 +209,6 @@ def _has_room(shape: ModelShape, device: str) -> bool:
     """Whether the device could hold the weights; a GPU whose size nobody knows could."""
     size = memory().total_bytes if device == "cpu" else gpu_memory_bytes(device)
     return size is None or shape.size_bytes <= size
-
-
-def _check_tasks(recipe: Recipe, shape: ModelShape) -> None:
-    """Refuse stages and evals for another kind of model; an ONNX model without config.json may be anything."""
-    if shape.task is None:
-        return
-    why = f"{recipe.model.name} is {PHRASES[shape.task]} ({', '.join(shape.config['architectures'])})"
-    entries: tuple[TransformEntry | SettingEntry | EvalEntry, ...] = (*recipe.transforms, *recipe.settings, *recipe.evals)
-    for entry in entries:
-        if shape.task in entry.value.tasks:
-            continue
-        raise (EvalError if isinstance(entry, EvalEntry) else StageError)(
-            f"is for {phrase_of(entry.value.tasks)}", where=entry.kind, why=why, remedy=_other_kinds(entry, shape.task)
-        )
-
-
-def _other_kinds(entry: TransformEntry | SettingEntry | EvalEntry, task: Task) -> str:
-    """Return what to take instead, of the built-in stages and evals."""
-    if isinstance(entry, EvalEntry):
-        kinds = [kind for kind in EVALS if task in eval_class(kind).tasks]
-    elif isinstance(entry, SettingEntry):
-        return "Take it out of the recipe"
-    else:
-        kinds = [kind for kind in STAGES if task in stage_class(kind).tasks and issubclass(stage_class(kind), Transform)]
-    return f"Take it out; there {'are' if len(kinds) > 1 else 'is'} {', '.join(sorted(kinds))}"
-
-
-def _check_lengths(recipe: Recipe, shape: ModelShape) -> None:
-    for entry in recipe.evals:
-        longest = entry.value.longest_sequence()
-        if shape.positions and longest > shape.positions:
-            raise EvalError(
-                f"its sequences have {longest:,} tokens, and {recipe.model.name} was built for {shape.positions:,}",
-                where=entry.kind,
-                why="Beyond its positions a model's numbers mean nothing",
-                remedy=f"Set its fields so that they have at most {shape.positions:,}",
-            )
-
-
-def _check_onnx(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """Refuse what has no place in the format that the stages leave; `validate` knows it only where one of them leaves ONNX."""
-    left = steps[-1].format
-    for setting in recipe.settings:
-        if left not in setting.value.accepts:
-            remedy = "Take it out of the recipe"
-            if left is Format.ADAPTED and Format.QUANTIZED in setting.value.accepts:
-                raise StageError("knows no adapter beside packed weights, and this model has one", where=setting.kind, remedy=remedy)
-            wanted = "an ONNX model" if setting.value.accepts == {Format.ONNX} else "a torch model"
-            raise StageError(f"is applied to {wanted}, and this is {FORMATS[left]}", where=setting.kind, remedy=remedy)
-    for entry in recipe.evals:
-        if left is Format.ONNX and entry.value.reads_weights:
-            why = "Its weights lie in a graph"
-            raise EvalError("reads the weights of a checkpoint, and this model is ONNX", where=entry.kind, why=why, remedy="Take it out")
 
 
 def _plan_steps(
@@ -379,6 +338,22 @@ def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, S
         if each.baseline_key and not each.baseline_hit:
             costs.append(each.eval.predict(baseline))
         yield Cost(ram_bytes=max(cost.ram_bytes for cost in costs), gpu_bytes=max(cost.gpu_bytes for cost in costs))
+
+
+def _timed_step(steps: Sequence[Step], index: int, recipe: Recipe, durations: Durations) -> Step:
+    """Return a step with how long it will take."""
+    step = steps[index]
+    if step.hit:
+        return step
+    seconds = durations.predict(step.kind, step.stage or recipe.model, steps[max(0, index - 1)].size_bytes)
+    return step.model_copy(update={"seconds": seconds})
+
+
+def _eval_seconds(each: PlannedEval, durations: Durations, size_bytes: int) -> float | None:
+    """Return how long an eval will take; None where that of one of the models is not known."""
+    keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
+    known = [durations.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]
+    return sum(filter(None, known)) if known and None not in known else None
 
 
 def _machine(device: str, formats: set[Format]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.plan import Plan
-from optkit_cli.tables import plain_table, size_text
+from optkit_cli.tables import duration_text, plain_table, size_text
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
@@ -27,12 +27,12 @@ def plan_view(plan: Plan) -> list[RenderableType]:
 
 
 def _steps(plan: Plan) -> Table:
-    numbers = ("size", "writes", "RAM", "GPU")
+    numbers = ("size", "writes", "RAM", "GPU", "time")
     table = plain_table(("step", "left"), ("store", "left"), ("leaves", "left"), *((name, "right") for name in numbers))
     for step in plan.steps:
         needs = (step.cost.disk_bytes, step.cost.ram_bytes, step.cost.gpu_bytes) if step in plan.pending else (0, 0, 0)
         sizes = [Text(size_text(size)) for size in (step.size_bytes, *needs)]
-        table.add_row(Text(step.kind), _hit(step.hit), Text(step.format), *sizes)
+        table.add_row(Text(step.kind), _hit(step.hit), Text(step.format), *sizes, _time(step.seconds, step in plan.pending))
     for entry in plan.recipe.settings:
         table.add_row(Text(entry.kind), Text("setting", style="dim"))
     return table
@@ -46,12 +46,22 @@ def _memory(plan: Plan) -> list[RenderableType]:
 
 
 def _evals(plan: Plan) -> Table:
-    table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"), ("RAM", "right"), ("GPU", "right"))
+    table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"), ("RAM", "right"), ("GPU", "right"), ("time", "right"))
     changed = plan.artifact_key != plan.baseline_key
     for each in plan.evals:
-        needs = [Text(size_text(size)) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)]
-        table.add_row(Text(each.kind), _hit(each.hit), _hit(each.baseline_hit) if changed and each.baseline_key else Text("-"), *needs)
+        needs = [*(Text(size_text(size)) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)), _time(each.seconds, each.pending)]
+        table.add_row(
+            Text(each.kind),
+            _hit(each.hit),
+            _hit(each.baseline_hit) if changed and each.baseline_key else Text("-"),
+            *needs,
+            _time(each.seconds, each.pending),
+        )
     return table
+
+
+def _time(seconds: float | None, pending: bool) -> Text:
+    return Text("-" if not pending else "unknown" if seconds is None else duration_text(seconds))
 
 
 def _hit(hit: bool) -> Text:
@@ -64,4 +74,8 @@ def _closing(plan: Plan) -> Text:
         return Text("nothing to do: a run ends at once")
     steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} evals to do"
     needs = {"on disk": plan.disk_bytes, "of RAM at most beside Python and torch": plan.ram_bytes, "of GPU memory at most": plan.gpu_bytes}
-    return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size)]))
+    known = [*(step.seconds for step in plan.pending), *(each.seconds for each in plan.evals if each.pending)]
+    unknown = known.count(None)
+    times = [f"about {duration_text(sum(filter(None, known)))}"] if unknown < len(known) else []
+    times += [f"the time of {unknown} is unknown (not measured here yet)"] if unknown else []
+    return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size), *times]))

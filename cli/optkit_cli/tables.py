@@ -74,6 +74,13 @@ def heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
+def duration_text(seconds: float) -> str:
+    """Return e.g. `45 s`, `12 min`, `3.5 h`."""
+    if seconds < 99.5:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5970 else f"{seconds / 3600:.1f} h"
+
+
 def size_text(size_bytes: int) -> str:
     """Return e.g. `538 MB`; `-` for nothing."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
