@@ -12,6 +12,7 @@ from typing import Any
 
 from optkit import stopping
 from optkit.artifact import is_artifact, read_artifact
+from optkit.byte_sizes import size_text
 from optkit.durations import Durations
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
@@ -149,7 +150,7 @@ def check_disk(plan: Plan, store: Store) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ResourceError(
-            f"the steps will write {needed:,} bytes and {free:,} bytes are free",
+            f"the steps will write {size_text(needed)} and {size_text(free)} are free",
             where=str(store.root),
             remedy="Free some space, or name a store on another disk with --store",
         )

@@ -195,7 +195,7 @@ def test_a_missing_package_is_found_before_anything_runs(planned):
 def test_a_disk_too_small_is_found_before_anything_runs(planned, monkeypatch):
     plan, store = planned({"halve": {}})
     monkeypatch.setattr(executing.shutil, "disk_usage", lambda place: type("Usage", (), {"free": 10})())
-    with pytest.raises(ResourceError, match=r"the steps will write \d{3},\d{3} bytes and 10 bytes are free\. Free some space"):
+    with pytest.raises(ResourceError, match=r"the steps will write \d{3} kB and 10 B are free\. Free some space"):
         execute(plan, store, Context())
     assert RUNS == []
 

@@ -13,11 +13,13 @@ from optkit.errors import EvalError, StageError
 from optkit.frozen import Frozen
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.pipeline import run
 from optkit.plan import Plan, make_plan
 from optkit.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry, load_recipe
 from optkit.source.models import ModelSource
 from optkit.stage import Cost, Format, Setting, Transform
 from optkit.store import Store
+from tests.conftest import TinyModel, Warnings
 
 
 class Halve(Transform):
@@ -273,3 +275,13 @@ def test_timings_with_other_threads_are_other_timings(tiny_model, tmp_path):
     finally:
         torch.set_num_threads(threads)
     assert [one == two for one, two in zip(*keys, strict=True)] == [False, True]
+
+
+def test_a_run_says_first_which_gate_cannot_pass_and_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    text = f"model: {tiny_model('llama')}\nstages: [rtn: {{bits: 8}}]\nevals: [footprint]\ngates: {{size_bytes: '<= 0.1x'}}\n"
+    recipe.write_text(text, encoding="utf-8")
+    said = Warnings()
+    scorecard = run(recipe, device="cpu", store=tmp_path / "store", out=tmp_path / "out", progress=said)
+    assert said.lines[0].startswith("gate size_bytes <= 0.1x cannot pass: the stages leave about 0.")
+    assert scorecard.exit_status == 3
