@@ -12,6 +12,8 @@ from optkit_cli.scorecard_view import scorecard_view
 from optkit import pipeline
 from optkit.recipe import load_recipe
 from optkit.scorecard import to_markdown
+from optkit.store import Store
+from optkit.store_contents import survey
 from tests import mutations
 from tests.conftest import TinyModel
 from tests.fuzzing import Changed, damages, read_or_refused
@@ -55,3 +57,29 @@ def test_scorecards(artifact: Path, draw: Random) -> None:
 
     with Changed(artifact / "scorecard.json", mutations.damaged_json_text(json.loads((artifact / "scorecard.json").read_bytes()), draw)):
         read_or_refused(read)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    made = Store(tmp_path_factory.mktemp("store"))
+    for key, source in (("a" * 64, None), ("b" * 64, "a" * 64)):
+        with made.write(key) as draft:
+            (draft.model / "config.json").write_text("{}", encoding="utf-8")
+            draft.record.update(kind="cast", fields={"dtype": "bfloat16"}, source_key=source, model="llama")
+    return made
+
+
+@damages(150)
+def test_records_of_steps(store: Store, draw: Random) -> None:
+    path = store.root / "steps" / ("b" * 64) / "record.json"
+    with Changed(path, mutations.damaged_json_text(json.loads(path.read_bytes()), draw)):
+        read_or_refused(lambda: survey(store))
+        read_or_refused(lambda: store.get("b" * 64))
+
+
+def test_a_step_that_names_itself_as_its_source(store: Store) -> None:
+    path = store.root / "steps" / ("b" * 64) / "record.json"
+    record = json.loads(path.read_bytes())
+    del record["model"]
+    with Changed(path, json.dumps(record | {"source_key": "b" * 64}).encode()):
+        assert {step.key[0]: step.model for step in survey(store).steps} == {"a": "llama", "b": ""}

@@ -160,7 +160,7 @@ def test_embeddings_that_are_lost(model: Path, tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_lost_or_damaged(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{")
-    assert broken(published(model, tmp_path / "one"))["tokenizer"].startswith("tokenizer.json is not JSON: Expecting property name")
+    assert broken(published(model, tmp_path / "one"))["tokenizer"].startswith("tokenizer.json is not JSON: ")
     (model / "tokenizer.json").unlink()
     assert broken(published(model, tmp_path / "two"))["tokenizer"] == "there is no tokenizer"
 

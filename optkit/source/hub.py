@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from optkit.errors import SourceError
+from optkit.files import reading
+from optkit.model.safetensors_file import tensor_info
 from optkit.model.shape import TensorInfo
 from optkit.progress import Progress
 
@@ -110,7 +112,8 @@ class HubRepo:
                 files = HfApi().get_safetensors_metadata(self.name, revision=commit).files_metadata.values()
             except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
                 raise SourceError("there are no safetensors", where=self._where(commit), why=first_line(error)) from error
-            return {name: TensorInfo(info.dtype, tuple(info.shape)) for file in files for name, info in file.tensors.items()}
+            with reading(self._where(commit), "the headers are not safetensors", ""):
+                return {name: tensor_info(name, vars(info)) for file in files for name, info in file.tensors.items()}
         raise self._unreachable("the model", self.snapshot(commit), unreachable[0])
 
     @property

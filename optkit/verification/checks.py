@@ -7,6 +7,7 @@ from pathlib import Path
 
 from optkit.artifact import Artifact
 from optkit.errors import OptkitError
+from optkit.files import read_json
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.onnx_file import MODEL, is_onnx
@@ -155,8 +156,8 @@ def _tokenizer(artifact: Artifact) -> Check:
         path = artifact.directory / name
         if name.endswith(".json") and path.is_file():
             try:
-                json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
+                read_json(path)
+            except OptkitError as error:
                 broken.append(f"{name} is not JSON: {error}")
     if TOKENIZER in found and not broken:
         broken += _refusal_of_tokenizers(artifact.directory / TOKENIZER)
