@@ -52,6 +52,12 @@ def test_the_results_are_those_of_the_model_in_memory(tiny_model: TinyModel, kin
     assert all(spread.decode_bytes(batch, 16) == plain.decode_bytes(batch, 16) for batch in (1, 3))
 
 
+def test_an_embedding_on_disk_gets_tokens_from_where_they_are(tiny_model: TinyModel) -> None:
+    alone, spread = opened(tiny_model("llama")), opened(tiny_model("llama"), Offload(device_map={"model.embed_tokens": "disk"}))
+    assert spread.model.device.type == "meta"
+    assert spread.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
+
+
 def test_in_a_smaller_dtype_the_logits_are_computed_in_slices(tiny_model: TinyModel) -> None:
     setting = Offload(device_map=fitting("llama"))
     plain, spread = (opened(tiny_model("llama"), *settings, dtype="bfloat16") for settings in ((), (setting,)))

@@ -79,7 +79,7 @@ class CarriedState:
         # For a state of tensors, the shape of a single token's logits has to show whether the batch was mixed.
         if last and (self.name in CACHES or tokens.shape[1] > 1) and "logits_to_keep" in _arguments(self.model):
             given["logits_to_keep"] = 1
-        if self.name == KEYS_AND_VALUES and needs_positions(self.model):
+        if self.name == KEYS_AND_VALUES and needs_positions(self.model, tokens.device):
             before = self.held.get_seq_length()
             given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None] + before
         return given
@@ -115,22 +115,22 @@ def check_keys_and_values(model: Any, where: str) -> None:
         )
 
 
-def needs_positions(model: Any) -> bool:
-    """Whether each pass has to be told where its tokens stand, because the model counts them from 0 (Bamba).
+def needs_positions(model: Any, device: torch.device) -> bool:
+    """Whether each pass, of tokens on `device`, has to be told where its tokens stand, because the model counts them from 0 (Bamba).
 
     Found once for each model, by running a token behind others with its position and without. Those that count otherwise than from 0
     (RoBERTa) are left to themselves.
     """
     if model not in _positions_needed:
-        _positions_needed[model] = _try_positions(model)
+        _positions_needed[model] = _try_positions(model, device)
     return _positions_needed[model]
 
 
 @torch.no_grad()
-def _try_positions(model: Any) -> bool:
+def _try_positions(model: Any, device: torch.device) -> bool:
     if "position_ids" not in _arguments(model):
         return False
-    tokens = torch.arange(1, PROBE + 2, device=model.device)[None] % model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.arange(1, PROBE + 2, device=device)[None] % model.config.get_text_config(decoder=True).vocab_size
     untold, told = _last_logits(model, tokens, {}), _last_logits(model, tokens, {"position_ids": tokens.new_full((1, 1), PROBE)})
     if torch.equal(untold, told):
         return False

@@ -20,7 +20,7 @@ def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attende
     What stands behind the decoder runs on slices; a model without a decoder that it calls as a whole computes all of them at once.
     `attended` is how the model is called beside the tokens; a cache in it is filled once.
     """
-    decoder = _decoder(model)
+    decoder = _decoder(model, tokens.device)
     if decoder is None:
         whole: Tensor = model.forward(input_ids=tokens, **attended).logits
         return whole.float()
@@ -41,13 +41,13 @@ class _ReachedError(Exception):
     """Raised by the decoder in place of its work."""
 
 
-def _decoder(model: PreTrainedModel) -> Any:
+def _decoder(model: PreTrainedModel, device: torch.device) -> Any:
     """Return the module whose output the model turns into logits; None for one that reaches neither its base model nor a decoder in it."""
 
     def reached(*_: Any, **__: Any) -> Any:
         raise _ReachedError
 
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     for module in (model.base_model, getattr(model.base_model, "decoder", None)):  # OPT calls the decoder in its base model
         if module is not None and module is not model:
             try:
