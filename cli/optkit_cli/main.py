@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -15,7 +14,6 @@ import click
 from optkit import __version__, stopping
 from optkit.errors import OptkitError
 from optkit.processes import safe_children
-from optkit_cli.failures import failure_of
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 from optkit_cli.output import document_of, only_the_result_on_stdout, print_document
 
@@ -100,7 +98,11 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
         error = stopping.request()
     if error is None:
         return int(status or 0)
+    from optkit_cli.failures import failure_of
+
     if invocation.debug:
+        import traceback
+
         traceback.print_exception(error)
     failure = failure_of(error)
     failure.say()
@@ -111,6 +113,8 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
 
 def _say_the_end(invocation: Invocation, stdout: int) -> None:
     """Write the document of a command that is ended before it could end by itself."""
+    from optkit_cli.failures import failure_of
+
     if not invocation.over:
         os.write(stdout, document_of(failure_of(stopping.request()).document()).encode())
 
