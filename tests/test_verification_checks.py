@@ -33,7 +33,8 @@ RECORD = {
 
 def published(weights: Path, out: Path) -> Artifact:
     with reserve(out, out.parent / "store"):
-        return publish(weights, out, RECORD)
+        publish(weights, out, RECORD).finish()
+    return read_artifact(out)
 
 
 @pytest.fixture

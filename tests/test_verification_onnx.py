@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optkit.errors import MissingPackageError
+from optkit.errors import MissingPackageError, SourceError
 from optkit.verification import onnx_checks
 from optkit.verification.checks import check_artifact, holds_onnx
 from tests.onnx_changes import change_graph, change_json
@@ -82,7 +82,8 @@ def test_a_model_that_is_lost_is_still_that_of_an_onnx_artifact(model: Path, tmp
 
 def test_a_file_that_is_no_onnx(model: Path, broken: Broken) -> None:
     (model / "model.onnx").write_bytes(b"<html>not found</html>")
-    assert "not a whole ONNX file (22 bytes)" in broken()["weights"]
+    with pytest.raises(SourceError, match=r"not a whole ONNX file \(22 bytes\)"):
+        broken()
 
 
 def test_the_data_of_another_model(model: Path, broken: Broken) -> None:

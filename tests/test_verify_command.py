@@ -198,7 +198,7 @@ def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Pa
 
 def test_a_damaged_record(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (artifact / "verification.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"verification\.json: cannot be read\. .* Delete it and run `optkit verify` again\.$"):
+    with pytest.raises(ArtifactError, match=r"verification\.json: cannot be read as JSON\. .* Delete it and run `optkit verify` again\.$"):
         read_loading(read_artifact(artifact))
     spoken(capsys, "show", "out", status=1)
 
