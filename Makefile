@@ -1,5 +1,5 @@
 # make run    the small model through recipes/llama_int4.yaml, to its scorecard
-# make storm  what is malformed, damaged, killed, signalled and at work together, some 1,500 cases in a quarter of an hour
+# make storm  what is malformed, damaged, killed, signalled and at work together
 # make test   lint, types, import contracts, tests
 # Both make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
 

@@ -86,6 +86,13 @@ def test_a_file_that_is_no_onnx(model: Path, broken: Broken) -> None:
         broken()
 
 
+def test_an_artifact_whose_graph_was_replaced(model: Path, tmp_path: Path) -> None:
+    artifact = published(model, tmp_path / "out")
+    (artifact.directory / "model.onnx").write_bytes(b"<html>not found</html>")
+    found = {check.name: check.detail for check in check_artifact(artifact) if not check.ok}
+    assert "not a whole ONNX file (22 bytes)" in found["weights"]
+
+
 def test_the_data_of_another_model(model: Path, broken: Broken) -> None:
     data = model / "model.onnx.data"
     size = data.stat().st_size
