@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from optkit.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
 from optkit.frozen import digest
 from optkit.held_files import hold
@@ -116,9 +115,10 @@ class Store:
 
     def put_json(self, key: str, value: Any) -> None:
         """Keep a JSON value under a key; readers see the old one or the new one, never half."""
-        with self._explaining("the metrics"):
-            path = self._directory("metrics") / f"{key}.json"
-            write_text_atomically(path, json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False))
+        with self._explaining("the metrics"), self._drafting(key) as home:
+            draft = home / f"{key}.json"
+            draft.write_text(json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False), encoding="utf-8")
+            draft.replace(self._directory("metrics") / draft.name)
 
     @contextlib.contextmanager
     def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -172,30 +172,35 @@ class Store:
 
         Raises ResourceError on a full disk, StoreError where the store cannot be written.
         """
-        with self._explaining("a draft"):
-            self.delete_abandoned_drafts()
-            home, alive = self._new_draft(key)
-        draft = Draft(home / "model")
-        with alive:
-            try:
-                with self._explaining(f"the step {key[:12]}"):
-                    yield draft
-                    make_readable(draft.model)
-                    draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
-                    (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
-                    entry = self._directory("steps") / key
-                    if entry.exists():
-                        self.delete(key)
-                    # Still held: a draft that nobody holds may be deleted at any time, and this one is finished work.
-                    home.rename(entry)
-                    (entry / ALIVE).unlink()
-            finally:
-                _clear(home)
+        with self._explaining(f"the step {key[:12]}"), self._drafting(key) as home:
+            draft = Draft(home / "model")
+            draft.model.mkdir()
+            yield draft
+            make_readable(draft.model)
+            draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
+            (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
+            entry = self._directory("steps") / key
+            if entry.exists():
+                self.delete(key)
+            # Still held: a draft that nobody holds may be deleted at any time, and this one is finished work.
+            home.rename(entry)
+            (entry / ALIVE).unlink()
 
     def delete_abandoned_drafts(self) -> None:
         """Delete the drafts whose process is gone."""
         for home in self._directory("drafts").iterdir():
             with contextlib.suppress(OSError), hold(home / ALIVE):
+                _clear(home)
+
+    @contextlib.contextmanager
+    def _drafting(self, key: str) -> Iterator[Path]:
+        """Give a directory that is held while this process works in it; what is left in it afterwards is deleted."""
+        self.delete_abandoned_drafts()
+        home, alive = self._new_draft(key)
+        with alive:
+            try:
+                yield home
+            finally:
                 _clear(home)
 
     def _new_draft(self, key: str) -> tuple[Path, IO[str]]:
@@ -205,9 +210,7 @@ class Store:
             # Another process may take it for abandoned before it is held, and deletes it.
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
                 home.mkdir()
-                alive = hold(home / ALIVE)
-                (home / "model").mkdir()
-                return home, alive
+                return home, hold(home / ALIVE)
 
     @contextlib.contextmanager
     def _alone(self, *names: str) -> Iterator[bool]:

@@ -113,6 +113,24 @@ def test_kill_9_leaves_a_draft_that_the_next_run_deletes(store):
     assert list((store.root / "drafts").iterdir()) == []
 
 
+KILLED_METRIC = """
+import os, sys
+from pathlib import Path
+from optkit.store import Store
+Path.replace = lambda *arguments: os._exit(9)
+Store(Path(sys.argv[1])).put_json("0" * 64, 1.0)
+"""
+
+
+def test_a_kill_while_a_number_is_kept_leaves_nothing_either(store):
+    killed = subprocess.run([sys.executable, "-c", KILLED_METRIC, str(store.root)], cwd=Path(__file__).parent.parent, check=False)
+    assert killed.returncode == 9
+    assert list((store.root / "metrics").iterdir()) == []
+    store.put_json("1" * 64, 1.0)
+    assert [path.name for path in (store.root / "metrics").iterdir()] == [f"{'1' * 64}.json"]
+    assert list((store.root / "drafts").iterdir()) == []
+
+
 def sweep_before(store, monkeypatch, owner, name, times=5):
     """Let another process delete abandoned drafts right before the first calls of a function."""
     plain = getattr(owner, name)
@@ -220,7 +238,7 @@ def test_a_full_disk_says_so_and_what_to_do(store, monkeypatch):
 
 def test_a_store_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"file: cannot write a draft\. Not a directory\. Name another place"):
+    with pytest.raises(StoreError, match=r"file: cannot write the step k\. Not a directory\. Name another place"):
         fill(Store(tmp_path / "file"))
 
 

@@ -30,6 +30,7 @@ class Offload(Setting):
     what is elsewhere. On the CPU, weights beyond `cpu_memory` stay on disk.
     """
 
+    version: ClassVar[int] = 2
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     places_weights: ClassVar[bool] = True
 
@@ -82,9 +83,11 @@ class Offload(Setting):
 
     def place(self, units: Sequence[Unit], room: Room) -> dict[str, Place]:
         """Return where each unit goes; raises StageError for a pattern in vain, or too little room."""
-        if isinstance(self.device_map, str):
-            return place_by_room(units, room)
-        return place_by_name(units, self.device_map)
+        places = place_by_room(units, room) if isinstance(self.device_map, str) else place_by_name(units, self.device_map)
+        if "gpu" not in places.values():
+            # accelerate computes on the first device of its map that is not the CPU, and on the CPU if there is none.
+            places[min((unit for unit in units if unit.size_bytes), key=lambda unit: unit.size_bytes).name] = "gpu"
+        return places
 
     def check_folder(self) -> None:
         """Raise StageError where nothing can be written to the folder."""
