@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optkit.pipeline import open_artifact as open_artifact
     from optkit.pipeline import run as run
     from optkit.pipeline import verify as verify
-    from optkit.recipe import load_recipe as load_recipe
+    from optkit.recipe.recipe import load_recipe as load_recipe
 
 if find_spec("fcntl") is None:
     raise ImportError(
@@ -30,7 +30,7 @@ _HOMES = {
     "OptkitError": "optkit.errors",
     "compare": "optkit.pipeline",
     "evaluate": "optkit.pipeline",
-    "load_recipe": "optkit.recipe",
+    "load_recipe": "optkit.recipe.recipe",
     "open_artifact": "optkit.pipeline",
     "run": "optkit.pipeline",
     "verify": "optkit.pipeline",

@@ -11,15 +11,15 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from optkit.atomic import write_text_atomically
+from optkit.common.atomic import write_text_atomically
+from optkit.common.files import check_name_inside, read_object, reading
+from optkit.common.frozen import Frozen, digest
+from optkit.common.held_files import hold, release
+from optkit.common.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
 from optkit.errors import ArtifactError, StoreError
-from optkit.files import check_name_inside, read_object, reading
-from optkit.frozen import Frozen, digest
-from optkit.held_files import hold, release
 from optkit.model.companions import published_files
 from optkit.model.onnx_file import is_onnx
-from optkit.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
-from optkit.store import Store, describe_file, explain_os_error, is_unchanged, list_files
+from optkit.store.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
 SCHEMA = 1
 AGAIN = "Delete the directory and run its recipe again"

@@ -10,19 +10,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from optkit import stopping
 from optkit.artifact import is_artifact, read_artifact
-from optkit.byte_sizes import size_text
-from optkit.durations import Durations
+from optkit.common.byte_sizes import size_text
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.plan import Plan, Step, check_texts
+from optkit.processes import stopping
 from optkit.source.lineage import Reader, with_sketches, without_sketches
 from optkit.source.models import import_model, locate_model
 from optkit.stage import Context, Format, Report
-from optkit.store import Store
+from optkit.store.durations import Durations
+from optkit.store.store import Store
 
 
 @dataclass(frozen=True)

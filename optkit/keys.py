@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from optkit.frozen import digest
-from optkit.recipe import EvalEntry, SettingEntry, TransformEntry
+from optkit.common.frozen import digest
+from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry
 
 SCHEMA = 1
 """Raised when the meaning of keys, or of what lies under them, changes: then nothing that was stored is found again."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from optkit.field_types import Several
-from optkit.frozen import Frozen
+from optkit.common.field_types import Several
+from optkit.common.frozen import Frozen
+from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.model.cost import Cost
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
-from optkit.statistics import Estimate, mean, mean_estimate, share_estimate
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,18 +21,17 @@ from optkit.artifact import (
     settle,
     standing,
 )
-from optkit.attribution import attribute, between
+from optkit.common.files import reading
+from optkit.common.own_files import LOSS_CURVE_SVG, RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
-from optkit.files import reading
-from optkit.measuring import Measurement, Subject, measure
-from optkit.own_files import LOSS_CURVE_SVG, RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.measuring.attribution import attribute, between
+from optkit.measuring.bench import Measurement, Subject, measure
 from optkit.plan import Plan, PlannedEval, check_texts, make_plan
 from optkit.progress import Progress, SilentProgress
-from optkit.published import located, located_setting, published_scorecard, without_places
-from optkit.recipe import Recipe, load_recipe
-from optkit.registry import stage_class
+from optkit.recipe.recipe import Recipe, load_recipe
+from optkit.recipe.registry import stage_class
 from optkit.scorecard import (
     Comparison,
     Scorecard,
@@ -45,10 +44,11 @@ from optkit.scorecard import (
     to_markdown,
     trainings,
 )
+from optkit.scorecard.published import located, located_setting, published_scorecard, without_places
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
 from optkit.stage import Context, Setting
-from optkit.store import Store, default_store
+from optkit.store.store import Store, default_store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
 

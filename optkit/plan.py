@@ -11,11 +11,9 @@ from typing import Any
 
 from pydantic import SerializeAsAny
 
-from optkit.durations import Durations
+from optkit.common.frozen import Frozen
 from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
 from optkit.errors import StageError
-from optkit.frozen import Frozen
-from optkit.gates import foreseen_failure, parse_gate
 from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.adapter import has_adapter
@@ -24,13 +22,15 @@ from optkit.model.onnx_file import is_onnx
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.onnx.builds import RUNTIME_BUILDS, installed
-from optkit.plan_checks import check_lengths, check_onnx, check_tasks
-from optkit.recipe import EvalEntry, Recipe, SettingEntry
-from optkit.recipe_check import FORMATS
+from optkit.recipe.gates import foreseen_failure, parse_gate
+from optkit.recipe.model_checks import check_lengths, check_onnx, check_tasks
+from optkit.recipe.problems import FORMATS
+from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
 from optkit.source.text_place import TextPlace
 from optkit.stage import Format, Transform, check_together
-from optkit.store import Store
+from optkit.store.durations import Durations
+from optkit.store.store import Store
 
 _REASONS = {
     Format.CHECKPOINT: "is a checkpoint",

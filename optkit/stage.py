@@ -15,8 +15,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from optkit.common.frozen import Frozen
 from optkit.errors import StageError
-from optkit.frozen import Frozen
 from optkit.model.cost import Cost as Cost
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task

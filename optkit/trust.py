@@ -11,7 +11,7 @@ from pathlib import Path
 from optkit.artifact import Artifact
 from optkit.errors import SourceError
 from optkit.progress import Progress
-from optkit.recipe import Recipe
+from optkit.recipe.recipe import Recipe
 from optkit.source.foreign_code import classes_of, loaded_unasked
 from optkit.stage import Setting
 

@@ -104,7 +104,7 @@ def save_tokenizer(directory: Path) -> None:
     """Write a byte-level BPE tokenizer of 512 tokens; a file, so that every text is the same tokens whatever becomes of the tests."""
     from transformers import PreTrainedTokenizerFast
 
-    file = str(Path(__file__).with_name("tiny_tokenizer.json"))
+    file = str(Path(__file__).parent / "support" / "tiny_tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<|endoftext|>", eos_token="<|endoftext|>").save_pretrained(directory)
 
 
@@ -146,7 +146,7 @@ def tiny_encoder_source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     root = tmp_path_factory.mktemp("tiny-encoders")
 
     def make(architecture: str) -> Path:
-        from tests.encoders import save_encoder
+        from tests.support.encoders import save_encoder
 
         directory = root / architecture
         return directory if directory.exists() else save_encoder(architecture, directory)
@@ -179,7 +179,7 @@ def tiny_onnx(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -
     root = tmp_path_factory.mktemp("tiny-onnx")
 
     def make(kind: str, precision: str) -> Path:
-        from tests.exported import exported
+        from tests.support.exported import exported
 
         directory = root / f"{kind}-{precision}"
         return directory if directory.exists() else exported(tiny_model(kind), directory, precision)

@@ -16,10 +16,10 @@ from optkit_cli.options import Command, json_option, store_option
 @json_option
 def command(model: str | None, links: bool, store: Path | None, as_json: bool) -> None:
     """Print versions, devices, memory, disk, and which stages, evals, engines and kernels can run here."""
-    from optkit.alignment import shape_problems
-    from optkit.doctor import diagnose
-    from optkit.links import gpu_links
-    from optkit.roofline.models import shape_of_model
+    from optkit.reports.doctor.doctor import diagnose
+    from optkit.reports.doctor.gpu_links import gpu_links
+    from optkit.reports.doctor.shapes import shape_problems
+    from optkit.reports.roofline.models import shape_of_model
     from optkit_cli.doctor_view import diagnosis_view
     from optkit_cli.output import print_json, show
 

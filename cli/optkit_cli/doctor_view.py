@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optkit.doctor import Diagnosis, Part
+from optkit.reports.doctor.doctor import Diagnosis, Part
 from optkit.scorecard.numbers import format_value
 from optkit_cli.tables import heading, indented, size_text
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from optkit.crashes import ChildError, one_line
+from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
+from optkit.common.visible import visible
 from optkit.errors import OptkitError, Problem
-from optkit.limits import NO_ROOM, errno_of, is_out_of_memory
-from optkit.stopping import KEPT, said_of
-from optkit.visible import visible
+from optkit.processes.crashes import ChildError, one_line
+from optkit.processes.stopping import KEPT, said_of
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def _stages() -> dict[str, str]:
-    from optkit.registry import PRESETS, stage_class, stage_names
+    from optkit.recipe.registry import PRESETS, stage_class, stage_names
 
     short = {name: f"short for `{json.dumps(preset)[1:-1].replace(chr(34), '')}`" for name, preset in PRESETS.items()}
     return {name: _summary(stage_class, name) for name in stage_names()} | short
 
 
 def _evals() -> dict[str, str]:
-    from optkit.registry import eval_class, eval_names
+    from optkit.recipe.registry import eval_class, eval_names
 
     return {name: _summary(eval_class, name) for name in eval_names()}
 
 
 def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
     """Return a class's summary, or why it cannot be loaded: one broken plug-in must not hide the others."""
-    from optkit.registry import summary
+    from optkit.recipe.registry import summary
 
     try:
         return summary(load(name))
@@ -40,8 +40,8 @@ def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
 
 
 def _recipes() -> dict[str, str]:
-    from optkit.recipe import load_recipe
-    from optkit.recipe_files import shipped_recipes
+    from optkit.recipe.files import shipped_recipes
+    from optkit.recipe.recipe import load_recipe
 
     return {name: load_recipe(path).description for name, path in shipped_recipes().items()}
 

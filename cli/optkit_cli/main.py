@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from optkit import __version__, stopping
+from optkit import __version__
 from optkit.errors import OptkitError
-from optkit.processes import safe_children
+from optkit.processes import stopping
+from optkit.processes.start import safe_children
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 from optkit_cli.output import document_of, only_the_result_on_stdout, print_document
 

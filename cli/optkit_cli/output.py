@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optkit.visible import CONTROLS, visible_lines
+from optkit.common.visible import CONTROLS, visible_lines
 from optkit_cli.options import Invocation
 
 if TYPE_CHECKING:

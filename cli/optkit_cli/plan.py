@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Print the steps of RECIPE, hit or miss, with the disk and memory that they will need; computes nothing."""
     from optkit import pipeline
-    from optkit.recipe import load_recipe
+    from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import print_json, show
     from optkit_cli.plan_view import plan_view
 

@@ -44,7 +44,7 @@ def command(
     prints time by kind of operation, the kernels that take longest, and one sentence on what to try.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
-    from optkit.profiling import profile_model
+    from optkit.reports.profiling import profile_model
     from optkit_cli.output import only_the_result_on_stdout, print_json, show
     from optkit_cli.profile_view import profile_view
     from optkit_cli.progress import open_progress

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optkit.profiling import KINDS, Phase, ProfileReport
+from optkit.reports.profiling import KINDS, Phase, ProfileReport
 from optkit.scorecard.numbers import format_value
 from optkit_cli.tables import heading, plain_table
 

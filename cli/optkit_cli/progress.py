@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from optkit import stopping
+from optkit.common.visible import visible
+from optkit.processes import stopping
 from optkit.progress import Progress, SilentProgress, SilentTask, Task
-from optkit.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

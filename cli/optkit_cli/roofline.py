@@ -11,7 +11,7 @@ import click
 from optkit_cli.options import Command, all_of, json_option, quiet_option
 
 if TYPE_CHECKING:
-    from optkit.roofline import Device
+    from optkit.reports.roofline import Device
 
 PICTURES = (".svg", ".png")
 
@@ -96,7 +96,7 @@ def command(
     from dataclasses import replace
 
     from optkit.environment import best_device
-    from optkit.roofline import build_report, datasheet, to_svg, work_of_model
+    from optkit.reports.roofline import build_report, datasheet, to_svg, work_of_model
     from optkit_cli.output import only_the_result_on_stdout, print_json, show
     from optkit_cli.roofline_view import roofline_view
 
@@ -122,7 +122,7 @@ def command(
 
 def _measured(device: str, again: bool, quiet: bool) -> tuple[Device, tuple[str, ...]]:
     """Return the roof of a device that is here, and what to say of it."""
-    from optkit.roofline import measured_device
+    from optkit.reports.roofline import measured_device
     from optkit_cli.progress import open_progress
 
     found, roof = measured_device(device, progress=open_progress(quiet=quiet), again=again)

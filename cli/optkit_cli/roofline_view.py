@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optkit.roofline import FormLimits, RooflineReport, rates_text
-from optkit.roofline.report import Cell
+from optkit.reports.roofline import FormLimits, RooflineReport, rates_text
+from optkit.reports.roofline.report import Cell
 from optkit_cli.tables import heading, plain_table, size_text
 
 SIDES = {"weights": "w", "KV cache": "k", "compute": "c"}

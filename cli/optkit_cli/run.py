@@ -49,7 +49,7 @@ def command(
     """
     from optkit import pipeline
     from optkit.errors import UnsoundError
-    from optkit.recipe import load_recipe
+    from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
 

@@ -44,7 +44,7 @@ def command(
     MODEL is a built-in name, a directory, a .gguf file or a hub id. Numbers are KL divergences in nats per token; their sum over layers
     is about what quantizing all of them does. The stage auto_bits chooses by them.
     """
-    from optkit.sensitivity import measure_model, parse_choices, to_markdown, to_svg
+    from optkit.reports.sensitivity import measure_model, parse_choices, to_markdown, to_svg
     from optkit.source.calibration import Calibration
     from optkit_cli.output import only_the_result_on_stdout, print_json, show
     from optkit_cli.progress import open_progress

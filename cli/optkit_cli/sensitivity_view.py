@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optkit.sensitivity import SensitivityReport
+from optkit.reports.sensitivity import SensitivityReport
 from optkit_cli.tables import heading, plain_table
 
 SHOWN = 20

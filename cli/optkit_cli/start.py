@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from optkit import stopping
+    from optkit.processes import stopping
 except ImportError as error:
     if error.name != "fcntl":
         raise

@@ -52,8 +52,8 @@ def command() -> None:
 @json_option
 def show_command(store: Path | None, as_json: bool) -> None:
     """Print where the store is, how large, each step with its model, size and last use, and the work that is not finished."""
-    from optkit.store import Store, default_store
-    from optkit.store_contents import survey
+    from optkit.store.contents import survey
+    from optkit.store.store import Store, default_store
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import contents_view
 
@@ -81,8 +81,8 @@ def prune_command(
     Checkpoints of unfinished steps, and what teachers said, go by age or with --all.
     """
     from optkit.errors import UsageError
-    from optkit.store import Store, default_store
-    from optkit.store_contents import prune
+    from optkit.store.contents import prune
+    from optkit.store.store import Store, default_store
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import pruned_view
 

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from optkit.store_contents import Contents, Pruned, StoredStep
-from optkit.store_work import StoredWork
+from optkit.store.contents import Contents, Pruned, StoredStep
+from optkit.store.work import StoredWork
 from optkit_cli.tables import plain_table, size_text
 
 AGES = ((86_400, "day"), (3600, "hour"), (60, "minute"))

@@ -13,9 +13,9 @@ from optkit_cli.options import Command, json_option
 @json_option
 def command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
+    from optkit.common.visible import visible
     from optkit.errors import Problem
-    from optkit.recipe import load_recipe
-    from optkit.visible import visible
+    from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import print_json
 
     problems: list[Problem] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import optkit
-from optkit.store import Store
+from optkit.store.store import Store
 
 TEXTS = ["c4", {"dataset": "wikitext2", "split": "validation"}]
 SHARED: dict[str, Any] = {"texts": TEXTS, "patience": None, "checkpoint_minutes": 10}

@@ -111,7 +111,7 @@ def perplexity(model: Path, asked: argparse.Namespace) -> float:
 def zeros(model: Path) -> float:
     """Return the share of zeros in the linear layers of the decoder blocks."""
     from optkit.model.checkpoint import Checkpoint
-    from optkit.stages.selection import layers_of
+    from optkit.model.linear_layers import layers_of
 
     checkpoint = Checkpoint(model)
     found = [checkpoint.read(f"{name}.weight") for name in layers_of(checkpoint.shape)]

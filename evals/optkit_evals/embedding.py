@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from optkit.common.statistics import Estimate, mean_estimate, quantile, share_estimate
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import Task
-from optkit.statistics import Estimate, mean_estimate, quantile, share_estimate
 from optkit_evals.sentences import Sentences, SentenceText
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
+from optkit.common.field_types import AtLeastOne, BatchSize, Length, Several
+from optkit.common.statistics import mean, quantile
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.field_types import AtLeastOne, BatchSize, Length, Several
 from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import ENCODING, Task
-from optkit.statistics import mean, quantile
 from optkit_evals.configurations import measure_each
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
+from optkit.common.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
+from optkit.common.statistics import mean, quantile
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
-from optkit.statistics import mean, quantile
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
 from optkit_evals.timing import uninterrupted
 

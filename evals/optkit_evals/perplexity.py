@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from optkit.common.statistics import mean, neighbours_half_width
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
-from optkit.statistics import mean, neighbours_half_width
 from optkit_evals.windows import WindowedText, slices
 
 if TYPE_CHECKING:

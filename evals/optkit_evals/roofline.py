@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from optkit.measure import EvalContext, Metric, Session
 from optkit.model.checkpoint import Checkpoint
-from optkit.roofline import Device, Limit, measured_device, rates_text, roof_generation, session_limits, work_of
+from optkit.reports.roofline import Device, Limit, measured_device, rates_text, roof_generation, session_limits, work_of
 from optkit.scorecard.numbers import format_value
 from optkit_evals.throughput import Cell, Throughput
 

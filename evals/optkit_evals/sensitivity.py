@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from optkit.common.field_types import Count, SequenceLength, Several
 from optkit.errors import EvalError
-from optkit.field_types import Count, SequenceLength, Several
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.adapter import has_adapter
 from optkit.model.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ class Sensitivity(WindowedText, Eval):
 
         from optkit.algorithms.sensitivity import divergences
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.layer_sensitivity import layer_gradients
+        from optkit.stages.sensitivity.measure import layer_gradients
 
         if context.baseline is None:
             raise EvalError("there is no baseline", where="sensitivity", why="Errors are differences from its weights")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from optkit.common.field_types import BatchSize
 from optkit.errors import EvalError
-from optkit.field_types import BatchSize
 from optkit.measure import EncoderSession, EvalContext
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from optkit.common.field_types import SequenceLength, Several
+from optkit.common.statistics import mean
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
-from optkit.statistics import mean
 from optkit_evals.timing import answer, uninterrupted
 from optkit_evals.windows import WindowedText
 

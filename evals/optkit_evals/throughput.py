@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal
 
-from optkit.byte_sizes import size_text
+from optkit.common.byte_sizes import size_text
+from optkit.common.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
+from optkit.common.statistics import mean, standard_error
 from optkit.devices.cpu_watch import CpuWatch
 from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.devices.peak_memory import Peak, peak_of
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
-from optkit.statistics import mean, standard_error
 from optkit_evals.configurations import measure_each
 from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from optkit.common.statistics import mean, quantile, standard_error
 from optkit.measure import QueueingSession, Session
 from optkit.progress import Task
-from optkit.statistics import mean, quantile, standard_error
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optkit.common.field_types import SequenceLength, Several
 from optkit.errors import EvalError
-from optkit.field_types import SequenceLength, Several
 from optkit.measure import EvalContext, Session
 from optkit.model.session_memory import SLICE_BYTES
 from optkit.source.cut_text import CutText, apart, family_that_needs_bos

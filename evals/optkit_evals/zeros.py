@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optkit.model.checkpoint import Checkpoint
-from optkit.stages.selection import layers_of
+from optkit.model.linear_layers import layers_of
 
 ROWS = 64
 """Rows of a stored weight that are looked at, in PLACES runs that lie evenly spread over it."""

@@ -29,11 +29,11 @@ from typing import IO, Any, Literal
 from optkit.backends.installing import install, python_of
 from optkit.backends.libraries import LIBRARIES, Library, find_library
 from optkit.backends.shared_torch import SharedTorch
+from optkit.common.frozen import Frozen, digest
 from optkit.environment import package_version
 from optkit.errors import OptkitError
-from optkit.frozen import Frozen, digest
+from optkit.processes.stopping import take_lock
 from optkit.progress import Progress
-from optkit.stopping import take_lock
 
 RECORD = "optkit.json"
 NOTEWORTHY = ("transformers", "compressed-tensors", "accelerate", "numpy", "datasets")

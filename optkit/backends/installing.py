@@ -12,7 +12,7 @@ from pathlib import Path
 from optkit.backends.libraries import Library
 from optkit.backends.shared_torch import SharedTorch
 from optkit.errors import OptkitError
-from optkit.processes import foreign_environment, python_command, run
+from optkit.processes.start import foreign_environment, python_command, run
 from optkit.progress import Progress
 
 SHOWN_LINES = 3

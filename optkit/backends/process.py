@@ -17,7 +17,7 @@ from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import only_visible
 from optkit.errors import StageError
-from optkit.processes import end_group, foreign_environment, python_command, start
+from optkit.processes.start import end_group, foreign_environment, python_command, start
 from optkit.progress import Progress, Task
 
 LAUNCH = Path(__file__).with_name("workers") / "launch.py"

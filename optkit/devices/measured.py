@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from optkit.common.statistics import quantile
 from optkit.devices.roofs import Rate, Roof
 from optkit.environment import device_name, memory
 from optkit.kernels.float8_linear import why_not_scaled
 from optkit.kernels.int8_linear import why_not_integers
 from optkit.model.memory import return_freed_memory
 from optkit.progress import Progress
-from optkit.statistics import quantile
 
 WARM_UP_S = 0.2
 """Clocks have risen, threads are awake and libraries have chosen their kernels."""

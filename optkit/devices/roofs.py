@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from optkit.atomic import write_text_atomically
+from optkit.common.atomic import write_text_atomically
+from optkit.common.frozen import Frozen, digest
 from optkit.devices.datasheets import Device
 from optkit.environment import cpu_threads, device_name, driver_version, memory, package_version
 from optkit.errors import ResourceError, UsageError
-from optkit.frozen import Frozen, digest
 from optkit.progress import Progress, SilentProgress
 from optkit.source.digests import default_cache
 
@@ -72,7 +72,7 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
     """
     import torch
 
-    from optkit.limits import is_out_of_memory
+    from optkit.common.limits import is_out_of_memory
 
     count = torch.cuda.device_count()
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:

@@ -1,6 +1,6 @@
 """4-bit layers of a bitsandbytes checkpoint as float weights, without bitsandbytes: for trainings beside them.
 
-How they lie is in `optkit.stages.bitsandbytes_format`. transformers opens such a model to run it, with bitsandbytes' own kernels.
+How they lie is in `optkit.formats.bitsandbytes`. transformers opens such a model to run it, with bitsandbytes' own kernels.
 """
 
 from __future__ import annotations

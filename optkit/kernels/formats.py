@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from optkit.common.files import reading
 from optkit.errors import SourceError
-from optkit.files import reading
 from optkit.kernels.awq_layers import awq_layers
 from optkit.kernels.config_groups import compressed_tensors_layers
 from optkit.kernels.gptq_layers import gptq_layers

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from optkit.common.files import read_object, reading, shown
 from optkit.errors import SourceError
-from optkit.files import read_object, reading, shown
 from optkit.model.safetensors_file import read_header
 from optkit.model.shape import TensorInfo
 

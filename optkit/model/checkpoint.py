@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optkit.common.files import check_kinds
 from optkit.errors import SourceError
-from optkit.files import check_kinds
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.onnx_file import is_onnx

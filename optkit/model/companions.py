@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from optkit.common.own_files import is_own
 from optkit.errors import SourceError
 from optkit.model.weight_files import holds_weights
-from optkit.own_files import is_own
 
 KINDS = {
     "configs": ("config.json", "*_config.json", "config_*.json", "*config.json", "configuration.json", "params.json", "modules.json"),

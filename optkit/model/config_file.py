@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optkit.common.files import read_object, shown
 from optkit.errors import SourceError
-from optkit.files import read_object, shown
 from optkit.model.quantization_config import wrong_in_quantization
 from optkit.model.shape import BLOCK_COUNTS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optkit.frozen import Frozen
+from optkit.common.frozen import Frozen
 
 
 class Cost(Frozen):

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from optkit.common.files import check_kinds, check_name, check_regular, reading
 from optkit.errors import MissingPackageError, SourceError
-from optkit.files import check_kinds, check_name, check_regular, reading
 from optkit.model.companions import require_inside
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optkit.files import read_object, reading
+from optkit.common.files import read_object, reading
 from optkit.model.config_file import check_values, read_config
 from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.model.shape import ModelShape, TensorInfo

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from optkit.byte_sizes import size_text
+from optkit.common.byte_sizes import size_text
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from optkit.common.files import check_name_inside, read_json, read_object, reading
 from optkit.errors import SourceError
-from optkit.files import check_name_inside, read_json, read_object, reading
 from optkit.model.companions import require_inside
 
 MODULES = "modules.json"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from optkit.files import shown
+from optkit.common.files import shown
 
 TEXTS = ("quant_method", "format", "version", "checkpoint_format", "bnb_4bit_quant_type")
 NAMES = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "targets")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optkit.common.files import check_name, open_file, read_object, reading, shown, texts_of
 from optkit.errors import SourceError
-from optkit.files import check_name, open_file, read_object, reading, shown, texts_of
 from optkit.model.shape import DTYPE_BITS, TensorInfo
 
 AGAIN = "Copy or download it again"

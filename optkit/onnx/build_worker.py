@@ -19,10 +19,10 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
-from optkit.crashes import told_crash
+from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.errors import OptkitError
-from optkit.limits import NO_ROOM, errno_of, is_out_of_memory
-from optkit.processes import end_with_parent
+from optkit.processes.crashes import told_crash
+from optkit.processes.start import end_with_parent
 
 READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from optkit import errors
-from optkit.crashes import with_trace
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
-from optkit.processes import end_group, python_command, python_environment, start
+from optkit.processes.crashes import with_trace
+from optkit.processes.start import end_group, python_command, python_environment, start
 from optkit.progress import Task
 
 WORKER = "optkit.onnx.build_worker"

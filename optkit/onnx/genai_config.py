@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optkit.files import read_object
+from optkit.common.files import read_object
 from optkit.model.onnx_file import MODEL
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.onnx.directory import OnnxDirectory

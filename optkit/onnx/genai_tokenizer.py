@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.model.onnx_file import MODEL
-from optkit.processes import python_command, python_environment, run
+from optkit.processes.start import python_command, python_environment, run
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "genai_config.json"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optkit.common.limits import NO_MEMORY
 from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError
-from optkit.limits import NO_MEMORY
 
 SILENT = 4
 """ONNX Runtime's log level for fatal errors alone: every other error is raised, and told by us."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from optkit.common.limits import NO_ROOM
 from optkit.errors import OptkitError, StageError
-from optkit.limits import NO_ROOM
 from optkit.model.onnx_file import MODEL
 from optkit.model.writer import disk_space_for
 from optkit.onnx.exporters import OPSET

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from optkit.gates import Gate, Verdict, metric_key, parse_gate
+from optkit.common.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio, paired_ratio
 from optkit.measure import Metric
+from optkit.recipe.gates import Gate, Verdict, metric_key, parse_gate
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine
-from optkit.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio, paired_ratio
 
 
 def build_scorecard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from optkit.frozen import Frozen
+from optkit.common.frozen import Frozen
 
 EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum"]
 NOTHING = "-"

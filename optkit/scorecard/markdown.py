@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
-from optkit.own_files import LOSS_CURVE_SVG
+from optkit.common.own_files import LOSS_CURVE_SVG
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.record import Scorecard, StepLine

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, computed_field, field_validator, model_validator
 
+from optkit.common.files import read_object, reading, shown, texts_of
+from optkit.common.frozen import Frozen
 from optkit.errors import ArtifactError
-from optkit.files import read_object, reading, shown, texts_of
-from optkit.frozen import Frozen
-from optkit.gates import Verdict, overall
 from optkit.measure import Metric
+from optkit.recipe.gates import Verdict, overall
 from optkit.scorecard.loading import Loading
 from optkit.training.record import KEY, TrainingRecord
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from optkit.gates import Verdict, overall
 from optkit.measure import Metric
+from optkit.recipe.gates import Verdict, overall
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import Measured, Scorecard
 

@@ -18,7 +18,7 @@ from optkit.model.blocks import find_blocks
 from optkit.model.carried_state import CarriedState
 from optkit.session.memory import cache_bytes, weight_bytes
 from optkit.session.speculation import Step
-from optkit.stages.speculative import check_layers
+from optkit.settings.speculative import check_layers
 
 
 class EarlyExit:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from optkit.common.limits import is_out_of_memory
 from optkit.errors import ResourceError
 from optkit.kernels.kv_cache import CodedLayer
-from optkit.limits import is_out_of_memory
 from optkit.model.experts import Experts
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from optkit.byte_sizes import size_text
+from optkit.common.byte_sizes import size_text
 from optkit.environment import memory
 from optkit.errors import StageError
 from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.placement import Place, Unit, placement_text
 from optkit.model.skeleton import empty_model
-from optkit.stages.offload import Offload
+from optkit.settings.offload import Offload
 
 
 class Offloading:

@@ -11,13 +11,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from optkit.common.limits import is_out_of_memory
 from optkit.errors import MissingPackageError, OptkitError, SourceError, StageError
 from optkit.kernels.cpu.decoding import step_decoder
 from optkit.kernels.formats import quantized_layers
 from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.load import load_packed
 from optkit.kernels.low_rank import apply_adapter_
-from optkit.limits import is_out_of_memory
 from optkit.model.adapter import read_adapter
 from optkit.model.attention_choice import attention_options, eager_note
 from optkit.model.carried_state import check_keys_and_values
@@ -39,13 +39,13 @@ from optkit.session.speculation import DraftModel, PromptLookup, Proposer
 from optkit.session.splitting import check_split, is_joined, share_kwargs
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
+from optkit.settings.cuda_graphs import CudaGraphs
+from optkit.settings.offload import Offload, packed_weights_error
+from optkit.settings.speculative import Speculative, check_tokens
+from optkit.settings.tensor_parallel import TensorParallel
+from optkit.settings.tensor_parallel import packed_weights_error as unsplittable_error
 from optkit.source.quiet import quiet_accelerate, quiet_bitsandbytes, quiet_transformers
 from optkit.stage import Format, Setting, check_together
-from optkit.stages.cuda_graphs import CudaGraphs
-from optkit.stages.offload import Offload, packed_weights_error
-from optkit.stages.speculative import Speculative, check_tokens
-from optkit.stages.tensor_parallel import TensorParallel
-from optkit.stages.tensor_parallel import packed_weights_error as unsplittable_error
 
 if TYPE_CHECKING:
     from optkit.kernels.cuda.decoding import GraphDecoder

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.byte_sizes import size_text
+from optkit.common.byte_sizes import size_text
 from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
 from optkit.session.generating import GeneratingSession
 from optkit.session.ranks import Ranks
+from optkit.settings.tensor_parallel import TensorParallel
 from optkit.stage import Setting
-from optkit.stages.tensor_parallel import TensorParallel
 
 
 class ParallelSession(GeneratingSession):

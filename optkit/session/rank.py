@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from optkit.crashes import told_crash
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.errors import OptkitError
+from optkit.processes.crashes import told_crash
 from optkit.session.memory import local_part
 from optkit.session.splitting import join
 from optkit.stage import Setting

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from optkit import errors, stopping
-from optkit.crashes import with_trace
+from optkit import errors
 from optkit.errors import OptkitError, StageError
-from optkit.processes import python_command, python_environment, start
+from optkit.processes import stopping
+from optkit.processes.crashes import with_trace
+from optkit.processes.start import python_command, python_environment, start
 
 TIMEOUT_S = 600.0
 """How long a rank waits for the others, and how long the others may take once one has answered."""

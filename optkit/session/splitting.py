@@ -11,7 +11,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from optkit.stages.tensor_parallel import TensorParallel, no_plan_error
+from optkit.settings.tensor_parallel import TensorParallel, no_plan_error
 
 _joined: list[DeviceMesh] = []
 

@@ -22,7 +22,7 @@ from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_state, speculate
 from optkit.session.static_caches import StaticCaches
-from optkit.stages.compile import RECOMPILE_LIMIT, times_given_up
+from optkit.settings.compile import RECOMPILE_LIMIT, times_given_up
 
 if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from optkit.common.field_types import Count, SequenceLength
+from optkit.common.files import reading
 from optkit.errors import SourceError
-from optkit.field_types import Count, SequenceLength
-from optkit.files import reading
 from optkit.source.cut_text import CutText, encoder
 from optkit.source.directory import TOKENIZERS
 from optkit.source.quiet import quiet_transformers

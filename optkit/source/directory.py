@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optkit.common.frozen import digest
+from optkit.common.own_files import is_own
 from optkit.errors import SourceError
-from optkit.frozen import digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_of, find_companions, lies_inside
 from optkit.model.config_file import check_against_tensors
 from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
-from optkit.own_files import is_own
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 

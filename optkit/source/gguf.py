@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from optkit.common.files import open_file, reading
 from optkit.errors import MissingPackageError, SourceError
-from optkit.files import open_file, reading
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from optkit.files import reading
+from optkit.common.files import reading
 from optkit.progress import Progress
 from optkit.source.gguf import Gguf
 from optkit.source.quiet import quiet_transformers

@@ -10,8 +10,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from optkit.common.files import reading
 from optkit.errors import SourceError
-from optkit.files import reading
 from optkit.model.safetensors_file import tensor_info
 from optkit.model.shape import TensorInfo
 from optkit.progress import Progress

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import model_validator
 
-from optkit.byte_sizes import size_text
+from optkit.common.byte_sizes import size_text
+from optkit.common.field_types import Name
+from optkit.common.files import is_directory, is_file
+from optkit.common.frozen import Frozen, digest
 from optkit.errors import MissingPackageError, SourceError
-from optkit.field_types import Name
-from optkit.files import is_directory, is_file
-from optkit.frozen import Frozen, digest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import published_files
 from optkit.model.config_file import read_config

@@ -6,7 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from optkit.atomic import write_text_atomically
+from optkit.common.atomic import write_text_atomically
 from optkit.errors import SourceError
 from optkit.source.digests import PREFIX, default_cache
 from optkit.source.models import BUILT_IN, ModelSource, pin_model

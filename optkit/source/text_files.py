@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from optkit.common.files import read_text, reading
 from optkit.errors import SourceError, did_you_mean
-from optkit.files import read_text, reading
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 

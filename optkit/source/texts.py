@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
+from optkit.common.field_types import Name
+from optkit.common.files import read_text
+from optkit.common.frozen import Frozen
 from optkit.errors import SourceError, did_you_mean
-from optkit.field_types import Name
-from optkit.files import read_text
-from optkit.frozen import Frozen
 from optkit.source import python_reference
 from optkit.source.digests import PREFIX
 from optkit.source.hub import HubRepo

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from optkit.atomic import write_text_atomically
+from optkit.common.atomic import write_text_atomically
+from optkit.common.frozen import digest
 from optkit.errors import SourceError
-from optkit.frozen import digest
 from optkit.source.calibration import load_tokenizer
 from optkit.source.digests import sha256_of
 from optkit.source.text_place import TextPlace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from optkit.files import read_object, reading
+from optkit.common.files import read_object, reading
 
 
 def other_token(theirs: Path, ours: Path) -> tuple[str, int | str, int] | None:

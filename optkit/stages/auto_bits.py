@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Name
 from optkit.errors import StageError
-from optkit.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Name
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Selection, layers_of, select
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.bit_budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
 from optkit.stages.gptq import Gptq
-from optkit.stages.layer_quantizer import outside_of
-from optkit.stages.overrides import Override
+from optkit.stages.quantizing.overrides import Override
+from optkit.stages.quantizing.streaming import outside_of
 from optkit.stages.rtn import Rtn
-from optkit.stages.selection import Selection, layers_of, select
-from optkit.stages.sensitivity_memory import sensitivity_memory
+from optkit.stages.sensitivity.budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
+from optkit.stages.sensitivity.memory import sensitivity_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,7 +176,7 @@ class AutoBits(Transform):
         import torch
 
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.layer_sensitivity import grids_of, measure_sensitivity
+        from optkit.stages.sensitivity.measure import grids_of, measure_sensitivity
 
         skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
         forms = {layer.name: [choice.form for choice in item.choices] for item in items for layer in item.layers}
@@ -207,7 +207,7 @@ class AutoBits(Transform):
         import torch
 
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.held_out import mean_divergences
+        from optkit.stages.sensitivity.held_out import mean_divergences
 
         label = next(iter(uniform.values())).form.label
         context.progress.say(f"{KIND}: quantizing with {label} throughout, to compare")

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.formats.awq import AWQ, AwqPacked, refuse_unfit_for_awq
+from optkit.formats.base import HEAD, LayerFormat
+from optkit.formats.packed import PackedFormat, PackQuantized
+from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import ModelShape
-from optkit.stages.awq_format import AWQ, AwqPacked, refuse_unfit_for_awq
-from optkit.stages.fitting import refuse_some_experts, refuse_uneven_groups, refuse_unfit
-from optkit.stages.foreign import Backed
-from optkit.stages.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
-from optkit.stages.layer_format import HEAD, LayerFormat
-from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
-from optkit.stages.overrides import Override
-from optkit.stages.packed_format import PackedFormat, PackQuantized
-from optkit.stages.selection import Layer, Selection
-from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.backed import Backed
+from optkit.stages.quantizing.fitting import refuse_some_experts, refuse_uneven_groups, refuse_unfit
+from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
+from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.overrides import Override
+from optkit.stages.quantizing.streaming import BlockOutput, Job, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
 
     def _head(self, job: Job) -> Mapping[str, Tensor]:
         """Round the output layer, each input weighted by its activations; what makes its input takes no scales."""
-        from optkit.stages.layer_inputs import head_hessian
+        from optkit.stages.quantizing.hessians import head_hessian
 
         device = job.context.device
         with out_of_memory(HEAD, device, LESS_MEMORY):

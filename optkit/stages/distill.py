@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from optkit.stages.trained import Trained
+from optkit.stages.teaching.stage import Trained
 
 if TYPE_CHECKING:
     from optkit.training.student import Student

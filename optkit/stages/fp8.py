@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import model_validator
 
 from optkit.errors import StageError
+from optkit.formats.base import LayerFormat
+from optkit.formats.eight_bit import BLOCK, Activations, Number, Scales
+from optkit.model.linear_layers import Selection
 from optkit.source.calibration import Calibration
-from optkit.stages.eight_bit_format import BLOCK, Activations, Number, Scales
-from optkit.stages.eight_bit_quantizer import EightBitQuantizer
-from optkit.stages.layer_format import LayerFormat
-from optkit.stages.layer_quantizer import BlockOutput, Job, out_of_memory
-from optkit.stages.selection import Selection
+from optkit.stages.quantizing.eight_bits import EightBitQuantizer
+from optkit.stages.quantizing.streaming import BlockOutput, Job, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from optkit.common.field_types import BatchSize, Damping
 from optkit.errors import StageError
-from optkit.field_types import BatchSize, Damping
+from optkit.formats.base import HEAD
+from optkit.formats.packed import PackedFormat, PackQuantized
 from optkit.model.attention_choice import eager_bytes
+from optkit.model.linear_layers import Layer, by_block, stacks
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stages.foreign import Backed
-from optkit.stages.layer_format import HEAD
-from optkit.stages.layer_quantizer import Job, out_of_memory
-from optkit.stages.packed_format import PackedFormat, PackQuantized
-from optkit.stages.selection import Layer, by_block, stacks
-from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.backed import Backed
+from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.streaming import Job, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.algorithms.hessian import Hessian
-    from optkit.stages.layer_inputs import HessianCollector
+    from optkit.stages.quantizing.hessians import HessianCollector
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
@@ -68,7 +68,7 @@ class Gptq(Backed, WeightQuantizer):
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
     def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
-        from optkit.stages.layer_inputs import HessianCollector
+        from optkit.stages.quantizing.hessians import HessianCollector
 
         device, skeleton = job.context.device, job.skeleton
         tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
@@ -100,7 +100,7 @@ class Gptq(Backed, WeightQuantizer):
     def _head(self, job: Job) -> Mapping[str, Tensor]:
         """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for each token."""
         from optkit.algorithms.grid import joined
-        from optkit.stages.layer_inputs import head_hessian
+        from optkit.stages.quantizing.hessians import head_hessian
 
         device = job.context.device
         with out_of_memory(HEAD, device, LESS_MEMORY):
@@ -174,7 +174,7 @@ class Gptq(Backed, WeightQuantizer):
         from optkit.algorithms.gptq import GptqOptions, gptq
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
-        from optkit.stages.layer_inputs import finite_matrix
+        from optkit.stages.quantizing.hessians import finite_matrix
 
         grid = packed_grid(job, name)
         if hessian is None or hessian.tokens < FEW_TOKENS or self._rounds_to_nearest(name):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optkit.common.field_types import NonNegative
 from optkit.errors import StageError
-from optkit.field_types import NonNegative
-from optkit.stages.bitsandbytes_format import EightBitRows
-from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
-from optkit.stages.selection import Layer
+from optkit.formats.bitsandbytes import EightBitRows
+from optkit.model.linear_layers import Layer
+from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor

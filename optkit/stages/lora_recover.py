@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from optkit.common.field_types import AtLeastOne, Count, Distinct, Factor, LearningRate, Name, Part
 from optkit.errors import StageError
-from optkit.field_types import AtLeastOne, Count, Distinct, Factor, LearningRate, Name, Part
 from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
 from optkit.model.checkpoint import INDEX
+from optkit.model.linear_layers import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.stored_linears import linears_of
 from optkit.model.writer import copy_companions, link_or_copy
 from optkit.stage import Context, Cost, Format, Report
-from optkit.stages.selection import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
-from optkit.stages.stored_linears import linears_of
-from optkit.stages.student_layers import linear_modules
-from optkit.stages.trained import CHECKPOINTS, Trained
+from optkit.stages.teaching.layers import linear_modules
+from optkit.stages.teaching.stage import CHECKPOINTS, Trained
 
 if TYPE_CHECKING:
     from optkit.training.adapted_student import AdaptedStudent

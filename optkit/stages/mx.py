@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.errors import StageError
+from optkit.formats.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.stage import Context, Cost, Report
-from optkit.stages.fitting import EXPERTS, refuse_some_experts
-from optkit.stages.layer_format import COMPRESSED_TENSORS, LayerFormat
-from optkit.stages.layer_quantizer import BlockOutput, Job, LayerQuantizer, out_of_memory
-from optkit.stages.selection import Layer, Selection, layers_of
+from optkit.stages.quantizing.fitting import EXPERTS, refuse_some_experts
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from optkit.stages.bitsandbytes_format import FourBit
-from optkit.stages.bitsandbytes_quantizer import BitsAndBytesQuantizer
-from optkit.stages.layer_format import LayerFormat
-from optkit.stages.selection import Layer, Selection
+from optkit.formats.base import LayerFormat
+from optkit.formats.bitsandbytes import FourBit
+from optkit.model.linear_layers import Layer, Selection
+from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import package_version
 from optkit.errors import SourceError, StageError
+from optkit.formats.base import HEAD
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.shape import ModelShape
@@ -25,7 +26,6 @@ from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
 from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_config, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.layer_format import HEAD
 
 if TYPE_CHECKING:
     from optkit.onnx.builder import Order

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from optkit.common.field_types import Distinct, Name
 from optkit.errors import SourceError, StageError
-from optkit.field_types import Distinct, Name
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import write_config
+from optkit.onnx.node_selection import refuse_unmatched
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.node_selection import refuse_unmatched
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from optkit.common.field_types import Distinct, Name
 from optkit.errors import StageError
-from optkit.field_types import Distinct, Name
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
+from optkit.onnx.node_selection import choose, listed, refuse_nothing
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.node_selection import choose, listed, refuse_nothing
 
 if TYPE_CHECKING:
     from optkit.onnx.matrices import Matrices

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.algorithms.sparsity_pattern import Pattern
+from optkit.common.field_types import AtLeastOne, BatchSize, Count, Damping, Distinct, Name, Share
 from optkit.errors import StageError
-from optkit.field_types import AtLeastOne, BatchSize, Count, Damping, Distinct, Name, Share
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.layer_quantizer import linears_of, outside_of
-from optkit.stages.selection import Layer, Selection, layers_of, select
-from optkit.stages.sensitivity_memory import sensitivity_memory
-from optkit.stages.sparsity import LEVELS, engines_note, pruning_memory, refuse_unfit
+from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
+from optkit.stages.quantizing.streaming import linears_of, outside_of
+from optkit.stages.sensitivity.memory import sensitivity_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.stages.block_pruner import BlockPruner
+    from optkit.stages.pruning.blocks import BlockPruner
 
 KIND = "prune"
 DEFAULT_SPREAD = 0.08
@@ -139,7 +139,7 @@ class Prune(Transform):
         memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.block_pruner import FEW_TOKENS, BlockPruner, PruneOptions
+        from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
@@ -198,7 +198,7 @@ class Prune(Transform):
         """Return the share of zeros of each layer."""
         if self.allocation == "uniform" or tokens is None:
             return dict.fromkeys(layers, self._share)
-        from optkit.stages.sparsity_allocation import by_outliers, by_sensitivity, outlier_shares
+        from optkit.stages.pruning.allocation import by_outliers, by_sensitivity, outlier_shares
 
         spread = self.allocation_spread or DEFAULT_SPREAD
         if self.allocation == "owl":

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from optkit.common.field_types import Amount, BatchSize, Distinct
 from optkit.errors import StageError
-from optkit.field_types import Amount, BatchSize, Distinct
 from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import Checkpoint
@@ -23,16 +23,16 @@ from optkit.model.width import Role, Widths, axes_of, changing, narrower_config,
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report, Transform
-from optkit.stages.layer_quantizer import out_of_memory
-from optkit.stages.width_fields import KIND, WidthFields
+from optkit.stages.narrowing.fields import KIND, WidthFields
+from optkit.stages.quantizing.streaming import out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
-    from optkit.stages.block_importance import Chosen
-    from optkit.stages.narrower_blocks import NarrowerBlocks
+    from optkit.stages.narrowing.blocks import NarrowerBlocks
+    from optkit.stages.narrowing.importance import Chosen
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together where perplexity says what matters."""
@@ -110,7 +110,7 @@ class PruneStructured(WidthFields, Transform):
         are too short, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.smaller_proof import prove
+        from optkit.stages.narrowing.proof import prove
 
         started = time.monotonic()
         checkpoint = Checkpoint(source)
@@ -176,8 +176,8 @@ class PruneStructured(WidthFields, Transform):
         self, skeleton: Skeleton, planned: _Planned, kept: Sequence[int], names: Mapping[str, str], tokens: Tensor | None, context: Context
     ) -> NarrowerBlocks:
         """Return the blocks to be written, with the channels of the hidden states chosen."""
-        from optkit.stages.narrower_blocks import NarrowerBlocks
-        from optkit.stages.width_choice import WidthChooser
+        from optkit.stages.narrowing.blocks import NarrowerBlocks
+        from optkit.stages.narrowing.choice import WidthChooser
 
         def inputs() -> BlockInputs | None:
             return None if tokens is None else skeleton.capture_inputs(tokens, context.device, self.batch_size)
@@ -215,7 +215,7 @@ class PruneStructured(WidthFields, Transform):
         return count
 
     def _choose(self, skeleton: Skeleton, count: int, tokens: Tensor | None, context: Context) -> Chosen:
-        from optkit.stages.block_importance import BlockImportance, Chosen
+        from optkit.stages.narrowing.importance import BlockImportance, Chosen
 
         if tokens is None or count == 0 or isinstance(self.remove_layers, tuple):
             return Chosen(sorted(self.remove_layers) if isinstance(self.remove_layers, tuple) else [], [])

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from optkit.field_types import LearningRate
-from optkit.frozen import digest
+from optkit.common.field_types import LearningRate
+from optkit.common.frozen import digest
+from optkit.formats.packed import GPTQ, IntQuantized, PackedFormat
+from optkit.model.linear_layers import Layer, layers_of
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq
-from optkit.stages.layer_quantizer import Job, outside_of
-from optkit.stages.overrides import Override
-from optkit.stages.packed_format import GPTQ, IntQuantized, PackedFormat
+from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.overrides import Override
+from optkit.stages.quantizing.streaming import Job, outside_of
 from optkit.stages.rtn import Rtn
-from optkit.stages.selection import Layer, layers_of
-from optkit.stages.student_layers import linear_modules
-from optkit.stages.trained import Trained
-from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
+from optkit.stages.teaching.layers import linear_modules
+from optkit.stages.teaching.stage import Trained
 from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:

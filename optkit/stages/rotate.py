@@ -15,7 +15,7 @@ from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
-from optkit.stages.layer_quantizer import out_of_memory, tied_embedding, with_own_head
+from optkit.stages.quantizing.streaming import out_of_memory, tied_embedding, with_own_head
 
 if TYPE_CHECKING:
     import torch
@@ -140,8 +140,8 @@ class Rotate(Transform):
         import torch
 
         from optkit.algorithms.hadamard import random_rotation
+        from optkit.model.residual_rotation import find_heads, fold_norms_, refuse_difference, rotate_heads_, rotate_stream_
         from optkit.model.residual_stream import stream_parts
-        from optkit.stages.residual_rotation import find_heads, fold_norms_, refuse_difference, rotate_heads_, rotate_stream_
 
         skeleton, block = job.skeleton, job.skeleton.blocks[index]
         skeleton.load_(block.name, job.context.device)
@@ -218,8 +218,8 @@ def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
 def _rotate_head(job: _Job, hidden: Tensor) -> None:
     """Write the last norm folded into lm_head, lm_head rotated, and everything else outside the blocks as it is."""
     from optkit.model.head import logits_behind
+    from optkit.model.residual_rotation import fold_norms_, refuse_difference, rotate_stream_
     from optkit.model.residual_stream import stream_parts
-    from optkit.stages.residual_rotation import fold_norms_, refuse_difference, rotate_stream_
 
     skeleton, embedding = job.skeleton, _embedding(job.skeleton)
     inside = f"{skeleton.blocks[0].name.rpartition('.')[0]}."

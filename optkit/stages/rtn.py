@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
+from optkit.formats.base import HEAD
+from optkit.model.linear_layers import Layer
 from optkit.model.shape import DTYPE_BITS, ModelShape
-from optkit.stages.foreign import Backed
-from optkit.stages.layer_format import HEAD
-from optkit.stages.layer_quantizer import Job, out_of_memory
-from optkit.stages.selection import Layer
-from optkit.stages.weight_quantizer import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.backed import Backed
+from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.streaming import Job, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from optkit.errors import StageError
+from optkit.formats.eight_bit import Activations, Number, Scales
+from optkit.model.linear_layers import Layer, scaled_together, stacks
 from optkit.source.calibration import Calibration
-from optkit.stages.eight_bit_format import Activations, Number, Scales
-from optkit.stages.eight_bit_quantizer import EightBitQuantizer, Preparation
-from optkit.stages.layer_quantizer import BlockOutput, Job
-from optkit.stages.selection import Layer, scaled_together, stacks
+from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
+from optkit.stages.quantizing.streaming import BlockOutput, Job
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.model.blocks import BlockInputs
     from optkit.model.wiring import FoldGroup
-    from optkit.stages.input_ranges import InputRange
+    from optkit.stages.quantizing.input_ranges import InputRange
 
 SEARCH_ROWS = 4096
 """Inputs of each layer that scales are searched on; on a quarter of them the divergence was 4 to 9% larger."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from optkit import errors, stopping
-from optkit.crashes import with_trace
+from optkit import errors
 from optkit.environment import cpu_cores
 from optkit.errors import OptkitError, StageError
-from optkit.processes import ask_to_end, end_group, python_command, python_environment, start
+from optkit.processes import stopping
+from optkit.processes.crashes import with_trace
+from optkit.processes.start import ask_to_end, end_group, python_command, python_environment, start
 from optkit.progress import Progress, Task
 from optkit.stage import Context, Report, Transform
 from optkit.training.worker import JOB, MESSAGES, REPORT, Job, end_with_parent

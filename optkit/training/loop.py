@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from optkit.common.limits import is_out_of_memory
 from optkit.errors import ResourceError, StageError
-from optkit.limits import is_out_of_memory
 from optkit.progress import Progress, Task
 from optkit.training import checkpoints
 from optkit.training.data import TrainingData

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from optkit.frozen import Frozen
+from optkit.common.frozen import Frozen
 from optkit.training.memory_kinds import MemoryKinds
 
 MOST_POINTS = 200

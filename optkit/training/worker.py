@@ -23,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from optkit.atomic import write_text_atomically
-from optkit.crashes import told_crash
+from optkit.common.atomic import write_text_atomically
+from optkit.common.frozen import Frozen
 from optkit.errors import OptkitError
-from optkit.frozen import Frozen
+from optkit.processes.crashes import told_crash
 from optkit.stage import Context, Report, Transform
 
 JOB, MESSAGES, REPORT = "job.json", "messages.jsonl", "report.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from optkit.frozen import Frozen
+from optkit.common.frozen import Frozen
 
 SHOWN = 3
 

@@ -20,7 +20,7 @@ from optkit.backends.environments import Environments
 from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
-from optkit.processes import SAFE_PATH, end_group, foreign_command, foreign_environment, python_environment, run, start
+from optkit.processes.start import SAFE_PATH, end_group, foreign_command, foreign_environment, python_environment, run, start
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)

@@ -10,9 +10,9 @@ from typing import Any
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KEYS, VALUES, attention_layers
 from optkit.model.layouts import FLOATS, Leaf, StoredLayer
+from optkit.model.linear_layers import layers_of
 from optkit.model.schemes import PLAIN, scheme_of_layers
 from optkit.model.shape import TensorInfo
-from optkit.stages.selection import layers_of
 from optkit.verification.stored import TensorBytes
 
 OUTSIDE = ("lm_head",)

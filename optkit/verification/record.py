@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from optkit.artifact import Artifact
+from optkit.common.files import read_object, reading
+from optkit.common.frozen import Frozen, digest
+from optkit.common.own_files import VERIFICATION_JSON
 from optkit.errors import ArtifactError
-from optkit.files import read_object, reading
-from optkit.frozen import Frozen, digest
-from optkit.own_files import VERIFICATION_JSON
 from optkit.scorecard import Loading
 from optkit.verification.engines import ENGINE_NAMES
 

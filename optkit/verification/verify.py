@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import computed_field
 
 from optkit.artifact import Artifact
+from optkit.common.frozen import Frozen
 from optkit.errors import SourceError
-from optkit.frozen import Frozen
 from optkit.model.adapter import ADAPTER, Adapter, read_adapter
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint

@@ -20,9 +20,9 @@ from optkit_evals.throughput import Throughput
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext
 from optkit.session import open_session
+from optkit.settings.compile import Compile
+from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.stage import Context, Setting
-from optkit.stages.compile import Compile
-from optkit.stages.cuda_graphs import CudaGraphs
 from optkit.stages.rtn import Rtn
 
 LLAMA_3_8B: dict[str, Any] = {

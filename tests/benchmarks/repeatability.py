@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import optkit
+from optkit.common.statistics import mean
 from optkit.environment import best_device
 from optkit.measure import Metric
-from optkit.statistics import mean
 
 SMOLLM2 = {
     **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},

@@ -27,15 +27,15 @@ from decode_gpu import random_model
 from optkit_evals.timing import answer, random_tokens
 from torch import Tensor
 
-from optkit.byte_sizes import size_text
+from optkit.common.byte_sizes import size_text
 from optkit.devices.peak_memory import peak_of
 from optkit.environment import describe_environment
 from optkit.session import open_session
+from optkit.settings.compile import Compile
+from optkit.settings.offload import Offload
+from optkit.settings.precision import Precision
+from optkit.settings.tensor_parallel import TensorParallel
 from optkit.stage import Setting
-from optkit.stages.compile import Compile
-from optkit.stages.offload import Offload
-from optkit.stages.precision import Precision
-from optkit.stages.tensor_parallel import TensorParallel
 
 UPPER_HALF = ("model.layers.1[6-9]", "model.layers.2?", "model.layers.3?")
 WAYS: dict[str, Sequence[Setting]] = {

@@ -69,9 +69,9 @@ def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
     from optkit_cli.options import Assignment, Device
     from optkit_cli.store import Age, Size
 
-    from optkit.byte_sizes import size_bytes
-    from optkit.gates import parse_gate
-    from optkit.recipe import load_recipe
+    from optkit.common.byte_sizes import size_bytes
+    from optkit.recipe.gates import parse_gate
+    from optkit.recipe.recipe import load_recipe
 
     draw, recipes = desk.draw, sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
     yield "recipes", lambda: _ignore(load_recipe, mutated_text(draw.choice(recipes).read_text(encoding="utf-8"), draw) + "\n")
@@ -134,8 +134,8 @@ def _of_records(desk: Desk, seed: Path) -> Iterator[tuple[str, Feed]]:
     """Yield the readers of what optkit wrote itself."""
     from optkit.artifact import read_artifact
     from optkit.scorecard import read_json
-    from optkit.store import Store
-    from optkit.store_contents import survey
+    from optkit.store.contents import survey
+    from optkit.store.store import Store
 
     draw, out, store = desk.draw, seed / "out", Store(seed / "store")
     record, scorecard = _json(out / "optkit.json"), _json(out / "scorecard.json")
@@ -175,7 +175,7 @@ def _of_binaries(desk: Desk) -> Iterator[tuple[str, Feed]]:
 
     draw = desk.draw
     try:
-        from tests.test_gguf import save_gguf
+        from tests.source.test_gguf import save_gguf
 
         file = desk.root / "seed.gguf"
         assert apart(lambda: save_gguf((desk.root / "model").resolve(), file, "llama"), 60) == 0

@@ -51,7 +51,7 @@ def _text(recipe: dict[str, Any]) -> bytes:
 
 def _by_field() -> Iterator[Case]:
     """Yield for every field of every stage and eval values that it cannot have."""
-    from optkit.registry import EVALS, STAGES, eval_class, stage_class
+    from optkit.recipe.registry import EVALS, STAGES, eval_class, stage_class
 
     for group, kinds, found in (("stages", STAGES, stage_class), ("evals", EVALS, eval_class)):
         for kind in kinds:
@@ -113,7 +113,7 @@ def _is_number(annotation: Any) -> bool:
 
 def _by_entry() -> Iterator[Case]:
     """Yield entries that are none."""
-    from optkit.registry import EVALS, STAGES
+    from optkit.recipe.registry import EVALS, STAGES
 
     for group, kinds in (("stages", STAGES), ("evals", EVALS)):
         for kind in kinds:

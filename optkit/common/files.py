@@ -1,0 +1,163 @@
+"""Files of others: regular ones alone are read, and whatever is malformed in one is said as the file's fault.
+
+A named pipe would hang, a device never ends, and a parser that meets what it does not expect raises anything. Each format has one function
+that reads it into typed data, inside `reading`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from optkit.common.limits import is_out_of_memory
+from optkit.errors import OptkitError, SourceError
+
+MOST_BYTES = 1 << 30
+"""More than any JSON or text beside a model has."""
+LONGEST_NAME = 255
+"""Bytes that systems of files take."""
+AGAIN = "Copy or download it again"
+
+
+@contextlib.contextmanager
+def reading(path: Path | str, what: str, remedy: str = AGAIN, error: type[OptkitError] = SourceError) -> Iterator[None]:
+    """Turn whatever goes wrong inside into `PATH: WHAT. Why. REMEDY.`, e.g. with "is not an index of safetensors".
+
+    Errors of optkit pass, and memory that ran out.
+    """
+    try:
+        yield
+    except OptkitError:
+        raise
+    except BaseException as cause:
+        panic = type(cause).__name__ == "PanicException"  # of Rust; no Exception
+        if not (isinstance(cause, Exception) or panic) or is_out_of_memory(cause):
+            raise
+        raise error(what, where=_printable(path), why=_said(cause), remedy=remedy) from cause
+
+
+def _said(error: BaseException) -> str:
+    """Return the first line of what an exception says, with its kind where that alone would say little."""
+    if isinstance(error, RecursionError):
+        return "It is nested too deeply"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    first = next(iter(str(error).strip().splitlines()), "")[:200]
+    says_enough = first and (isinstance(error, ValueError | EOFError) or type(error) is Exception)
+    return first if says_enough else f"{type(error).__name__}: {first}".removesuffix(": ")
+
+
+def check_regular(path: Path, error: type[OptkitError] = SourceError) -> int:
+    """Return the bytes of a regular file. Raises `error` for what is none: a directory, a pipe, a device, nothing."""
+    with open_file(path, error) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+@contextlib.contextmanager
+def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO[bytes]]:
+    """Open a regular file to read it; raises `error` for any other, without waiting for a pipe's other end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as cause:
+        raise error("cannot be read", where=_printable(path), why=getattr(cause, "strerror", None) or str(cause)) from cause
+    with open(descriptor, "rb") as file:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise error("is no regular file", where=str(path), why="A pipe or a device is not read", remedy="Copy it to a file")
+        yield file
+
+
+def check_kinds(directory: Path) -> None:
+    """Raise SourceError for a pipe, socket or device in a directory: whoever reads a file of that name would wait for ever."""
+    with os.scandir(directory) as entries:
+        odd = [entry.name for entry in entries if stat.S_IFMT(mode_of(Path(entry.path))) not in (0, stat.S_IFREG, stat.S_IFDIR)]
+    if odd:
+        raise SourceError(f"{odd[0]} is no regular file", where=str(directory), why="A pipe or a device is not read", remedy="Remove it")
+
+
+def _printable(path: Path | str) -> str:
+    return str(path).replace("\0", "\\0")
+
+
+def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: int | None = MOST_BYTES) -> str:
+    """Return the text of a regular file of UTF-8. Raises `error` where it cannot be read, is too large or something else."""
+    with open_file(path, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise error(f"{size:,} bytes are too many", where=str(path), why=f"Such a file has at most {most_bytes:,}")
+        content = file.read()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as cause:
+        raise error(
+            f"byte {cause.start:,} is not UTF-8",
+            where=str(path),
+            why=cause.reason,
+            remedy="Convert it: iconv -f latin1 -t utf-8 OLD > NEW",
+        ) from cause
+
+
+def read_json(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> Any:
+    """Return what a file of JSON holds. Raises `error` where it cannot be read as JSON."""
+    text = read_text(path, error)
+    with reading(path, "cannot be read as JSON", remedy, error):
+        return json.loads(text)
+
+
+def read_object(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> dict[str, Any]:
+    """Return the object that a file of JSON holds. Raises `error` where it holds none."""
+    found = read_json(path, error, remedy)
+    if not isinstance(found, dict):
+        raise error("is not a JSON object", where=str(path), why=f"It is {json.dumps(found)[:40]}", remedy=remedy)
+    return found
+
+
+def texts_of(value: Any) -> Mapping[str, str]:
+    """Return an object whose values are texts; raises ValueError for any other value."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{shown(value)} is not an object")
+    wrong = next((name for name, each in value.items() if not isinstance(each, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong}: {shown(value[wrong])} is not text")
+    return value
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for what no file can be named."""
+    if not name or "\0" in name or len(name.encode(errors="replace")) > LONGEST_NAME:
+        raise ValueError(f"{shown(name)} is no name of a file")
+
+
+def check_name_inside(name: str) -> None:
+    """Raise ValueError unless a name means a file inside the directory that names it."""
+    check_name(name)
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{shown(name)} is no file inside the directory")
+
+
+def mode_of(path: Path) -> int:
+    """Return the `st_mode` of what a path leads to; 0 if nothing is there, or no system of files would take the name."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def is_file(path: Path) -> bool:
+    """Say whether there is such a regular file."""
+    return stat.S_ISREG(mode_of(path))
+
+
+def is_directory(path: Path) -> bool:
+    """Say whether there is such a directory."""
+    return stat.S_ISDIR(mode_of(path))
+
+
+def shown(value: Any) -> str:
+    """Return a value of JSON, short."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""How quantized layers lie on disk: tensors and config.json of each format."""

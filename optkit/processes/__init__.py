@@ -1,0 +1,1 @@
+"""Start a child process, talk to it, end it."""

@@ -1,0 +1,71 @@
+"""Find a recipe by path or by the name of a shipped one, and read its text."""
+
+from __future__ import annotations
+
+import difflib
+import stat
+import sys
+from pathlib import Path
+
+from optkit.common.files import is_directory, is_file, mode_of
+from optkit.errors import Problem, RecipeError
+
+LARGEST_BYTES = 1_000_000
+SUFFIXES = (".yaml", ".yml")
+STANDARD_INPUT = "-"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name -> file of the recipes that come with optkit."""
+    package = Path(__file__).parents[1]
+    folder = package / "_recipes" if (package / "_recipes").is_dir() else package.parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(source: Path | str) -> Path:
+    """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError with the nearest names."""
+    path = Path(source)
+    if is_file(path) or is_stream(path):
+        return path
+    if is_directory(path):
+        inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
+        raise _refused(path, f"this is a directory, not a recipe. Name a file in it: {inside or 'it holds no .yaml file'}.")
+    shipped = shipped_recipes()
+    if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
+        return shipped[path.name.removesuffix(".yaml")]
+    nearby = {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if is_directory(path.parent) else {}
+    known = {**{name: name for name in shipped}, **nearby}
+    near = difflib.get_close_matches(path.name.removesuffix(path.suffix if path.suffix in SUFFIXES else ""), known, n=1)
+    hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
+    raise _refused(path, f"there is no such recipe. {hint}")
+
+
+def is_stream(path: Path) -> bool:
+    """Say whether a recipe comes through a pipe, a terminal or standard input (`-`), which can be read once."""
+    mode = mode_of(path)
+    return str(path) == STANDARD_INPUT or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not UTF-8."""
+    try:
+        if str(path) == STANDARD_INPUT:
+            content = sys.stdin.buffer.read(LARGEST_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                content = file.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise _refused(path, f"more than {LARGEST_BYTES:,} bytes are too many for a recipe. Name the YAML file.")
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error.strerror}.") from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        message = f"the byte 0x{content[error.start]:02x} is not UTF-8 text. Save the file as UTF-8."
+        raise RecipeError([Problem(message, str(path), line, column)]) from error
+
+
+def _refused(path: Path, message: str) -> RecipeError:
+    return RecipeError([Problem(message, str(path))])

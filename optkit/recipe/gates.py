@@ -1,0 +1,212 @@
+"""A gate: the limit that a recipe sets to a metric, absolute or relative to the baseline.
+
+perplexity: "<= 1.10x"                      at most 1.10 times the baseline's
+size_bytes: "<= 300e6"                      at most 300 MB
+decode_tokens_per_s[batch=1]: ">= 1.2x"     only the rows measured at batch 1
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from optkit.common.byte_sizes import size_text
+from optkit.common.frozen import Frozen
+from optkit.common.statistics import Estimate
+from optkit.errors import did_you_mean
+from optkit.measure import Eval, Metric
+from optkit.model.shape import ModelShape
+
+OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+_KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?", re.ASCII)
+_LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*", re.ASCII)
+_LIMIT = re.compile(r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number can be."""
+
+    words: str
+    """What it is, as a sentence goes on after `is`."""
+    low: float = 0.0
+    high: float = 1e18
+    reaches_low: bool = False
+    """Whether it can be `low` itself; `high` it can always be."""
+
+    def passes(self, gate: Gate) -> bool:
+        """Say whether any number keeps the limit."""
+        if gate.operator.startswith(">"):
+            return gate.limit < self.high or (gate.operator == ">=" and gate.limit == self.high)
+        return gate.limit > self.low or (gate.operator == "<=" and gate.limit == self.low and self.reaches_low)
+
+    def breaks(self, gate: Gate) -> bool:
+        """Say whether any number does not keep the limit."""
+        if gate.operator.startswith("<"):
+            return gate.limit < self.high or (gate.operator == "<" and gate.limit == self.high)
+        return gate.limit > self.low or (gate.operator == ">" and gate.limit == self.low and self.reaches_low)
+
+
+RATIO = Range("a ratio to the baseline, which is above 0")
+RANGES = {
+    "fraction": Range("a share between 0 and 1", high=1.0, reaches_low=True),
+    "cosine": Range("a cosine between -1 and 1", -1.0, 1.0, True),
+    "correlation": Range("a correlation between -1 and 1", -1.0, 1.0, True),
+    "perplexity": Range("at least 1", 1.0, 1e304, True),
+    "nats/token": Range("a divergence, which is at least 0", high=1e4, reaches_low=True),
+    "requests/s": Range("a rate, which is at least 0", reaches_low=True),
+    **dict.fromkeys(("tokens/s", "sequences/s", "bytes/s"), Range("a rate, which is above 0")),
+    "s": Range("a time in seconds, which is above 0", high=1e9),
+    "bytes": Range("a number of bytes, which is above 0"),
+    "bits": Range("a number of bits, which is above 0", high=1e6),
+    "J": Range("an energy in joules, which is above 0"),
+    "tokens": Range("a number of tokens, which is above 0"),
+}
+"""Unit of a metric -> what it can be."""
+
+
+class Verdict(StrEnum):
+    """Whether a limit was kept."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """The limit lies within the 95% interval of what was measured."""
+
+
+class Gate(Frozen):
+    """One limit."""
+
+    name: str
+    """The metric's name."""
+    labels: dict[str, int | str] = {}
+    """Labels that a row must have; none: every row of that name."""
+    operator: str
+    limit: float
+    relative: bool
+    """The limit is a ratio to the baseline."""
+
+    @property
+    def key(self) -> str:
+        """The gate's key as a recipe spells it."""
+        return metric_key(self.name, self.labels)
+
+    @property
+    def text(self) -> str:
+        """The limit as a recipe spells it."""
+        return f"{self.operator} {self.limit:.12g}{'x' if self.relative else ''}"
+
+    def matches(self, metric: Metric) -> bool:
+        """Return whether the gate is about this metric."""
+        return metric.name == self.name and self.labels.items() <= metric.labels.items()
+
+    def judge(self, measured: Estimate) -> Verdict:
+        """Return whether a value, or the ratio to the baseline for a relative gate, keeps the limit all over its interval."""
+        compare = OPERATORS[self.operator]
+        kept = {compare(end, self.limit) for end in measured.interval or (measured.value,)}
+        return Verdict.INCONCLUSIVE if len(kept) == 2 else Verdict.PASS if kept.pop() else Verdict.FAIL
+
+
+def metric_key(name: str, labels: dict[str, int | str]) -> str:
+    """Return `name[batch=1,prompt=128]`, or the bare name where there are no labels."""
+    return f"{name}[{','.join(f'{label}={value}' for label, value in labels.items())}]" if labels else name
+
+
+def parse_gate(key: str, text: str) -> Gate:
+    """Return the gate that a recipe states as `key: text`; raises ValueError with a sentence that says what is wrong."""
+    named = _KEY.fullmatch(key.strip())
+    if not named:
+        raise ValueError(f"'{key}' names no metric. Write a name, or name[batch=1,prompt=128] to pick rows.")
+    labels: dict[str, int | str] = {}
+    for part in named["labels"].split(",") if named["labels"] is not None else ():
+        label = _LABEL.fullmatch(part)
+        if not label:
+            raise ValueError(f"'{part.strip()}' in '{key}' is no label. Write name[batch=1,prompt=128] to pick rows.")
+        labels[label[1]] = int(label[2]) if label[2].isascii() and label[2].isdecimal() else label[2]
+    stated = _LIMIT.fullmatch(text.strip())
+    if not stated:
+        raise ValueError(f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" relative to the baseline.')
+    if not math.isfinite(float(stated["limit"])):
+        raise ValueError(f"'{text}' is no limit: {stated['limit']} is beyond all numbers. Write a number that can be reached.")
+    return Gate(
+        name=named["name"], labels=labels, operator=stated["operator"], limit=float(stated["limit"]), relative=bool(stated["relative"])
+    )
+
+
+def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
+    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is about; nothing is run.
+
+    An eval whose fields are not known is given as its class: its rows could have any labels.
+    """
+    evals = tuple(evals)
+    measures = {name: each for each in evals for name in each.metrics}
+    if not measures:
+        raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
+    if gate.name not in measures:
+        raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
+    if gate.relative and measures[gate.name].compares:
+        absolute = f"{gate.operator} {gate.limit:.12g}"
+        raise ValueError(f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\".")
+    _check_range(gate, RATIO if gate.relative else RANGES.get(measures[gate.name].metrics[gate.name]))
+    measuring = [each for each in evals if gate.name in each.metrics]
+    instances = [each for each in measuring if isinstance(each, Eval)]
+    if len(instances) == len(measuring):
+        _check_labels(gate, [row for each in instances for row in each.row_labels()])
+
+
+FORESEEN = 0.02
+"""Fraction by which what is foreseen may be wrong."""
+
+
+def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: ModelShape, baseline: ModelShape) -> str:
+    """Return why a gate will fail, where that is known before anything runs; empty where it is open."""
+    for each in evals:
+        if why := each.unmeasured(device).get(gate.name):
+            return f"gate {gate.key} {gate.text} cannot pass: it is not measured on {device}, because {why}"
+        value, other = (each.foresee(shape).get(gate.name) for shape in (artifact, baseline))
+        if value is None or (gate.relative and not other):
+            continue
+        number = value / other if gate.relative and other else value
+        if gate.judge(Estimate(number, (number * (1 - FORESEEN), number * (1 + FORESEEN)))) is Verdict.FAIL:
+            shown = f"{number:.2f}x" if gate.relative else size_text(number)
+            return f"gate {gate.key} {gate.text} cannot pass: the stages leave about {shown}"
+    return ""
+
+
+def _check_range(gate: Gate, values: Range | None) -> None:
+    """Refuse a limit that nothing breaks, or nothing keeps."""
+    if values is None or (values.passes(gate) and values.breaks(gate)):
+        return
+    remedy = "Give a limit that can be kept and broken."
+    if values.high == 1.0 and 1.0 < gate.limit <= 100.0:
+        remedy = f'Write "{gate.operator} {gate.limit / 100:g}" for {gate.limit:g}%.'
+    never = "break" if values.passes(gate) else "pass"
+    raise ValueError(f"'{gate.name}' is {values.words}, so that nothing can {never} {gate.text}. {remedy}")
+
+
+def _check_labels(gate: Gate, rows: Sequence[dict[str, int | str]]) -> None:
+    if any(gate.labels.items() <= row.items() for row in rows):
+        return
+    known = {label for row in rows for label in row}
+    if not known:
+        raise ValueError(f"'{gate.name}' has one row, and no labels to pick it by. Write {gate.name} alone.")
+    for label, value in gate.labels.items():
+        if label not in known:
+            raise ValueError(f"the rows of '{gate.name}' have no label '{label}'.{did_you_mean(label, known)}")
+        values = list(dict.fromkeys(row[label] for row in rows if label in row))
+        if value not in values:
+            raise ValueError(
+                f"no row of '{gate.name}' has {label}={value}. There will be: {', '.join(f'{label}={each}' for each in values)}."
+            )
+    there = ", ".join(metric_key(gate.name, row) for row in rows)
+    raise ValueError(f"no row of '{gate.name}' has these labels together. There will be: {there}.")
+
+
+def overall(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return FAIL where any gate failed, else INCONCLUSIVE where any is open, else PASS (also for no gates at all)."""
+    return next((verdict for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)

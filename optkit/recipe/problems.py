@@ -1,0 +1,320 @@
+"""Everything that can be wrong in a recipe before it runs, found at once and each at its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from optkit.common.frozen import Frozen
+from optkit.errors import OptkitError, Problem, did_you_mean
+from optkit.measure import Eval
+from optkit.model.task import EVERY_TASK, PHRASES, phrase_of
+from optkit.recipe.entries import class_of, names_of, spell_out
+from optkit.recipe.gates import check_gate, parse_gate
+from optkit.recipe.registry import EVALS, PRESETS, eval_class
+from optkit.recipe.validation import shown, validate
+from optkit.recipe.yaml_places import PlacedData, Steps
+from optkit.source.models import BUILT_IN
+from optkit.source.texts import is_file_name
+from optkit.stage import Format, Setting, Stage, Transform, exclusion
+
+FORMATS = {
+    Format.CHECKPOINT: "a checkpoint with float weights",
+    Format.QUANTIZED: "one with packed weights",
+    Format.ADAPTED: "one with packed weights and an adapter",
+    Format.ONNX: "an ONNX model",
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One stage or eval of a recipe."""
+
+    steps: Steps
+    kind: str
+    value: Any
+    """The stage or eval; its class where its fields are wrong."""
+
+    @property
+    def model(self) -> type[BaseModel]:
+        """The class of the stage or eval."""
+        return self.value if isinstance(self.value, type) else type(self.value)
+
+
+def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
+    """Return what is wrong with the recipe as a whole: no mapping, or keys that no recipe has."""
+    if recipe.data is None:
+        return [recipe.value_place(()).problem("the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`.")]
+    if not isinstance(recipe.data, dict):
+        return [recipe.value_place(()).problem(f"a recipe is a mapping of {', '.join(known)}, not {shown(recipe.data)}.")]
+    problems = []
+    for key in recipe.data:
+        if key not in known:
+            role = next((role for role in ("stage", "eval") if key in names_of(role)), None)
+            hint = f" '{key}' is one of the {role}s: write it below `{role}s:`, as `- {key}`." if role else did_you_mean(key, known)
+            problems.append(recipe.key_place((key,)).problem(f"unknown key '{key}'.{hint}"))
+    return problems
+
+
+def check_fields(recipe: PlacedData, steps: Steps, model: type[BaseModel], data: Mapping[str, Any]) -> Any | list[Problem]:
+    """Return the data as an instance of `model`, else its problems."""
+    try:
+        checked = validate(model, data)
+    except OptkitError as error:
+        return [recipe.value_place(steps).problem(str(error))]
+    if not isinstance(checked, list):
+        return checked
+    places = [recipe.key_place if fault.of_key else recipe.value_place for fault in checked]
+    return [place((*steps, *fault.steps)).problem(fault.message) for place, fault in zip(places, checked, strict=True)]
+
+
+def read_items(recipe: PlacedData, role: str) -> tuple[list[Item], list[Problem]]:
+    """Return the stages or evals whose kind is known, and the problems of all."""
+    group = f"{role}s"
+    listed = recipe.data.get(group)
+    if listed is None:
+        return [], []
+    if not isinstance(listed, list):
+        message = f"{group} are a list: begin each with `- `. This is {shown(listed)}."
+        return [], [recipe.value_place((group,)).problem(message)]
+    read = [_read_item(recipe, role, (group, index), written) for index, written in enumerate(listed)]
+    return [item for item, _ in read if item], [problem for _, problems in read for problem in problems]
+
+
+def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> tuple[Item | None, list[Problem]]:
+    place = recipe.value_place(steps)
+    try:
+        spelled = spell_out(role, written)
+        if not isinstance(spelled, dict):
+            return None, [place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")]
+        if len(spelled) != 1:
+            message = f"{len(spelled)} keys stand side by side: {', '.join(spelled)}." if spelled else "this mapping is empty."
+            remedy = f"Write `- name: {{field: value}}`, with the fields indented below the name and each {role} after its own `- `."
+            return None, [place.problem(f"{message} {remedy}")]
+        ((kind, fields),) = spelled.items()
+        if kind not in names_of(role):
+            return None, [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]
+        model = class_of(role, kind)
+    except OptkitError as error:
+        return None, [place.problem(str(error))]
+    steps = (*steps, kind)
+    if not isinstance(fields, dict):
+        message = f"{kind} takes a mapping of its fields ({', '.join(model.model_fields)}), not {shown(fields)}."
+        return Item(steps, kind, model), [recipe.value_place(steps).problem(message)]
+    checked = check_fields(recipe, steps, model, fields)
+    return (Item(steps, kind, model), checked) if isinstance(checked, list) else (Item(steps, kind, checked), [])
+
+
+def _unknown(role: str, kind: str) -> str:
+    other = "eval" if role == "stage" else "stage"
+    if kind in names_of(other):
+        return f"'{kind}' is one of the {other}s. Move it below `{other}s:`."
+    if role == "stage" and kind in PRESETS:
+        return f"'{kind}' is a preset and takes no fields. Write `- {kind}`."
+    return f"unknown {role} '{kind}'.{did_you_mean(kind, [*names_of(role), *(PRESETS if role == 'stage' else ())])}"
+
+
+def check_order(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
+    """Yield the transforms that cannot read what the one before leaves."""
+    given: tuple[str, Format | None] = ("", None)
+    for item, left in formats_left(stages):
+        before, found = given
+        if found and found not in item.model.accepts:
+            reads = " or ".join(FORMATS[each] for each in sorted(item.model.accepts))
+            message = f"{item.kind} reads {reads} and {before} leaves {FORMATS[found]}."
+            yield recipe.key_place(item.steps).problem(f"{message} {_remedy_of_order(item, left, before, found)}")
+        given = item.kind, left
+
+
+@dataclass(frozen=True)
+class TransformItem(Item):
+    """One transform of a recipe."""
+
+    @property
+    def model(self) -> type[Transform]:
+        """The class of the transform."""
+        model = super().model
+        assert issubclass(model, Transform)
+        return model
+
+
+def formats_left(stages: Iterable[Item]) -> Iterator[tuple[TransformItem, Format | None]]:
+    """Yield the transforms, each with the format that it leaves; None where that hangs on the model that the recipe starts from."""
+    given: Format | None = None
+    for item in stages:
+        model = item.model
+        if not issubclass(model, Transform):
+            continue
+        left = {model.leaves(each) for each in ({given} if given in model.accepts else model.accepts)}
+        given = left.pop() if len(left) == 1 else None
+        yield TransformItem(item.steps, item.kind, item.value), given
+
+
+def _remedy_of_order(item: TransformItem, left: Format | None, before: str, found: Format) -> str:
+    if item.model.accepts == {Format.ONNX}:
+        return f"Put onnx between them: it exports what {before} leaves."
+    if found is Format.ADAPTED and item.kind != before:
+        return f"Take one of them out, or put {before} before the stage that packs the weights: there its adapter is merged."
+    return "Keep one of them." if left is found or item.kind == before else f"Put {item.kind} before {before}."
+
+
+def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the settings and evals that what the stages leave, torch or ONNX, has no place for; without a transform nobody knows yet."""
+    made = list(formats_left(stages))
+    if not made or made[-1][1] is None:
+        return
+    last, left = made[-1]
+    is_onnx = left is Format.ONNX
+    leaves = f"and {last.kind} ({recipe.key_place(last.steps).short}) leaves {'an ONNX model' if is_onnx else 'a torch model'}"
+    for item in stages:
+        if not issubclass(item.model, Setting) or left in item.model.accepts:
+            continue
+        if left is Format.ADAPTED and Format.QUANTIZED in item.model.accepts:
+            message = f"the setting {item.kind} knows no adapter beside packed weights, and {last.kind} leaves one. Take one of them out."
+            yield recipe.key_place(item.steps).problem(message)
+        else:
+            message = f"the setting {item.kind} is applied to {'a torch' if is_onnx else 'an ONNX'} model when it is opened, {leaves}."
+            remedy = "Take it out." if is_onnx else f"Put onnx after {last.kind}, or take it out."
+            yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
+    for item in evals:
+        if not issubclass(item.model, Eval):
+            continue
+        if is_onnx and item.model.reads_weights:
+            message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
+            yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before the export.")
+        elif left is Format.ADAPTED and item.model.layers_alone:
+            message = f"{item.kind} says what each layer does alone, and the adapter of {last.kind} makes up for all of them together."
+            yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before {last.kind}.")
+
+
+def check_tasks(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the stages and evals for another kind of model than the recipe's, where that is a built-in one, or than those before them."""
+    written = recipe.data.get("model")
+    known = BUILT_IN.get(str(written.get("name") if isinstance(written, Mapping) else written))
+    left = frozenset({known.task}) if known else EVERY_TASK
+    why = f"the model is {PHRASES[known.task]}" if known else ""
+    for item in (*stages, *evals):
+        model = item.model
+        if not issubclass(model, Stage | Eval):
+            continue
+        if not left & model.tasks:
+            message = f"{item.kind} is for {phrase_of(model.tasks)}, and {why}. Take it out, or name another model."
+            yield recipe.key_place(item.steps).problem(message)
+        elif not left <= model.tasks:
+            left &= model.tasks
+            why = f"{item.kind} ({recipe.key_place(item.steps).short}) is for {phrase_of(left)}"
+
+
+def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the settings that are given twice, and the evals that would measure the same again."""
+    for index, item in enumerate(stages):
+        earlier = [other for other in stages[:index] if issubclass(item.model, Setting) and other.model is item.model]
+        if earlier:
+            first = recipe.key_place(earlier[0].steps)
+            message = f"the setting {item.kind} is given twice, first in {first.short}. Only one can be in force; remove the other."
+            yield recipe.key_place(item.steps).problem(message)
+    for index, item in enumerate(evals):
+        if isinstance(item.value, Eval) and any(item.value == other.value for other in evals[:index]):
+            yield recipe.key_place(item.steps).problem(f"the eval {item.kind} is here twice with the same fields. Remove one of them.")
+
+
+def check_settings(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
+    """Yield the settings that exclude each other on every device; a plan refuses those that do on its own."""
+    items = [item for item in stages if isinstance(item.value, Setting)]
+    settings = [item.value for item in items]
+    found = [exclusion(settings, device) for device in ("cpu", "cuda")]
+    if found[0] and found[1]:
+        first, second, why = found[0]
+        message = f"{items[second].kind} and {items[first].kind} ({recipe.key_place(items[first].steps).short}) exclude each other. {why}."
+        yield recipe.key_place(items[second].steps).problem(f"{message} Take one of the two out.")
+
+
+def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the evals that measure on a text which the weights are calibrated on."""
+    calibrated = {text: stage for stage in stages for _, text in texts_in(stage.value)}
+    for item in evals:
+        for way, text in texts_in(item.value):
+            if stage := calibrated.get(text):
+                whose = f"{stage.kind} ({recipe.key_place(stage.steps).short})"
+                message = f"{item.kind} would measure on {' '.join(text)}, which {whose} is calibrated on."
+                remedy = "The result would look better than it is. Name another split or data set for one of them."
+                steps = (*item.steps, *way)
+                place = recipe.values.get((*steps, "split")) or recipe.value_place((*steps, "dataset"))
+                yield place.problem(f"{message} {remedy}")
+
+
+def check_files(recipe: PlacedData, items: Iterable[Item]) -> Iterator[Problem]:
+    """Yield the local texts that are not there."""
+    for item in items:
+        for way, (dataset, _) in texts_in(item.value):
+            path = Path(dataset).expanduser()
+            if is_file_name(dataset) and not path.is_file():
+                message = f"there is no file {path}. A path counts from the directory in which optkit runs, {Path.cwd()}."
+                yield recipe.value_place((*item.steps, *way, "dataset")).problem(message)
+
+
+def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:
+    """Return the gates, and the problems of those that are no limit or that no eval of the recipe measures.
+
+    Where the recipe lists an eval of a kind that nobody knows, a gate may be about any built-in one.
+    """
+    written = recipe.data.get("gates")
+    if written is None:
+        return {}, []
+    if not isinstance(written, dict):
+        message = f'gates are a mapping like `perplexity: "<= 1.10x"`, not {shown(written)}.'
+        return {}, [recipe.value_place(("gates",)).problem(message)]
+    problems = []
+    measuring: list[Eval | type[Eval]] = [item.value for item in evals]
+    others = {kind: eval_class(kind) for kind in EVALS if kind not in {item.kind for item in evals}}
+    listed = recipe.data.get("evals")
+    if isinstance(listed, list) and len(listed) > len(evals):
+        measuring += others.values()
+        others = {}
+    for key, limit in written.items():
+        place = recipe.value_place(("gates", key))
+        if not isinstance(limit, str):
+            problems.append(place.problem(f'{key}: {shown(limit)} is not a limit in quotes, such as "<= 25" or "<= 1.10x".'))
+            continue
+        try:
+            gate = parse_gate(key, limit)
+        except ValueError as error:
+            problems.append(place.problem(f"{key}: {error}"))
+            continue
+        other = next((kind for kind, each in others.items() if gate.name in each.metrics), None)
+        if other and not any(gate.name in each.metrics for each in measuring):
+            message = f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
+            problems.append(recipe.key_place(("gates", key)).problem(message))
+            continue
+        try:
+            check_gate(gate, measuring)
+        except ValueError as error:
+            problems.append(recipe.key_place(("gates", key)).problem(str(error)))
+    return written, problems
+
+
+def texts_in(value: Any) -> Iterator[tuple[Steps, tuple[str, str]]]:
+    """Yield (data set, split) of every text that a stage or eval names, with the way to it."""
+    for steps, found in nested(value):
+        if {"dataset", "split"} <= set(type(found).model_fields):
+            text = found.model_dump(include={"dataset", "split"})
+            yield steps, (text["dataset"], text["split"])
+
+
+def nested(value: Any) -> Iterator[tuple[Steps, Frozen]]:
+    """Yield every frozen value in a value, itself included, with the way to it."""
+    parts: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Frozen):
+        yield (), value
+        parts = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    for step, part in parts:
+        for steps, found in nested(part):
+            yield (step, *steps), found

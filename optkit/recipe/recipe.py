@@ -1,0 +1,204 @@
+"""A recipe: the model, the stages that change it, the evals that measure it, and the gates that judge the result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, SerializeAsAny
+
+from optkit.common.frozen import Frozen
+from optkit.errors import RecipeError
+from optkit.measure import Eval
+from optkit.recipe.files import find_recipe, is_stream, read_text
+from optkit.recipe.overrides import override
+from optkit.recipe.problems import (
+    check_fields,
+    check_files,
+    check_formats,
+    check_gates,
+    check_order,
+    check_repeats,
+    check_root,
+    check_settings,
+    check_tasks,
+    check_texts,
+    read_items,
+)
+from optkit.recipe.yaml_places import PlacedData, read_yaml_leniently
+from optkit.source.models import ModelSource
+from optkit.source.places import pin_and_remember
+from optkit.stage import Setting, Stage, Transform
+
+LONGEST_NAME = 100
+"""Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before and behind it."""
+
+
+class Entry(Frozen):
+    """A stage or eval with its name in the recipe."""
+
+    kind: str
+    value: SerializeAsAny[Stage | Eval]
+
+
+class TransformEntry(Entry):
+    """A stage that changes weights."""
+
+    value: SerializeAsAny[Transform]
+
+
+class SettingEntry(Entry):
+    """A stage that is applied when the artifact is opened."""
+
+    value: SerializeAsAny[Setting]
+
+
+class EvalEntry(Entry):
+    """An eval."""
+
+    value: SerializeAsAny[Eval]
+
+
+class Heading(Frozen):
+    """The part of a recipe that is no list."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at most. The file's own name where it
+    is left out."""
+    description: str = Field(default="", max_length=10_000)
+    """What the recipe is for, in a sentence."""
+    model: ModelSource
+    """The model to start from: its name, or a mapping of its fields. Required."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Where everything random begins, so that a run can be repeated; 0 where it is left out."""
+    attribution: bool = True
+    """Where several stages change the weights: measure perplexity and divergence after each of them, so that the scorecard says what each
+    added. false saves those measurements."""
+
+
+class Recipe(Heading):
+    """What a recipe file says, checked, with every default filled in."""
+
+    stages: tuple[TransformEntry | SettingEntry, ...] = ()
+    """What is done to the model, in order: `kind: {field: value}`, or the kind alone where every field keeps its default."""
+    evals: tuple[EvalEntry, ...] = ()
+    """What is measured, of the artifact and of the unmodified model: written like the stages."""
+    gates: dict[str, str] = {}
+    """Limits to metrics, e.g. `perplexity: "<= 1.10x"`; a run that breaks one ends with status 3."""
+
+    @property
+    def transforms(self) -> tuple[TransformEntry, ...]:
+        """The stages that change weights, in order."""
+        return tuple(entry for entry in self.stages if isinstance(entry, TransformEntry))
+
+    @property
+    def settings(self) -> tuple[SettingEntry, ...]:
+        """The stages that are applied when the artifact is opened, in order."""
+        return tuple(entry for entry in self.stages if isinstance(entry, SettingEntry))
+
+    def trusting(self, trusted: bool) -> Recipe:
+        """Return the recipe with the code of its model trusted, where the command line says so."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"trust_remote_code": True})}) if trusted else self
+
+    def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
+        """Return the recipe with every revision filled in; raises SourceError.
+
+        `data` holds local copies of data sets; in `cache` the digests of large files are remembered.
+        """
+        return self.model_copy(
+            update={
+                "model": pin_and_remember(self.model, cache),
+                "stages": tuple(_pinned(entry, data) for entry in self.stages),
+                "evals": tuple(_pinned(entry, data) for entry in self.evals),
+            }
+        )
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the recipe as plain data with every default filled in, as its YAML would say it; `load_recipe` takes it again."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "model": self.model.model_dump(mode="json"),
+            "stages": [{entry.kind: entry.value.model_dump(mode="json")} for entry in self.stages],
+            "evals": [{entry.kind: entry.value.model_dump(mode="json")} for entry in self.evals],
+            "gates": dict(self.gates),
+            "seed": self.seed,
+            "attribution": self.attribution,
+        }
+
+
+def load_recipe(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: str | None = None) -> Recipe:
+    """Return the recipe of a file, of a shipped recipe's name, of standard input (`-`), of YAML text (more than one line) or of plain data.
+
+    `overrides` are changes like `stages.0.gptq.group_size=32`; `model` replaces the recipe's. Raises RecipeError with every problem.
+    """
+    if isinstance(source, Mapping):  # e.g. of an artifact, whose texts may be long gone
+        return _checked(PlacedData(dict(source)), "recipe", overrides, model, files=False)
+    if isinstance(source, str) and "\n" in source:
+        placed, name = read_yaml_leniently(source, "recipe"), "recipe"
+    else:
+        path = find_recipe(source)
+        placed, name = read_yaml_leniently(read_text(path), str(path)), "recipe" if is_stream(path) else path.stem
+    return _checked(placed, name, overrides, model, files=True)
+
+
+def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str | None, files: bool) -> Recipe:
+    known = Recipe.model_fields
+    if not isinstance(placed.data, dict):
+        raise RecipeError(placed.problems or check_root(placed, known))
+    problems = override(placed, overrides, model)
+    problems += check_root(placed, known)
+    heading = check_fields(placed, (), Heading, _heading(placed.data, name))
+    if isinstance(heading, list):
+        problems += heading
+    stages, stage_problems = read_items(placed, "stage")
+    evals, eval_problems = read_items(placed, "eval")
+    gates, gate_problems = check_gates(placed, evals)
+    if not placed.data.get("stages") and not placed.data.get("evals"):
+        problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
+    problems += [*stage_problems, *eval_problems, *gate_problems]
+    problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
+    problems += [*check_formats(placed, stages, evals), *check_tasks(placed, stages, evals), *check_settings(placed, stages)]
+    problems += check_files(placed, [*stages, *evals]) if files else ()
+    said = {(problem.line, problem.column) for problem in placed.problems}
+    problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
+    if problems or isinstance(heading, list):
+        raise RecipeError(sorted(problems, key=lambda problem: (problem.line, problem.column)))
+    return Recipe(
+        **{key: getattr(heading, key) for key in Heading.model_fields},
+        stages=tuple(
+            TransformEntry(kind=item.kind, value=item.value)
+            if isinstance(item.value, Transform)
+            else SettingEntry(kind=item.kind, value=item.value)
+            for item in stages
+        ),
+        evals=tuple(EvalEntry(kind=item.kind, value=item.value) for item in evals),
+        gates=gates,
+    )
+
+
+def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the keys of a `Heading`, the model spelled out and the name filled in."""
+    given = {key: value for key, value in data.items() if key in Heading.model_fields}
+    if isinstance(given.get("model"), str):
+        given["model"] = {"name": given["model"]}
+    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:LONGEST_NAME] or "recipe", **given}
+
+
+def _pinned(value: Any, data: Path | None) -> Any:
+    """Return the value with each frozen value in it replaced by what its `pinned` returns, innermost first."""
+    if isinstance(value, Frozen):
+        parts = {name: getattr(value, name) for name in type(value).model_fields}
+        changed = {name: new for name, part in parts.items() if (new := _pinned(part, data)) is not part}
+        value = value.model_copy(update=changed) if changed else value
+        pin = getattr(value, "pinned", None)
+        return pin(data) if pin else value
+    if isinstance(value, tuple):
+        return tuple(_pinned(part, data) for part in value)
+    if isinstance(value, list):
+        return [_pinned(part, data) for part in value]
+    if isinstance(value, dict):
+        return {key: _pinned(part, data) for key, part in value.items()}
+    return value

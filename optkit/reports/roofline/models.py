@@ -1,0 +1,38 @@
+"""From a model's name to its work: headers only, on the hub too."""
+
+from __future__ import annotations
+
+from optkit.errors import SourceError
+from optkit.model.onnx_file import is_onnx
+from optkit.model.shape import ModelShape
+from optkit.model.task import ENCODING, task_of
+from optkit.reports.roofline.work import Work, work_of
+from optkit.source.hub import HubRepo
+from optkit.source.models import ModelSource, find_model, model_shape
+
+
+def work_of_model(name: str) -> Work:
+    """Return the work of a built-in model, a directory, a .gguf file or a hub id; reads no weight, downloads headers alone.
+
+    Raises SourceError where it is not there, is an ONNX model, or an encoder, which decodes nothing.
+    """
+    shape = shape_of_model(name)
+    if task_of(shape.config) in ENCODING:
+        raise SourceError("an encoder decodes nothing, and its limits are not counted", where=name, remedy="Name a causal language model")
+    return work_of(shape)
+
+
+def shape_of_model(name: str) -> ModelShape:
+    """Return config and tensors; raises SourceError where the model is not there, or is an ONNX one."""
+    source = ModelSource(name=name)
+    place = find_model(source)
+    if isinstance(place, HubRepo):
+        return model_shape(source.model_copy(update={"revision": place.commit()}), None)
+    if place.is_dir() and is_onnx(place):
+        raise SourceError(
+            "the weights are in ONNX, whose work is not counted",
+            where=name,
+            why="A graph does not say which of its products a prompt needs for its last token alone",
+            remedy="Name the checkpoint that it was exported from",
+        )
+    return model_shape(source, None)

@@ -1,0 +1,78 @@
+"""What an artifact says to others: names and digests of models and texts, and nothing of where they lie on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optkit.common.frozen import Frozen
+from optkit.common.own_files import without_home
+from optkit.recipe.recipe import Recipe, SettingEntry
+from optkit.scorecard import Scorecard
+from optkit.source.models import ModelSource
+from optkit.source.places import find_recorded, is_place
+from optkit.source.texts import TextSource, is_file_name
+from optkit.stage import Setting
+
+NAME_IT = "Name its directory or file: --model PATH"
+
+
+def without_places(value: Any, recipe: Recipe) -> Any:
+    """Return a JSON value in whose texts the models and texts of a pinned recipe have their names alone."""
+    names = {place: _name(place) for place in _places(recipe) if "/" in place}
+    return _renamed(value, dict(sorted(names.items(), key=lambda item: -len(item[0]))))
+
+
+def published_scorecard(scorecard: Scorecard, recipe: Recipe) -> Scorecard:
+    """Return a scorecard as `without_places` has it."""
+    return Scorecard.model_validate(without_places(scorecard.model_dump(mode="json"), recipe))
+
+
+def located(recipe: Recipe, near: Path, model: str | None) -> Recipe:
+    """Return the recipe of an artifact with the places of its model, `model` if the user named it, and of those that its settings open.
+
+    Raises SourceError where one is not found.
+    """
+    stages = tuple(
+        entry.model_copy(update={"value": located_setting(entry.value, near)}) if isinstance(entry, SettingEntry) else entry
+        for entry in recipe.stages
+    )
+    return recipe.model_copy(update={"model": find_recorded(recipe.model, near, model, remedy=NAME_IT), "stages": stages})
+
+
+def located_setting(setting: Setting, near: Path) -> Setting:
+    """Return a setting with the places of the models that it opens."""
+    named = {name: value for name in type(setting).model_fields if isinstance(value := getattr(setting, name), ModelSource)}
+    return setting.model_copy(update={name: find_recorded(value, near) for name, value in named.items()}) if named else setting
+
+
+def _places(value: Any) -> Iterator[str]:
+    """Yield the paths of models and texts in a recipe or a part of it."""
+    if isinstance(value, ModelSource) and is_place(value):
+        yield value.name
+    if isinstance(value, TextSource) and is_file_name(value.dataset):
+        yield value.dataset
+    if isinstance(value, Frozen):
+        for name in type(value).model_fields:
+            yield from _places(getattr(value, name))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _places(each)
+
+
+def _name(place: str) -> str:
+    name = Path(place).name
+    return name if name not in ("", "..") else Path(place).resolve().name
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        for place, name in names.items():
+            value = value.replace(place, name)
+        return without_home(value)
+    if isinstance(value, dict):
+        return {_renamed(key, names): _renamed(part, names) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(part, names) for part in value]
+    return value

@@ -1,0 +1,44 @@
+"""Setting `cuda_graphs`: the decode step as one CUDA graph of optkit's own kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from optkit.errors import StageError
+from optkit.kernels.cuda.families import REMEDY, why_not_family
+from optkit.model.shape import ModelShape
+from optkit.settings.compile import Compile
+from optkit.settings.kv_cache import KvCache
+from optkit.settings.speculative import Speculative
+from optkit.stage import Format, Setting
+
+
+class CudaGraphs(Setting):
+    """Decode by one CUDA graph a token, five kernels a layer: models of the Llama family in bfloat16 or float16, in 4 bits or not.
+
+    Up to 256 sequences at once; prompts, and larger batches, run through the model itself. On the CPU nothing changes.
+    """
+
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError for a model whose step the graph does not know."""
+        if self.applies(device) and (reason := why_not_family(shape.config)):
+            raise StageError("the decode step of this model cannot be one graph", where="cuda_graphs", why=reason, remedy=REMEDY)
+
+    def excludes(self, other: Setting, device: str) -> str:
+        """Return why the graph cannot be used beside another setting; on the CPU, where it is off, such a recipe is refused too."""
+        if isinstance(other, Speculative | KvCache) or (isinstance(other, Compile) and other.applies("cuda")):
+            return "Each of them decides how a token is decoded"
+        if other.changes_products():
+            return "The graph's kernels compute in the model's own bfloat16 or float16, and what the other asks for would be left out"
+        return ""
+
+    def applies(self, device: str) -> bool:
+        """Say whether decoding changes on a device."""
+        return device.startswith("cuda")
+
+    def describe(self, device: str) -> str:
+        """Return `cuda_graphs: on`, or that it is off."""
+        return f"cuda_graphs: {'on' if self.applies(device) else f'off on {device}'}"

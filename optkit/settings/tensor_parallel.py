@@ -1,0 +1,207 @@
+"""Setting `tensor_parallel`: every matrix of a model is split over the GPUs of one host."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from optkit.common.byte_sizes import size_text
+from optkit.environment import gpu_memory_bytes, visible_gpus
+from optkit.errors import StageError
+from optkit.model.shape import ModelShape
+from optkit.settings.cuda_graphs import CudaGraphs
+from optkit.settings.offload import Offload
+from optkit.settings.speculative import Speculative
+from optkit.stage import Format, Setting
+
+EXCLUDED: dict[type[Setting], str] = {
+    CudaGraphs: "The graph computes whole layers on one GPU",
+    Offload: "Each of the two says itself where every weight lies",
+    Speculative: "The processes follow one request token by token",
+}
+PLAN = "base_model_tp_plan"
+
+
+class TensorParallel(Setting):
+    """Split the model over several GPUs of one host by transformers' plan for its architecture, with a process for each GPU.
+
+    optkit starts the processes when the model is opened and ends them when it is closed. Each holds its share of the heads, of the
+    feed-forward columns and of lm_head, and they exchange partial sums twice in each block by NCCL (on CPUs by gloo). Decoding of few
+    sequences waits for Python more than for GPUs, split or not: put `compile` beside it.
+
+    Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; plans: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
+    """
+
+    shorthand: ClassVar[str] = "devices"
+    requires: ClassVar[tuple[str, ...]] = ("transformers>=5.17",)
+    accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+    places_weights: ClassVar[bool] = True
+
+    devices: int = Field(ge=2, le=64)
+    """GPUs, from the session's device on (`cuda` is the first); on a CPU processes."""
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError for too few GPUs or too small ones, packed weights, an architecture without a plan, sizes that do not divide."""
+        if shape.config.get("quantization_config"):
+            raise packed_weights_error()
+        self.check_devices(device, visible_gpus())
+        architecture = _architecture(shape)
+        plan = stored_plan(_text_config(shape.config).get("model_type", ""))
+        if plan is not None and not plan:
+            raise no_plan_error(architecture)
+        if problems := list(_problems(shape, _with_head(shape, plan or {}), self.devices)):
+            raise StageError(
+                f"{architecture} cannot be split over {self.devices} devices: {'; '.join(problems)}",
+                where="tensor_parallel",
+                why="Each device gets an equal share",
+                remedy="Use a number of devices that divides them",
+            )
+        limit, needed = gpu_memory_bytes(device), self.device_bytes(shape)
+        if limit is not None and needed > limit:
+            raise StageError(
+                f"each of {self.devices} devices would hold {size_text(needed)} of weights, and {device} has {size_text(limit)}",
+                where="tensor_parallel",
+                remedy="Use more devices, or `cast: {dtype: bfloat16}`",
+            )
+
+    def check_devices(self, device: str, there: int) -> None:
+        """Raise StageError where fewer GPUs are `there` than asked for."""
+        first = int(device.partition(":")[2] or 0)
+        if device != "cpu" and first + self.devices > there:
+            raise StageError(
+                f"{self.devices} devices were asked for, from {device} on, and there {'is' if there == 1 else 'are'} {there} here",
+                where="tensor_parallel",
+                why="Every device holds a share of each matrix",
+                remedy=f"Set devices to at most {there - first}" if there - first > 1 else "Take it out of the recipe",
+            )
+
+    def excludes(self, other: Setting, device: str) -> str:
+        """Return why it cannot be honoured beside settings that decide themselves how a step runs or where weights lie."""
+        return next((why for kind, why in EXCLUDED.items() if isinstance(other, kind)), "")
+
+    def device_bytes(self, shape: ModelShape) -> int:
+        """Return the bytes of weights on each device, by the sizes on disk; all of them where the plan is not known."""
+        plan = _with_head(shape, stored_plan(_text_config(shape.config).get("model_type", "")) or {})
+        return sum(info.size_bytes // (self.devices if _split(name, plan) else 1) for name, info in shape.tensors.items())
+
+    def forecast(self, shape: ModelShape, device: str) -> str:
+        """Return e.g. `tensor_parallel: 8.5 GB of weights on each of 2 devices`."""
+        return f"tensor_parallel: {size_text(self.device_bytes(shape))} of weights on each of {self.devices} devices"
+
+    def describe(self, device: str) -> str:
+        """Return e.g. `tensor_parallel: 2 GPUs by nccl`."""
+        return f"tensor_parallel: {self.devices} {'processes by gloo' if device == 'cpu' else 'GPUs by nccl'}"
+
+
+def packed_weights_error() -> StageError:
+    """Return the error for a model whose layers hold codes."""
+    return StageError(
+        "packed weights cannot be split",
+        where="tensor_parallel",
+        why="The kernels of their layers take whole matrices in their own layout",
+        remedy="Take tensor_parallel out of the recipe, leave the weights in floats, or serve the artifact with vLLM's tensor parallelism",
+    )
+
+
+def no_plan_error(architecture: str) -> StageError:
+    """Return the error for an architecture that transformers does not know how to split."""
+    return StageError(
+        f"transformers has no tensor parallel plan for {architecture}",
+        where="tensor_parallel",
+        why="The plan says which matrices are split by rows and which by columns",
+        remedy="Take it out of the recipe, or use offload",
+    )
+
+
+@cache
+def stored_plan(model_type: str) -> Mapping[str, str] | None:
+    """Return transformers' plan for a model type, read without importing it; empty where it has none, None where nobody can tell."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None or not re.fullmatch(r"\w+", model_type):
+        return None
+    models = Path(found.origin).parent / "models"
+    files = sorted(models.glob(f"{model_type}/configuration_*.py")) or sorted(models.glob("*/configuration_*.py"))
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if f'model_type = "{model_type}"' in text:
+            return _plan_of(ast.parse(text), model_type)
+    return None
+
+
+def _plan_of(tree: ast.Module, model_type: str) -> Mapping[str, str] | None:
+    for each in tree.body:
+        if not isinstance(each, ast.ClassDef):
+            continue
+        values = {name: value for statement in each.body for name, value in _assigned(statement)}
+        named = values.get("model_type")
+        if isinstance(named, ast.Constant) and named.value == model_type:
+            if PLAN in values:
+                return dict(ast.literal_eval(values[PLAN]) or {})
+            inherits = [base.id for base in each.bases if isinstance(base, ast.Name)] != ["PreTrainedConfig"]
+            return None if inherits else {}
+    return None
+
+
+def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        yield statement.targets[0].id, statement.value
+    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+        yield statement.target.id, statement.value
+
+
+def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Iterator[str]:
+    """Yield the numbers that the devices do not divide."""
+    config = _text_config(shape.config)
+    heads = config.get("num_attention_heads")
+    for name, value in (("attention heads", heads), ("key heads", config.get("num_key_value_heads", heads))):
+        if isinstance(value, int) and value % devices and any(plan.get(key) == "colwise" for key in plan if key.endswith("k_proj")):
+            yield f"{value} {name}"
+    seen: set[str] = set()
+    for name, info in shape.tensors.items():
+        style = _style(name, plan)
+        generic = re.sub(r"\.\d+\.", ".*.", name)
+        if style is None or len(info.shape) != 2 or generic in seen:
+            continue
+        seen.add(generic)
+        by_rows = style.startswith("rowwise")
+        size = info.shape[1] if by_rows else info.shape[0]
+        if size % devices:
+            yield f"{size:,} {'inputs' if by_rows else 'outputs'} of {generic.removesuffix('.weight')}"
+
+
+def _with_head(shape: ModelShape, plan: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a plan with lm_head, which the class of the model adds; a tied embedding is split like it."""
+    tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
+    return {**plan, "lm_head": "colwise", **({"embed_tokens": "colwise"} if tied else {})} if plan else {}
+
+
+def _split(name: str, plan: Mapping[str, str]) -> bool:
+    """Whether each device holds only a share of a tensor."""
+    style = _style(name, plan)
+    return style is not None and not style.startswith("replicated") and not (style.startswith("rowwise") and name.endswith(".bias"))
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str | None:
+    """Return how a tensor of the checkpoint is split; experts lie there one by one and are joined by transformers."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    module = generic.rpartition(".")[0]
+    found = next((style for key, style in plan.items() if module.endswith(key)), None)
+    if found is None and ".experts.*" in module:
+        return next((style for key, style in plan.items() if key.endswith("experts")), None)
+    return found
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("text_config") or config
+    return found
+
+
+def _architecture(shape: ModelShape) -> str:
+    return ", ".join(shape.config.get("architectures") or [str(shape.config.get("model_type"))])

@@ -1,0 +1,1 @@
+"""What stages that make a model narrower or shallower share."""

@@ -1,0 +1,123 @@
+"""Write a narrower model block by block: choose what is left of each, let its readers make up for the rest, go on with what that gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.narrowing import Left, is_norm
+from optkit.model.width import Axis
+from optkit.stages.narrowing.choice import WidthChooser
+from optkit.stages.quantizing.streaming import out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.model.skeleton import Skeleton
+    from optkit.model.writer import CheckpointWriter
+    from optkit.progress import Task
+
+
+@dataclass
+class NarrowerBlocks:
+    """A model whose blocks become narrower, one in memory at a time."""
+
+    chooser: WidthChooser
+    names: Mapping[str, str]
+    """Tensor -> its name in what is written; those that are not here are left out."""
+    device: str
+    compensate: bool
+    less_memory: str
+    """What to lower where memory runs out."""
+    hidden: Tensor | None = None
+    """int64: channels of the hidden states that are left; None where they all are."""
+    lefts: list[Left] = field(default_factory=list)
+    """What is left of each block that was written."""
+
+    @property
+    def skeleton(self) -> Skeleton:
+        return self.chooser.skeleton
+
+    def write(self, kept: Sequence[int], writer: CheckpointWriter, task: Task) -> None:
+        """Write these of the blocks and everything outside; raises StageError for weights that no longer fit their dtype."""
+        outside = Left(self.chooser.before, self.chooser.after, self.hidden)
+        for tensor in self.skeleton.outside_tensors:
+            writer.add(self.names[tensor], self._left_of(tensor, self.skeleton.checkpoint.read_finite(tensor), outside))
+        if self.hidden is not None and self.chooser.inputs:
+            self.chooser.inputs.hidden = only(self.chooser.inputs.hidden, self.hidden)
+        for index in kept:
+            block = self.skeleton.blocks[index]
+            with out_of_memory(block.name, self.device, self.less_memory):
+                self._write_block(index, writer)
+            task.advance(note=block.name)
+
+    def masked_(self, skeleton: Skeleton, target: Checkpoint, index: int, number: int) -> None:
+        """Put what was written of a block into the loaded block of another skeleton of the source, 0 in place of what was removed."""
+        prefix = f"{skeleton.blocks[index].name}."
+        for name, tensor in skeleton.tensor_names.items():
+            if name.startswith(prefix) and self._is_spread(tensor, self.lefts[number]):
+                self._spread_(skeleton, name, tensor, target.read(self.names[tensor]), self.lefts[number])
+
+    def _write_block(self, index: int, writer: CheckpointWriter) -> None:
+        skeleton, block, inputs = self.skeleton, self.skeleton.blocks[index], self.chooser.inputs
+        if inputs:
+            skeleton.load_(block.name, self.device)
+        left, readers = self.chooser.choose(index, self.hidden)
+        made = {f"{reader.name}.weight": reader.making_up(left) for reader in readers if self.compensate}
+        self.lefts.append(left)
+        places = {tensor: name for name, tensor in skeleton.tensor_names.items() if name.startswith(f"{block.name}.")}
+        for tensor in skeleton.block_tensors(block):
+            whole = made.get(tensor)
+            stored = skeleton.checkpoint.read_finite(tensor) if whole is None else whole
+            written = self._left_of(tensor, stored, left)
+            writer.add(self.names[tensor], written)
+            if inputs and self._is_spread(tensor, left):
+                self._spread_(skeleton, places[tensor], tensor, written, left)
+        if inputs:
+            self.chooser.advance_(index)
+            skeleton.release_(block.name)
+
+    def _left_of(self, tensor: str, stored: Tensor, left: Left) -> Tensor:
+        """Return what is left of a tensor, in the dtype that the checkpoint has it in."""
+        axes = self._axes(tensor)
+        if not axes or not left.touches(axes):
+            return stored
+        narrowed = left.norm_weight(stored) if is_norm(tensor) else left.narrow(stored, axes)
+        cast = narrowed.to("cpu", _dtype(self.skeleton.checkpoint, tensor))
+        if not all_finite(cast):
+            raise StageError(
+                f"weights of up to {float(narrowed.abs().max()):,.0f} do not fit {str(cast.dtype).removeprefix('torch.')}",
+                where=f"prune_structured: {tensor}",
+                why="They make up for what was removed",
+                remedy="Set compensate: false, or put `- cast: {dtype: bfloat16}` in front of this stage",
+            )
+        return cast
+
+    def _spread_(self, skeleton: Skeleton, name: str, tensor: str, written: Tensor, left: Left) -> None:
+        parameter = skeleton.model.get_parameter(name)
+        with torch.no_grad():
+            parameter.copy_(left.spread(written.to(parameter), self._axes(tensor) or ()))
+
+    def _is_spread(self, tensor: str, left: Left) -> bool:
+        axes = self._axes(tensor)
+        return bool(axes) and left.touches(axes or ()) and not is_norm(tensor)
+
+    def _axes(self, tensor: str) -> tuple[Axis, ...] | None:
+        return self.chooser.axes.get(tensor)
+
+
+def only(hidden: Tensor, channels: Tensor) -> Tensor:
+    """Return hidden states, float [..., hidden], with 0 in all channels but these."""
+    mask = torch.zeros(hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+    return hidden * mask.index_fill_(0, channels.to(hidden.device), 1)
+
+
+def _dtype(checkpoint: Checkpoint, tensor: str) -> torch.dtype:
+    from optkit.model.skeleton import TORCH_DTYPES
+
+    return TORCH_DTYPES[checkpoint.tensors[tensor].dtype]

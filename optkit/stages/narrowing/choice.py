@@ -1,0 +1,174 @@
+"""Which channels and heads of a block are left, by what they add to the outputs of the layers that read them, on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.importance import channel_energy, compensated, head_energy, highest
+from optkit.model.narrowing import Left
+from optkit.model.width import Axis, Role, Widths
+from optkit.stages.quantizing.hessians import S, finite_matrix, watch_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.model.blocks import BlockInputs, Call
+    from optkit.model.skeleton import Projection, Skeleton
+
+
+class _Squares:
+    """Sums the squares of each input, every token divided by its root mean square."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.total: Tensor = torch.zeros(inputs.shape[-1], device=inputs.device)
+
+    def add(self, inputs: Tensor) -> None:
+        rows = inputs.flatten(0, -2).float()
+        scale = rows.square().mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        self.total += (rows.square() / scale).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A layer whose inputs become fewer, and what they were on the text."""
+
+    name: str
+    module: Projection
+    role: Role
+    """Of its inputs."""
+    matrix: Tensor
+    """Mean of x x^T, float32 [in, in]."""
+
+    @property
+    def weight(self) -> Tensor:
+        """float [out, in]."""
+        return _weight(self.module)
+
+    def making_up(self, left: Left) -> Tensor | None:
+        """Return the weight that makes up for what was removed, 0 there, float32 as the checkpoint stores it; None where nothing was."""
+        kept = left.channels(self.role)
+        if kept is None:
+            return None
+        places = kept.to(self.matrix.device)
+        made = torch.zeros(self.weight.shape, device=places.device)
+        made[:, places] = compensated(self.weight, self.matrix, places)
+        return made.T if isinstance(self.module, Conv1D) else made
+
+
+@dataclass
+class WidthChooser:
+    """Chooses for one loaded block after another."""
+
+    skeleton: Skeleton
+    inputs: BlockInputs | None
+    """What the text becomes in front of the next block; None where nothing is chosen by a text."""
+    axes: Mapping[str, tuple[Axis, ...] | None]
+    """Of each tensor of the checkpoint."""
+    before: Widths
+    after: Widths
+    pooling: bool
+    """Heads of keys and values become means of their neighbours; else the ones that matter least go, with the queries that read them."""
+
+    def hidden(self, blocks: Sequence[int], device: str) -> Tensor:
+        """Return the channels of the hidden states that matter most, int64 [hidden], over all blocks; takes the hidden states through them.
+
+        A channel counts by its share of what the layers that read a norm make of it, and all these layers count the same.
+        """
+        total = torch.zeros(self.before.hidden)
+        for index in blocks:
+            self.skeleton.load_(self.skeleton.blocks[index].name, device)
+            readers = self._readers(index, Role.HIDDEN)
+            sums: dict[str, _Squares] = {}
+            self._watch(index, readers, sums, _Squares)
+            for name, squares in sums.items():
+                energy = squares.total * _weight(readers[name]).float().square().sum(0)
+                total += (energy / energy.sum()).cpu()
+            self.advance_(index)
+            self.skeleton.release_(self.skeleton.blocks[index].name)
+        return highest(total, self.after.hidden)
+
+    def choose(self, index: int, hidden: Tensor | None) -> tuple[Left, list[Reader]]:
+        """Return what is left of a block, and the layers that read what was chosen among."""
+        before, after = self.before, self.after
+        wanted = [Role.FFN] if after.ffn != before.ffn else []
+        if after.heads != before.heads or (after.key_heads != before.key_heads and not self.pooling):
+            wanted.append(Role.QUERY)
+        layers = {name: (module, role) for role in wanted for name, module in self._readers(index, role).items()}
+        hessians: dict[str, Hessian] = {}
+        if layers:
+            self._watch(index, {name: module for name, (module, _) in layers.items()}, hessians, _hessian)
+        readers = [Reader(name, *layers[name], finite_matrix(hessian, name, self.skeleton)) for name, hessian in hessians.items()]
+        ffn, energies = None, torch.zeros(before.heads)
+        for reader in readers:
+            if reader.role is Role.FFN:
+                ffn = highest(channel_energy(reader.weight, reader.matrix), after.ffn).cpu()
+            else:
+                energies = head_energy(reader.weight, reader.matrix, before.head_size).cpu()
+        heads, pools = left_heads(energies, before, after, self.pooling)
+        return Left(before, after, hidden, ffn, heads, pools), readers
+
+    def advance_(self, index: int) -> None:
+        """Replace the inputs of a loaded block by its outputs."""
+        for hidden, call in self._batches(index):
+            hidden.copy_(self.skeleton.run_block(index, hidden, call))
+
+    def _watch(self, index: int, layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]) -> None:
+        for hidden, call in self._batches(index):
+            watch_inputs(partial(self.skeleton.run_block, index, hidden, call), layers, sums, start)
+
+    def _batches(self, index: int) -> Iterator[tuple[Tensor, Call]]:
+        """Yield what enters a block, a view of the hidden states, and what it is called with."""
+        if self.inputs:
+            for batch in self.inputs.batches:
+                yield self.inputs.hidden[batch.rows], batch.calls[index]
+
+    def _readers(self, index: int, role: Role) -> dict[str, Projection]:
+        """Return the layers of a block whose inputs are of one role."""
+        found = {}
+        for name, module in self.skeleton.linears(self.skeleton.blocks[index]).items():
+            axes = self.axes[f"{name}.weight"]
+            if axes and axes[0 if isinstance(module, Conv1D) else 1] == (role,):
+                found[name] = module
+        return found
+
+
+def left_heads(
+    energies: Tensor, before: Widths, after: Widths, pooling: bool
+) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...] | None]:
+    """Return the heads of the queries that are left, and for each head of keys and values that is left those that it is the mean of.
+
+    energies: float32 [heads], of the queries. Every head of keys and values that is left has equally many queries.
+    """
+    if (before.heads, before.key_heads) == (after.heads, after.key_heads):
+        return None, None
+    shared, left = before.heads // before.key_heads, after.heads // after.key_heads
+    groups: list[tuple[int, ...]] = [(group,) for group in range(before.key_heads)]
+    if pooling:
+        size = before.key_heads // after.key_heads
+        groups = [tuple(range(start, start + size)) for start in range(0, before.key_heads, size)]
+    else:
+        best = highest(energies.view(before.key_heads, shared).sum(1), after.key_heads)
+        groups = [groups[place] for place in best.tolist()]
+    heads, pools = [], []
+    for group in groups:
+        queries = torch.tensor([group_head * shared + query for group_head in group for query in range(shared)])
+        chosen = queries[highest(energies[queries], left)].tolist()
+        heads += chosen
+        pools.append(tuple(sorted({query // shared for query in chosen})))
+    return tuple(heads), tuple(pools)
+
+
+def _hessian(inputs: Tensor) -> Hessian:
+    return Hessian(inputs.shape[-1], inputs.device)
+
+
+def _weight(module: Projection) -> Tensor:
+    """Return a layer's weight, float [out, in]."""
+    return module.weight.T if isinstance(module, Conv1D) else module.weight

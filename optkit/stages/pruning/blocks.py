@@ -1,0 +1,161 @@
+"""Prune the layers of a model one decoder block after another; later blocks see what is left of the earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from optkit.algorithms.gptq import relative_error
+from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
+from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
+from optkit.algorithms.sparsity_pattern import Pattern
+from optkit.errors import StageError
+from optkit.model.blocks import BlockInputs
+from optkit.model.skeleton import TORCH_DTYPES, Skeleton
+from optkit.stage import Context
+from optkit.stages.quantizing.hessians import HessianCollector, finite_matrix, refuse_infinite, watch_inputs
+from optkit.stages.quantizing.streaming import out_of_memory
+from optkit.stages.sensitivity.measure import float_weight
+
+FEW_TOKENS = 128
+"""A layer (an expert) that saw fewer tokens is pruned by magnitude: so few say nothing about its inputs."""
+LESS_MEMORY = "Lower prune.batch_size, prune.calibration.samples or prune.calibration.sequence_length"
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """How weights are chosen; the fields of the stage `prune`."""
+
+    method: Literal["magnitude", "wanda", "sparsegpt"]
+    pattern: Pattern | None
+    damping: float
+    refinements: int
+    equal_tokens: bool
+    batch_size: int
+
+
+@dataclass
+class BlockPruner:
+    """One run over a model, and what it finds on the way."""
+
+    skeleton: Skeleton
+    sparsities: Mapping[str, float]
+    """Layer to prune -> the share of zeros that it gets; a pattern takes its place."""
+    options: PruneOptions
+    context: Context
+    losses: dict[str, float] = field(default_factory=dict)
+    """Layer -> the squared error of its outputs, as a fraction of their square, on the calibration text (SparseGPT)."""
+    by_magnitude: dict[str, int] = field(default_factory=dict)
+    """Layers that saw too few tokens -> how many."""
+    raised_damping: dict[str, float] = field(default_factory=dict)
+
+    def blocks(self, tokens: Tensor | None) -> Iterator[dict[str, Tensor]]:
+        """Yield the pruned weights of each block by layer, as they are stored. tokens: int64 [sequences, sequence_length]."""
+        skeleton, device = self.skeleton, self.context.device
+        inputs = None
+        if tokens is not None and self.options.method != "magnitude":
+            with out_of_memory("in front of the first block", device, LESS_MEMORY):
+                inputs = skeleton.capture_inputs(tokens, device, self.options.batch_size)
+        for index, block in enumerate(skeleton.blocks):
+            with out_of_memory(block.name, device, LESS_MEMORY):
+                skeleton.load_(block.name, device)
+                modules = {name: module for name, module in skeleton.linears(block).items() if name in self.sparsities}
+                self._prune_(modules, index, inputs)
+                pruned = {name: self._stored(name, module) for name, module in modules.items()}
+                if inputs is not None and index + 1 < len(skeleton.blocks):
+                    HessianCollector(skeleton, index, inputs, self.options.equal_tokens).advance_()
+                skeleton.release_(block.name)
+            yield pruned
+
+    def _prune_(self, modules: Mapping[str, nn.Module], index: int, inputs: BlockInputs | None) -> None:
+        """Put pruned weights into the modules of a loaded block."""
+        options = self.options
+        if inputs is None or not modules:
+            self._by_magnitude_(modules)
+        elif options.method == "wanda":
+            squares = input_squares(self.skeleton, index, inputs, modules)
+            self._by_magnitude_(self._barely_seen(modules, squares))
+            for name, module in modules.items():
+                if name not in self.by_magnitude:
+                    norms = squares[name].norms()
+                    refuse_infinite(norms, name, self.skeleton)
+                    weight = float_weight(module)
+                    stays = kept(wanda_scores(weight, norms), self.sparsities[name], options.pattern, by_output=True)
+                    _put_(module, weight.masked_fill(~stays, 0))
+        else:
+            hessians = HessianCollector(self.skeleton, index, inputs, options.equal_tokens).collect(modules)
+            self._by_magnitude_(self._barely_seen(modules, hessians))
+            for together in _alike(hessians, self.by_magnitude):
+                self._by_sparsegpt_({name: modules[name] for name in together}, hessians[together[0]])
+
+    def _by_magnitude_(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            weight = float_weight(module)
+            stays = kept(weight.abs(), self.sparsities[name], self.options.pattern, by_output=False)
+            _put_(module, weight.masked_fill(~stays, 0))
+
+    def _by_sparsegpt_(self, modules: Mapping[str, nn.Module], hessian: Hessian) -> None:
+        """Prune layers that share their input."""
+        name = next(iter(modules))
+        matrix = finite_matrix(hessian, name, self.skeleton)
+        curved = self._curvature(matrix, name)
+        for layer, module in modules.items():
+            weight = float_weight(module)
+            pruned = sparsegpt(weight, curved, self.sparsities[layer], self.options.pattern, self.options.refinements)
+            self.losses[layer] = relative_error(weight, pruned, matrix)
+            _put_(module, pruned)
+
+    def _curvature(self, matrix: Tensor, name: str) -> Curvature:
+        try:
+            curved = curvature(matrix, self.options.damping)
+        except ValueError as error:
+            raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
+        if curved.damping > self.options.damping:
+            self.raised_damping[name] = curved.damping
+            self.context.progress.warn(f"{name}: the Hessian needed a damping of {curved.damping:g} instead of {self.options.damping:g}")
+        return curved
+
+    def _barely_seen(self, modules: Mapping[str, nn.Module], sums: Mapping[str, Any]) -> dict[str, nn.Module]:
+        """Return the layers that saw fewer than FEW_TOKENS tokens, and take note of them."""
+        seen = {name: sums[name].tokens if name in sums else 0 for name in modules}
+        few = {name: tokens for name, tokens in seen.items() if tokens < FEW_TOKENS}
+        self.by_magnitude |= few
+        return {name: modules[name] for name in few}
+
+    def _stored(self, name: str, module: nn.Module) -> Tensor:
+        """Return the weight of a module as its checkpoint has it."""
+        weight: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+        return weight.to(TORCH_DTYPES[self.skeleton.checkpoint.tensors[f"{name}.weight"].dtype], copy=True)
+
+
+def input_squares(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]) -> dict[str, InputSquares]:
+    """Return the summed squares of the inputs of each layer of a loaded block that saw a token."""
+    sums: dict[str, InputSquares] = {}
+    for batch in inputs.batches:
+        hidden, call = inputs.hidden[batch.rows], batch.calls[index]
+
+        def run(hidden: Tensor = hidden, call: Any = call) -> Tensor:
+            return skeleton.run_block(index, hidden, call)
+
+        watch_inputs(run, layers, sums, lambda given: InputSquares(given.shape[-1], given.device))
+    return sums
+
+
+def _alike(hessians: Mapping[str, Hessian], without: Mapping[str, int]) -> Sequence[list[str]]:
+    """Return the layers in groups with the same Hessian."""
+    groups: dict[int, list[str]] = {}
+    for name, hessian in hessians.items():
+        if name not in without:
+            groups.setdefault(id(hessian), []).append(name)
+    return list(groups.values())
+
+
+def _put_(module: nn.Module, weight: Tensor) -> None:
+    """Set the weight of a Linear or Conv1D to float [out, in]."""
+    parameter: Tensor = module.weight  # type: ignore[assignment]
+    parameter.copy_(weight.T if isinstance(module, Conv1D) else weight)

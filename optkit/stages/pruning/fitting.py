@@ -1,0 +1,85 @@
+"""What can be said of zeros without torch: whether layers can have them, what pruning takes in memory, and which engines profit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from optkit.algorithms.sparsity_pattern import Pattern
+from optkit.errors import StageError
+from optkit.model.attention_choice import eager_bytes
+from optkit.model.linear_layers import Layer, by_block, stacks
+from optkit.model.shape import DTYPE_BITS, ModelShape
+
+LEVELS = 9
+"""Sparsities that each layer may get where they are chosen by sensitivity."""
+FLOAT_BYTES = 4
+
+
+def refuse_unfit(layers: Mapping[str, Layer], pattern: Pattern | None, low: float, high: float, stage: str) -> None:
+    """Raise StageError where a pattern does not divide the inputs of a layer, or sparsities from `low` to `high` leave all or none."""
+    if pattern is not None:
+        _refuse_uneven(layers, pattern, stage)
+        return
+    for layer in layers.values():
+        zeros = round(high * layer.inputs)
+        if zeros == layer.inputs or round((low + high) / 2 * layer.inputs) == 0:
+            what = "none" if zeros == layer.inputs else "all"
+            raise StageError(
+                f"a sparsity of {high:g} leaves {what} of the {layer.inputs} weights of an output",
+                where=layer.name,
+                remedy=f"{'Lower' if what == 'none' else 'Raise'} {stage}.sparsity, or exclude the layer",
+            )
+
+
+def _refuse_uneven(layers: Mapping[str, Layer], pattern: Pattern, stage: str) -> None:
+    wrong = [layer for layer in layers.values() if layer.inputs % pattern.of]
+    if wrong:
+        others = f", nor are those of {len(wrong) - 1:,} other layers" if len(wrong) > 1 else ""
+        raise StageError(
+            f"{wrong[0].inputs} inputs are not a multiple of {pattern.of}{others}",
+            where=wrong[0].name,
+            why=f"The pattern {pattern} is of {pattern.of} neighbouring inputs",
+            remedy=f"Exclude the layer, or set {stage}.pattern: unstructured",
+        )
+
+
+def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
+    """Return what the zeros of so many layers are worth when the model runs."""
+    if pattern is None:
+        return (
+            f"{sparsity:.1%} of the weights of {layers:,} layers are 0, in no pattern: no engine that optkit measures (torch,"
+            " transformers, vLLM, ONNX Runtime) reads or computes less for it; the model is as large and as slow as before"
+        )
+    if (pattern.zeros, pattern.of) != (2, 4):
+        return (
+            f"{layers:,} layers are {pattern} sparse, and no engine that optkit measures has a kernel for it (GPUs know 2:4); the"
+            " model is as large and as slow as before"
+        )
+    return (
+        f"{layers:,} layers are 2:4 sparse, which no engine that optkit exports to uses by itself: vLLM removed its 2:4 kernels and"
+        " compressed-tensors its 2:4 formats in 2026. On NVIDIA GPUs since Ampere torch.sparse.to_sparse_semi_structured does for bfloat16"
+        " and float16 linear layers (tests/benchmarks/sparse24_gpu.py measures them); CPUs gain nothing"
+    )
+
+
+def pruning_memory(
+    shape: ModelShape, layers: Mapping[str, Layer], method: str, tokens: int, batch: tuple[int, int], device: str
+) -> tuple[int, int]:
+    """Return the bytes of RAM and of GPU memory that pruning works with; `batch`: sequences of its calibration at once, tokens of each."""
+    largest_block = max(shape.block_bytes, shape.outside_bytes)
+    largest = max(layer.outputs * layer.inputs for layer in layers.values())
+    if method == "magnitude":
+        needed = largest_block + FLOAT_BYTES * 7 * largest
+    else:
+        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
+        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        running = math.prod(batch) * (6 * width + 3 * max(layer.inputs for layer in layers.values())) * FLOAT_BYTES
+        running += eager_bytes(shape.config, *batch)
+        work, sums = FLOAT_BYTES * 7 * largest, 0
+        if method == "sparsegpt":
+            blocks = [[layers[stack[0]].inputs for stack in stacks(block)] for block in by_block(shape, layers)]
+            sums = max(sum(inputs**2 for inputs in block) for block in blocks) * FLOAT_BYTES
+            work += 4 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
+        needed = tokens * width * element + largest_block + sums + max(running, work)
+    return (largest_block, needed) if device.startswith("cuda") else (needed, 0)

@@ -1,0 +1,1 @@
+"""What stages that quantize share."""

@@ -1,0 +1,238 @@
+"""`backend:`, a field of quantizing stages: let another library do the work, in an environment of its own.
+
+A stage takes part by deriving from `Backed` and naming its backends:
+
+    class Gptq(Backed, WeightQuantizer):
+        backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
+
+What each library makes of the stage's fields stands in `offers.py`; a field that it cannot honour is refused by name. A recipe without
+`backend`, or with `backend: optkit`, is what it was: the field is then in no key. With a library, its pinned packages are in the key too.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from optkit.backends.environments import Environment, Environments
+from optkit.backends.handover import PROBE_TOKENS, check_same_model, hand_over, logits_here
+from optkit.backends.libraries import LIBRARIES
+from optkit.backends.process import run_worker, work_directory
+from optkit.backends.written import DTYPE_NAMES, take_over
+from optkit.errors import StageError
+from optkit.formats.base import LayerFormat, quantization_config
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Selection, layers_of
+from optkit.model.shape import ModelShape
+from optkit.source.calibration import Calibration
+from optkit.source.directory import is_built_into_transformers
+from optkit.stage import Context, Cost, Report
+from optkit.stages.quantizing.offers import OFFERS, Offer
+from optkit.stages.quantizing.streaming import LayerQuantizer, outside_of, recount
+
+OWN = "optkit"
+MODELS_IN_MEMORY = 2
+"""A library holds the whole model, and about as much again while it works and saves."""
+
+
+class Backed(LayerQuantizer):
+    """A stage that another library can do in its place."""
+
+    @model_validator(mode="after")
+    def _only_what_the_backend_has(self) -> Self:
+        offer = self._offer
+        if offer is None:
+            return self
+        if without := sorted(self.model_fields_set - offer.fields):
+            raise ValueError(
+                f"`{'`, `'.join(without)}`: {offer.library} has nothing like it. Leave it out, or take backend: {OWN}; "
+                f"it has {', '.join(sorted(offer.fields - {'backend'}))}"
+            )
+        self.__dict__.update({name: value for name, value in offer.defaults.items() if name not in self.model_fields_set})
+        for name, values in offer.values.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {_text(getattr(self, name))}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _what_decides_the_result(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped: dict[str, Any] = dump(self)
+        offer = self._offer
+        if offer is None:
+            dumped.pop("backend", None)
+            return dumped
+        return {name: value for name, value in dumped.items() if name in offer.fields}
+
+    def made_with(self) -> dict[str, Any]:
+        """Return the pinned packages of the library that does the work: another version makes other weights."""
+        if self._offer is None:
+            return {}
+        library = LIBRARIES[self._offer.library]
+        return {"packages": [*library.requirements, *library.bare]}
+
+    @property
+    def _offer(self) -> Offer | None:
+        return OFFERS.get((self._kind, getattr(self, "backend", OWN)))
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Quantize with optkit, or with the library that `backend` names.
+
+        Raises what the stage itself raises; StageError with a library's exception, where its transformers reads another model, and where
+        what it wrote is not what was asked for; OptkitError where its environment cannot be built.
+        """
+        return run_with(self, self._offer, source, target, context) if self._offer else super().run(source, target, context)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what it leaves; a library holds the whole model in memory."""
+        cost, left = super().predict(shape, device)
+        if self._offer is None:
+            return cost, left
+        held = MODELS_IN_MEMORY * shape.size_bytes
+        on_gpu = device.startswith("cuda")
+        return cost.model_copy(update={"ram_bytes": held, "gpu_bytes": held if on_gpu else 0}), left
+
+
+def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: Context) -> Report:
+    """Let a library quantize, and take over what it wrote."""
+    started = time.monotonic()
+    _refuse_device(offer, context.device, stage._kind)
+    checkpoint = Checkpoint(source)
+    _refuse_own_code(checkpoint.config, stage._kind)
+    _refuse_multi_modal(checkpoint.config, stage._kind)
+    selection = stage._select(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
+    formats = stage._formats(selection)
+    _refuse_shapes(offer, selection, stage._kind)
+    environments = Environments()
+    calibration: Calibration | None = getattr(stage, "calibration", None)
+    with environments.using(offer.library, context.progress) as environment, work_directory(target) as work:
+        request = _request(stage, offer, checkpoint, selection, formats, environment, work, context)
+        written = Path(request["target"])
+        written.mkdir()
+        apart = _Agreement(Path(source), request, environment)
+        library_says = run_worker(environment, request, context.progress, environments.log(offer.library), apart.check)
+        take_over(written, checkpoint, target, selection.layers, offer.library, context.trust_remote_code)
+    return Report(
+        changed=len(selection.layers),
+        skipped=dict(selection.skipped),
+        details={
+            **library_says,
+            **recount(Checkpoint(target), checkpoint, selection, formats),
+            "backend": offer.library,
+            "versions": environment.told_versions,
+            "logits_apart": apart.apart,
+            "seconds": round(time.monotonic() - started, 2),
+        },
+        calibrated_on=(calibration.identity(),) if calibration else (),
+    )
+
+
+class _Agreement:
+    """What both versions of transformers make of the float model, compared as soon as the worker has its logits."""
+
+    def __init__(self, source: Path, request: Mapping[str, Any], environment: Environment) -> None:
+        self.source, self.request, self.environment = source, request, environment
+        self.apart = 0.0
+        self.here = logits_here(source, request["probe"], request["dtype"])
+
+    def check(self, file: Path) -> None:
+        """Raise StageError where the logits in a file are those of another model."""
+        from safetensors.torch import load_file
+
+        version = self.environment.told_versions["transformers"]
+        there = load_file(file)["logits"]
+        self.apart = check_same_model(self.here, there, self.request["dtype"], self.environment.name, version)
+
+
+def _request(
+    stage: Backed,
+    offer: Offer,
+    checkpoint: Checkpoint,
+    selection: Selection,
+    formats: Mapping[str, LayerFormat],
+    environment: Environment,
+    work: Path,
+    context: Context,
+) -> dict[str, Any]:
+    """Return what the worker is told; see `optkit.backends.workers.launch.Job`."""
+    calibration: Calibration | None = getattr(stage, "calibration", None)
+    windows = calibration.tokens(checkpoint.directory, context.data).tolist() if calibration else []
+    vocabulary = int(checkpoint.config.get("vocab_size", PROBE_TOKENS))
+    probe = windows[0][:PROBE_TOKENS] if windows else [index % vocabulary for index in range(PROBE_TOKENS)]
+    positions = int(checkpoint.config.get("max_position_embeddings") or PROBE_TOKENS)
+    return {
+        "method": stage._kind,
+        "source": str(hand_over(checkpoint.directory, work / "source", environment.told_versions["transformers"])),
+        "target": str(work / "written"),
+        "layers": {name: _scheme(form) for name, form in formats.items()},
+        "kept": sorted(selection.skipped),
+        "quantization": quantization_config(formats, selection.skipped),
+        "blocks": len({checkpoint.shape.block(f"{name}.weight") for name in layers_of(checkpoint.shape)}),
+        "fields": {name: value for name, value in stage.model_dump(mode="json").items() if name in offer.passed},
+        "device": context.device,
+        "dtype": _stored_dtype(checkpoint),
+        "windows": windows,
+        "probe": probe[:positions],
+    }
+
+
+def _scheme(form: LayerFormat) -> dict[str, Any]:
+    group_size = getattr(form, "group_size", None)
+    return {"bits": getattr(form, "bits", 4), "group_size": group_size or -1, "symmetric": getattr(form, "symmetric", True)}
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if named in DTYPE_NAMES.values():
+        return str(named)
+    return next((DTYPE_NAMES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in DTYPE_NAMES), "float32")
+
+
+def _refuse_device(offer: Offer, device: str, kind: str) -> None:
+    if offer.needs_gpu and device == "cpu":
+        raise StageError(f"{offer.library} needs a GPU for it", where=f"{kind}.backend", why=offer.needs_gpu, remedy=f"Take backend: {OWN}")
+
+
+def _refuse_shapes(offer: Offer, selection: Selection, kind: str) -> None:
+    odd = next((layer for layer in selection.layers.values() if layer.outputs % offer.outputs_multiple), None)
+    if odd:
+        raise StageError(
+            f"{odd.outputs} outputs are not a multiple of {offer.outputs_multiple}",
+            where=odd.name,
+            why=f"{offer.library} searches the clipping of so many at once",
+            remedy=f"Take {kind}.backend: {OWN}",
+        )
+
+
+def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:
+    if "auto_map" in config and not is_built_into_transformers(str(config.get("model_type", ""))):
+        raise StageError(
+            f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
+            where=f"{kind}.backend",
+            why="It was written for one version of transformers, and the library has another",
+            remedy=f"Take backend: {OWN}",
+        )
+
+
+def _refuse_multi_modal(config: Mapping[str, Any], kind: str) -> None:
+    if "text_config" in config:
+        raise StageError(
+            f"{next(iter(config.get('architectures') or ['the model']))} is more than a language model",
+            where=f"{kind}.backend",
+            why="Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's",
+            remedy=f"Take backend: {OWN}",
+        )
+
+
+def _either(values: tuple[Any, ...]) -> str:
+    words = [_text(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value)

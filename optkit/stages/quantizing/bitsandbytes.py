@@ -1,0 +1,56 @@
+"""What the stages that write a bitsandbytes checkpoint share (`nf4`, `int8`): layer by layer, what is refused, what vLLM needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from optkit.errors import StageError
+from optkit.formats.base import LayerFormat
+from optkit.model.linear_layers import Layer, Selection
+from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.source.quiet import quiet_bitsandbytes
+from optkit.stages.quantizing.fitting import EXPERTS
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer, out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BitsAndBytesQuantizer(LayerQuantizer):
+    """Store weights as bitsandbytes does, which transformers opens with that package installed."""
+
+    requires: ClassVar[tuple[str, ...]] = ("bitsandbytes>=0.50",)
+
+    def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a layer by their last name. weight: float [out, in], contiguous."""
+        raise NotImplementedError
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        experts = [name for name in selection.layers if EXPERTS in name]
+        if experts:
+            raise StageError(
+                f"{len(experts):,} layers belong to experts ({experts[0]}, ...)",
+                where=self._kind,
+                why="transformers holds the experts of a block in one tensor, and bitsandbytes knows Linear layers only",
+                remedy=f"Set {self._kind}.exclude to ['*.experts.*'], or use the stage gptq",
+            )
+
+    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        return ["transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: pip install vllm-bnb-plugin"]
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        quiet_bitsandbytes()
+        for index in range(len(job.skeleton.blocks)):
+            layers = {}
+            for name in job.modules(index):
+                job.task.advance(0, note=name)
+                with out_of_memory(name, job.context.device, "Use a machine with more memory"):
+                    stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
+                    weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
+                    layers[name] = self._quantized(name, weight)
+            yield BlockOutput(layers)
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        largest = max(layer.outputs * layer.inputs * (DTYPE_BITS["F32"] + 16) // 8 for layer in layers.values())
+        return (largest, largest) if device.startswith("cuda") else (largest, 0)

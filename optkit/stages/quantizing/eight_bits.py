@@ -1,0 +1,245 @@
+"""What the quantizers of 8-bit weights and activations share (`fp8`, `smoothquant`): rounding a layer, calibrating its inputs, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from optkit.common.field_types import BatchSize
+from optkit.errors import StageError
+from optkit.formats.base import LayerFormat
+from optkit.formats.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
+from optkit.model.attention_choice import eager_bytes
+from optkit.model.linear_layers import Layer, Selection, by_block, stacks
+from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.source.calibration import Calibration
+from optkit.stages.quantizing.fitting import joined_differently, refuse_some_experts
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer, out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.algorithms.eight_bit import NumberFormat
+    from optkit.model.blocks import BlockInputs
+    from optkit.stages.quantizing.input_ranges import InputRange
+
+Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"
+"""Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the block, layer -> range of its inputs;
+returns the tensors of the checkpoint that have another value now and are not rounded."""
+FLOAT_COPIES = 5
+"""Float32 copies of a layer's weights that rounding holds at once."""
+HESSIAN_COPIES = 6
+"""Matrices of the size of its Hessian that GPTQ holds for a layer."""
+
+
+class EightBitQuantizer(LayerQuantizer):
+    """Store weights in 8 bits, and say how activations are rounded."""
+
+    number: ClassVar[Number]
+
+    scale_search: Literal["amax", "mse"] = "mse"
+    """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach every weight."""
+    rounding: Literal["gptq", "nearest"] = "gptq"
+    """`gptq`: each weight makes up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323). `nearest`: to the
+    nearest number, without looking at any text."""
+    batch_size: BatchSize = 8
+    """Sequences of the calibration text that run through a block at once."""
+
+    @property
+    def _scales(self) -> Scales:
+        """What shares a scale."""
+        raise NotImplementedError
+
+    @property
+    def _activations(self) -> Activations:
+        """How inputs are rounded."""
+        raise NotImplementedError
+
+    @property
+    def _text(self) -> Calibration | None:
+        """The calibration text, where one is needed."""
+        raise NotImplementedError
+
+    @property
+    def _sampled_rows(self) -> int:
+        """Inputs of each layer to keep, beside their range."""
+        return 0
+
+    def _format(self, layer: Layer) -> EightBitFormat:
+        return EightBitFormat(self.number, self._scales, self._activations)
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        transposed = [layer.name for layer in selection.layers.values() if layer.transposed]
+        if transposed:
+            raise StageError(
+                f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
+                where=self._kind,
+                why="transformers opens compressed-tensors for Linear layers only",
+                remedy="Use gptq with format: gptq",
+            )
+        refuse_some_experts(selection, formats, self._kind)
+
+    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        return joined_differently(selection, formats)
+
+    def _rounded(self, job: Job, name: str, weight: Tensor, inputs: InputRange | None) -> dict[str, Tensor]:
+        """Return the tensors of a layer, weight float32 [out, in], by their last name.
+
+        A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
+        """
+        from optkit.algorithms.eight_bit import amax_scales, quantize, search_scales, tile_of
+        from optkit.model.skeleton import TORCH_DTYPES
+        from optkit.stages.quantizing.input_ranges import FEW_TOKENS
+
+        tile, numbers = tile_of(self._scales, (weight.shape[0], weight.shape[1])), self._numbers()
+        dtype = TORCH_DTYPES[job.skeleton.checkpoint.tensors[job.weight(name)].dtype]
+        scales = (search_scales if self.scale_search == "mse" else amax_scales)(weight, tile, numbers, dtype)
+        hessian = None if inputs is None else inputs.hessian()
+        if inputs is None or hessian is None or inputs.tokens < FEW_TOKENS:
+            codes = quantize(weight, scales, tile, numbers)
+            if hessian is not None:
+                job.details.setdefault("rounded_to_nearest", {})[name] = inputs.tokens if inputs else 0
+        else:
+            codes = self._compensated(name, weight, hessian, scales)
+        tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self._scales == "tensor" else scales).to(dtype)}
+        if inputs is not None and self._activations == "static":
+            tensors["input_scale"] = amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
+        return tensors
+
+    def _compensated(self, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
+        from optkit.algorithms.eight_bit import tile_of
+        from optkit.algorithms.eight_bit_gptq import compensated_codes
+
+        tile = tile_of(self._scales, (weight.shape[0], weight.shape[1]))
+        try:
+            return compensated_codes(weight, hessian, scales, tile, self._numbers())
+        except ValueError as error:
+            raise StageError(str(error), where=name, remedy=f"Set {self._kind}.rounding to nearest, or calibrate on more text") from error
+
+    def _calibrated_blocks(self, job: Job, text: Calibration) -> Iterator[BlockOutput]:
+        """Quantize block after block, each on what the quantized blocks before it make of the calibration text."""
+        device, skeleton = job.context.device, job.skeleton
+        less = f"Lower {self._kind}.batch_size, {self._kind}.calibration.samples or {self._kind}.calibration.sequence_length"
+        tokens = text.tokens(job.source, job.context.data, job.context.trust_remote_code)
+        job.calibrated_on = (text.identity(),)
+        with out_of_memory("in front of the first block", device, less):
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+            prepare = self._preparation(job, tokens)
+        for index, block in enumerate(skeleton.blocks):
+            with out_of_memory(block.name, device, less):
+                skeleton.load_(block.name, device)
+                output = self._calibrated_block(job, index, inputs, prepare)
+                if index + 1 < len(skeleton.blocks):
+                    self._advance_(job, index, inputs, output.layers)
+                skeleton.release_(block.name)
+            yield output
+
+    def _calibrated_block(self, job: Job, index: int, inputs: BlockInputs, prepare: Preparation) -> BlockOutput:
+        """Quantize a loaded block."""
+        modules = job.modules(index)
+        ranges = self._ranges(job, index, inputs, modules)
+        replaced = prepare(index, ranges) if modules else {}
+        layers: dict[str, Mapping[str, Tensor]] = {}
+        for name, module in modules.items():
+            job.task.advance(0, note=name)
+            weight: Tensor = module.weight  # type: ignore[assignment]
+            layers[name] = self._rounded(job, name, weight.float(), ranges[name])
+        return BlockOutput(layers, replaced)
+
+    def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
+        """Return what is done to each block before it is rounded; tokens: int64 [samples, sequence_length], the calibration text."""
+        return lambda index, ranges: {}
+
+    def _ranges(self, job: Job, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> dict[str, InputRange]:
+        """Return the inputs of each layer; of an expert that saw no token, those of the others. Raises StageError where they are NaN."""
+        from optkit.stages.quantizing.hessians import watch_inputs, without_indices
+        from optkit.stages.quantizing.input_ranges import InputRange
+
+        seen: dict[str, InputRange] = {}
+        rows = -(-self._sampled_rows // len(inputs.batches))
+        for batch in inputs.batches if modules else ():
+            watch_inputs(
+                partial(job.skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index]),
+                modules,
+                seen,
+                lambda given: InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq"),
+            )
+        for name, each in seen.items():
+            if not bool(each.amax.isfinite().all()):
+                raise StageError(
+                    "the inputs of the layer are NaN or Inf on the calibration text",
+                    where=name,
+                    why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
+                    remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
+                )
+        for name in [name for name in modules if name not in seen or not seen[name].tokens]:
+            alike = [each for other, each in seen.items() if without_indices(other) == without_indices(name) and each.tokens]
+            if not alike:
+                raise StageError(
+                    "no token of the calibration text reached the layer",
+                    where=name,
+                    remedy=f"Raise {self._kind}.calibration.samples, or exclude the layer",
+                )
+            job.details.setdefault("calibrated_as_others", []).append(name)
+            seen[name] = copy(max(alike, key=lambda each: float(each.amax.amax())))
+        return seen
+
+    def _advance_(self, job: Job, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replace the inputs of a block by its outputs, its layers computing as they will when the model is opened."""
+        modules = job.modules(index)
+        for name, module in modules.items():
+            module.forward = self._opened(module, layers[name]).forward
+        try:
+            for batch in inputs.batches:
+                inputs.hidden[batch.rows] = job.skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        finally:
+            for module in modules.values():
+                del module.forward
+
+    def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return the layer that a session would build for a quantized one."""
+        from optkit.algorithms.eight_bit import tile_of
+        from optkit.kernels.float8_linear import Float8Linear, WidenedLinear
+        from optkit.kernels.int8_linear import Int8Linear
+
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        codes, scales = tensors["weight"], tensors["weight_scale"]
+        if self._scales == "block" or self._activations == "none":
+            tile = tile_of(self._scales, (codes.shape[0], codes.shape[1]))
+            grid = scales.view(1, 1) if self._scales == "tensor" else scales
+            return WidenedLinear(codes, grid, tile, BLOCK if self._activations == "dynamic" else None, bias, weight.dtype)
+        kind = Int8Linear if self.number == "int" else Float8Linear
+        return kind(codes, scales, tensors.get("input_scale"), bias, weight.dtype)
+
+    def _numbers(self) -> NumberFormat:
+        from optkit.algorithms.eight_bit import FLOAT8, INT8
+
+        return FLOAT8 if self.number == "float" else INT8
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        largest = max(layer.outputs * layer.inputs for layer in layers.values())
+        work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
+        if self._text is None:
+            return (largest * 4, work) if device.startswith("cuda") else (work, 0)
+        width = shape.config.get("hidden_size") or min(layer.inputs for layer in layers.values())
+        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        widest = max(layer.inputs for layer in layers.values())
+        hidden = self._text.samples * self._text.sequence_length * width * element
+        batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
+        batch += eager_bytes(shape.config, self.batch_size, self._text.sequence_length)
+        blocks = by_block(shape, layers)
+        compensating = hessians = 0
+        if self.rounding == "gptq":
+            compensating = HESSIAN_COPIES * 4 * widest**2
+            hessians = max(sum(4 * layers[stack[0]].inputs ** 2 for stack in stacks(block)) for block in blocks)
+        kept, prepared = self._preparation_bytes(blocks, layers, compensating)
+        work = max(batch, work + compensating, prepared)
+        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + kept + work
+        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+
+    def _preparation_bytes(self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int) -> tuple[int, int]:
+        """Return the bytes that `_preparation` keeps of a block and those that it works with; `compensating`: GPTQ's for a Hessian."""
+        return 0, 0

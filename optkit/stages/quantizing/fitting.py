@@ -1,0 +1,136 @@
+"""Whether the chosen layers fit the group size and what opens the packed format; every refusal comes before any computing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+
+from optkit.errors import StageError
+from optkit.formats.base import COMPRESSED_TENSORS, HEAD, LayerFormat
+from optkit.formats.packed import GPTQ, GPTQ_MULTIPLE
+from optkit.model.linear_layers import OUTSIDE, ROUTER, Layer, Selection, stacks
+
+EXPERTS = ".experts."
+
+
+def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
+    """Raise StageError where group size, format or symmetry do not fit the layers; it names a layer and what does fit."""
+    layers = tuple(selection.layers.values())
+    methods = {form.method for form in formats.values()}
+    if COMPRESSED_TENSORS in methods:
+        refuse_conv1d(layers, stage)
+        _refuse_asymmetric_experts(layers, formats, stage)
+    refuse_some_experts(selection, formats, stage)
+    if GPTQ in methods:
+        _refuse_odd_shapes(layers, stage)
+    sizes = {name: getattr(form, "group_size", None) for name, form in formats.items()}
+    for size in dict.fromkeys(sizes.values()):
+        refuse_uneven_groups([layer for layer in layers if sizes[layer.name] == size], size, stage)
+
+
+def refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
+    """Raise StageError for Conv1D layers, which compressed-tensors does not have."""
+    transposed = [layer.name for layer in layers if layer.transposed]
+    if transposed:
+        raise StageError(
+            f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
+            where=f"{stage}.format",
+            why="transformers opens compressed-tensors for Linear layers only",
+            remedy="Set format: gptq",
+        )
+
+
+def _refuse_asymmetric_experts(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:
+    experts = [layer.name for layer in layers if EXPERTS in layer.name and not getattr(formats[layer.name], "symmetric", True)]
+    if experts:
+        raise StageError(
+            f"{len(experts):,} layers belong to experts ({experts[0]}, ...) and would have zero points",
+            where=f"{stage}.symmetric",
+            why="transformers and vLLM open experts in compressed-tensors without zero points only",
+            remedy="Set symmetric: true, or exclude *.experts.*",
+        )
+
+
+def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
+    """Raise StageError where experts of one block would have different forms."""
+    first: dict[str, str] = {}
+    for name in selection.layers:
+        if EXPERTS in name:
+            other = first.setdefault(name.partition(EXPERTS)[0], name)
+            if formats[name] != formats[other]:
+                raise StageError(
+                    f"{name} has {formats[name].label} and {other} has {formats[other].label}",
+                    where=f"{stage}.overrides",
+                    why="transformers and vLLM open the experts of a block in one form only",
+                    remedy="Match all experts of a block with one pattern, such as model.layers.0.*.experts.*",
+                )
+    chosen = set(first)
+    left = next((name for name in selection.skipped if EXPERTS in name and name.partition(EXPERTS)[0] in chosen), None)
+    if left:
+        raise StageError(
+            f"{left} is left out and other experts beside it are not",
+            where=f"{stage}.exclude",
+            why="transformers and vLLM open the experts of a block all packed or all plain",
+            remedy="Exclude *.experts.* of that block, or none of them",
+        )
+
+
+def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return a note where layers that vLLM joins (q, k and v; gate and up) do not all have one form."""
+    split = [stack for stack in stacks((*selection.layers, *selection.skipped)) if len({formats.get(name) for name in stack}) > 1]
+    if not split:
+        return []
+    first, *others = split[0]
+    joined = ", ".join(name.rpartition(".")[2] for name in others)
+    places = f", and so in {len(split) - 1:,} other places" if len(split) > 1 else ""
+    return [f"vLLM joins {first} with {joined} and opens them in one form only{places}; transformers opens this model"]
+
+
+def exceptions_for_vllm(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return a note where the format gptq has exceptions: transformers opens it with optimum, which takes no layer of a block for one."""
+    forms = {form for name, form in formats.items() if form.method == GPTQ and name != HEAD}
+    left = [name for name, reason in selection.skipped.items() if reason not in (OUTSIDE, ROUTER)]
+    if not forms or (len(forms) == 1 and not left):
+        return []
+    which = f"{left[0]} is left out" if left else "layers have several forms"
+    return [f"{which}, which vLLM and gptqmodel read in the format gptq and transformers does not: it opens format: compressed-tensors"]
+
+
+def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return a note where experts have a form that transformers does not open: it takes them for one tensor, and finds none."""
+    methods = {form.method for name, form in formats.items() if EXPERTS in name} - {COMPRESSED_TENSORS}
+    return [
+        f"vLLM on GPUs opens experts in the format {method}; transformers and vLLM on CPUs do not (transformers leaves them random):"
+        " format: compressed-tensors with symmetric: true is opened by both"
+        for method in sorted(methods)
+    ]
+
+
+def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:
+    odd = [layer for layer in layers if layer.inputs % GPTQ_MULTIPLE or layer.outputs % GPTQ_MULTIPLE]
+    if odd:
+        others = f", and so for {len(odd) - 1:,} other layers" if len(odd) > 1 else ""
+        raise StageError(
+            f"{odd[0].outputs} x {odd[0].inputs} weights: not both are multiples of {GPTQ_MULTIPLE}{others}",
+            where=odd[0].name,
+            why="The kernels for GPTQ's format need that",
+            remedy=f"Set {stage}.format to compressed-tensors, or exclude the layers",
+        )
+
+
+def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage: str) -> None:
+    """Raise StageError where a group size does not divide the inputs of a layer; it names the sizes that divide all of them."""
+    wrong = [layer for layer in layers if group_size and layer.inputs % group_size]
+    if wrong:
+        common = gcd(*(layer.inputs for layer in layers))
+        fitting = [str(size) for size in (256, 128, 64, 32, 16, 8) if common % size == 0]
+        others = f", nor are those of {len(wrong) - 1:,} other layers" if len(wrong) > 1 else ""
+        raise StageError(
+            f"{wrong[0].inputs} columns are not a multiple of group_size {group_size}{others}",
+            where=wrong[0].name,
+            remedy=f"Use {_either(fitting)}" if fitting else f"Set {stage}.group_size to null: one scale per output channel",
+        )
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,197 @@
+"""What `awq` and `awq_scale` share: search the scales of input channels block by block and fold them into norms and linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from optkit.common.field_types import BatchSize
+from optkit.common.frozen import Frozen
+from optkit.errors import StageError
+from optkit.model.attention_choice import eager_bytes
+from optkit.model.linear_layers import Layer, by_block, scaled_together, stacks
+from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.source.calibration import Calibration
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.algorithms.awq import Reader, Rounding
+    from optkit.algorithms.grid import Grid
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.skeleton import Skeleton
+    from optkit.model.wiring import FoldGroup
+
+FEW_TOKENS = 128
+"""The inputs of a layer (an expert) that saw fewer tokens have no say in its scales."""
+HESSIAN_COPIES = {"nearest": 3, "gptq": 7}
+"""Matrices of the size of a Hessian that trying the scales of one input takes, by how candidates are rounded."""
+PROBE = (2, 32)
+"""Sequences and tokens that show which layer feeds which."""
+
+
+class InputScaling(Frozen):
+    """The fields of a stage that scales inputs."""
+
+    calibration: Calibration = Calibration(dataset="c4")
+    """The text whose hidden states decide which errors matter."""
+    grid_points: int = Field(default=10, ge=1, le=100)
+    """Powers of the activations, from 0 to below 1, that are tried as scales; a descent follows from the best."""
+    equal_tokens: bool = True
+    """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
+    batch_size: BatchSize = 8
+    """Sequences that run through a block at once."""
+
+    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
+        """Return the bytes that the work needs where it computes, besides what waits to be written."""
+        tokens = self.calibration.samples * self.calibration.sequence_length
+        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
+        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        largest = max(layer.inputs for layer in layers.values())
+        batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
+        batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
+        blocks = by_block(shape, layers)
+        hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks)
+        readers = max(_reader_bytes(group, layers) for block in blocks for group in scaled_together(block))
+        work = max(10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
+        tried = 4 * HESSIAN_COPIES[rounding] * largest**2
+        return tokens * width * element + max(shape.block_bytes, shape.outside_bytes) + hessians + readers + max(batch, work, tried)
+
+
+def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:
+    """Return the bytes of the float32 weights and matrices of layers whose scales are searched together."""
+    weights = sum(layers[name].outputs * layers[name].inputs for stack in group for name in stack)
+    return 4 * (weights + sum(layers[stack[0]].inputs ** 2 for stack in group))
+
+
+@dataclass
+class ScaledBlock:
+    """A block whose input scales are folded."""
+
+    hessians: dict[str, Tensor] = field(default_factory=dict)
+    """Layer -> mean of x x^T of its inputs as they are now, float32 [in, in]; without layers that saw few tokens."""
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of the checkpoint that have another value now."""
+    gains: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Producer -> error of its readers' outputs, as a fraction of their square, without the scales and with them."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layer -> why its inputs are not scaled."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """The inputs of layers that were given the same tensor."""
+
+    matrix: Tensor
+    """Mean of x x^T, float32 [in, in]."""
+    tokens: int
+
+
+class BlockScaler:
+    """Searches and folds the input scales of one loaded block after another."""
+
+    def __init__(self, skeleton: Skeleton, tokens: Tensor, device: str, settings: InputScaling) -> None:
+        """`tokens`: int64 [sequences, sequence_length]."""
+        self.skeleton, self.settings = skeleton, settings
+        self.inputs: BlockInputs = skeleton.capture_inputs(tokens, device, settings.batch_size)
+        self._probe = skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], device)
+
+    def scale_(self, index: int, grids: Mapping[str, Grid], rounding: Rounding, stage: str) -> ScaledBlock:
+        """Scale the inputs of the given layers of a block, for the grids that they are going to be rounded to, and how.
+
+        Raises StageError where none of them can be scaled, and for inputs that are NaN or Inf.
+        """
+        from optkit.algorithms.awq import search_input_scales
+        from optkit.model.wiring import fold_, fold_groups
+
+        skeleton, block = self.skeleton, self.skeleton.blocks[index]
+        linears = skeleton.linears(block)
+        seen = self._seen(index, {name: linears[name] for name in grids})
+        wiring = fold_groups(skeleton, index, self._probe.hidden, self._probe.batches[0].calls[index])
+        found = []
+        for group in wiring.groups:
+            if readers := _readers(group, linears, grids, seen):
+                try:
+                    found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
+                except ValueError as error:
+                    remedy = "Set rounding: nearest, or calibrate on more text"
+                    raise StageError(str(error), where=f"{stage}: {group.producer}", remedy=remedy) from error
+        refused = {name: reason for name, reason in wiring.refused.items() if name in grids}
+        if grids and not found:
+            name, reason = next(iter(refused.items()), (block.name, f"its layers saw fewer than {FEW_TOKENS} calibration tokens"))
+            raise StageError(
+                "no input of the chosen layers can be scaled",
+                where=f"{stage}: {name}",
+                why=reason[0].upper() + reason[1:],
+                remedy="Take gptq, which needs no scales",
+            )
+        scaled = ScaledBlock({name: each.matrix for name, each in seen.items()}, refused=refused)
+        touched: dict[str, None] = {}
+        for group, result in found:
+            if bool((result.scales != 1).any()):
+                touched |= dict.fromkeys(fold_(skeleton, group, result.scales))
+            scaled.gains[group.producer] = {"plain": result.plain_error, "scaled": result.error}
+            for each in {seen[name] for name in group.consumers if name in seen}:
+                scales = result.scales.to(each.matrix.device)
+                each.matrix.div_(scales).div_(scales[:, None])
+        scaled.changed = self._values(index, touched)
+        return scaled
+
+    def _seen(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, _Seen]:
+        """Return what layers of a loaded block saw, without those that saw few tokens. Raises StageError for inputs that are NaN or Inf."""
+        from optkit.stages.quantizing.hessians import HessianCollector, finite_matrix
+
+        sums = HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).collect(layers)
+        alike: dict[int, list[str]] = {}
+        for name, hessian in sums.items():
+            alike.setdefault(id(hessian), []).append(name)
+        seen: dict[str, _Seen] = {}
+        for names in alike.values():
+            *_, hessian = (sums.pop(name) for name in names)
+            if hessian.tokens >= FEW_TOKENS:
+                seen |= dict.fromkeys(names, _Seen(finite_matrix(hessian, names[0], self.skeleton), hessian.tokens))
+        return seen
+
+    def _values(self, index: int, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        from optkit.model.skeleton import TORCH_DTYPES
+
+        block = self.skeleton.blocks[index]
+        stored = self.skeleton.checkpoint.tensors
+        return {
+            self.skeleton.tensor_name(name): parameter.detach().to(TORCH_DTYPES[stored[self.skeleton.tensor_name(name)].dtype])
+            for name, parameter in block.module.named_parameters(prefix=block.name)
+            if self.skeleton.tensor_name(name) in tensors
+        }
+
+    def advance_(self, index: int) -> None:
+        """Replace the inputs of the block by its outputs."""
+        from optkit.stages.quantizing.hessians import HessianCollector
+
+        HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).advance_()
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a Linear or Conv1D as float32 [out, in]."""
+    from transformers.pytorch_utils import Conv1D
+
+    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    return (stored.T if isinstance(module, Conv1D) else stored).float()
+
+
+def _readers(group: FoldGroup, linears: Mapping[str, nn.Module], grids: Mapping[str, Grid], seen: Mapping[str, _Seen]) -> list[Reader]:
+    """Return the consumers that are rounded and were seen at work, those with equal inputs and grid together."""
+    import torch
+
+    from optkit.algorithms.awq import Reader
+
+    alike: dict[tuple[_Seen, Grid], list[str]] = {}
+    for name in group.consumers:
+        if name in seen and name in grids:
+            alike.setdefault((seen[name], grids[name]), []).append(name)
+    return [
+        Reader(torch.cat([weight_of(linears[name]) for name in names]), each.matrix * each.tokens, grid)
+        for (each, grid), names in alike.items()
+    ]

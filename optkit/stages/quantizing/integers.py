@@ -1,0 +1,140 @@
+"""What the quantizers of integer weights share (`rtn`, `gptq`, `awq`): bits, groups, overrides and the packed formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from optkit.common.field_types import GroupSize
+from optkit.errors import StageError
+from optkit.formats.base import HEAD, LayerFormat
+from optkit.formats.packed import GPTQ, GPTQ_GROUP_SIZES, GptqPacked, PackedFormat, PackQuantized
+from optkit.model.linear_layers import Layer, Selection, refuse_unmatched
+from optkit.stages.quantizing.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
+from optkit.stages.quantizing.overrides import KEEP, Override, Overrides, override_of
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.algorithms.grid import Grid, QuantizedWeight
+
+
+class WeightQuantizer(LayerQuantizer):
+    """Round the weights of linear layers to a few bits each and store them packed."""
+
+    bits: Literal[2, 3, 4, 8] = 4
+    """Bits of a weight."""
+    group_size: GroupSize | None = 64
+    """Inputs that share a scale; it must divide the inputs of every layer. null (or -1): one scale per output channel."""
+    symmetric: bool = True
+    """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
+    format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
+    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the one for GPT-2's Conv1D layers;
+    experts in it are opened by vLLM on GPUs alone)."""
+    lm_head: bool = False
+    """Quantize lm_head too; one that is tied to the embedding becomes a matrix of its own, and the embedding stays as it is."""
+    overrides: Overrides = {}
+    """Glob pattern on full names -> what is different for the layers that it matches (`bits`, `group_size`, `symmetric`, `method: rtn`),
+    or `keep` to leave them as they are. The longest pattern that matches a layer decides."""
+
+    @field_validator("group_size", mode="before")
+    @classmethod
+    def _per_channel(cls, value: Any) -> Any:
+        return None if value == -1 else value
+
+    @model_validator(mode="after")
+    def _openable(self) -> Self:
+        if self.format != GPTQ:
+            return self
+        changes = [each for each in self.overrides.values() if isinstance(each, Override)]
+        if not self.symmetric or any(each.symmetric is False for each in changes):
+            raise ValueError(
+                "gptqmodel and vLLM open zero points in this format only from gptqmodel: set symmetric: true, or format: compressed-tensors"
+            )
+        asked = (self.group_size, *(each.group_size for each in changes))
+        wrong = next((size for size in asked if size not in (None, -1, *GPTQ_GROUP_SIZES)), None)
+        if wrong is not None:
+            sizes = ", ".join(str(size) for size in GPTQ_GROUP_SIZES)
+            raise ValueError(f"gptqmodel opens group sizes {sizes} and null, not {wrong}: take one, or format: compressed-tensors")
+        return self
+
+    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+        if self.lm_head:
+            if HEAD not in outside:
+                raise StageError("the model has no layer lm_head", where=f"{self._kind}.lm_head", remedy="Set lm_head: false")
+            layers = {**layers, HEAD: outside[HEAD]}
+            outside = {name: layer for name, layer in outside.items() if name != HEAD}
+        refuse_unmatched(f"{self._kind}.overrides", tuple(self.overrides), layers, tuple(outside))
+        selection = super()._select(layers, outside)
+        if self.lm_head and selection.skipped.get(HEAD) == "not included":
+            raise StageError(
+                "lm_head is not included", where=f"{self._kind}.lm_head", remedy="Add lm_head to `include`, or set lm_head: false"
+            )
+        kept = {name: "kept by overrides" for name in selection.layers if self._override(name) == KEEP}
+        return selection.without(kept, self._kind)
+
+    def _format(self, layer: Layer) -> PackedFormat:
+        bits, group_size, symmetric = self.bits, self.group_size, self.symmetric
+        override = self._override(layer.name)
+        if isinstance(override, Override):
+            bits = override.bits or bits
+            symmetric = symmetric if override.symmetric is None else override.symmetric
+            if override.group_size is not None:
+                group_size = None if override.group_size == -1 else override.group_size
+        if self.format == GPTQ:
+            return GptqPacked(bits, group_size)
+        return PackQuantized(bits, group_size, symmetric)
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        refuse_unfit(selection, formats, self._kind)
+
+    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        return [*joined_differently(selection, formats), *exceptions_for_vllm(selection, formats), *experts_for_gpus(formats)]
+
+    def _override(self, name: str) -> Override | Literal["keep"] | None:
+        return override_of(name, self.overrides, self._kind)
+
+    def _rounds_to_nearest(self, name: str) -> bool:
+        """Say whether `overrides` wants a layer rounded to nearest."""
+        override = self._override(name)
+        return isinstance(override, Override) and override.method == "rtn"
+
+    def _write_config(self, job: Job, target: Path) -> None:
+        super()._write_config(job, target)
+        if self.format == GPTQ:
+            config = json.loads((target / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+            (target / "quantize_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        for quantized in self._quantized(job):
+            yield BlockOutput(self._packed(job, quantized))
+
+    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+        """Yield the quantized layers of each block, in order."""
+        raise NotImplementedError
+
+    def _packed(self, job: Job, quantized: Mapping[str, QuantizedWeight]) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of quantized layers as they are written."""
+        grids = {name: packed_grid(job, name) for name in quantized}
+        return {name: packed_format(job, name).pack(weight, grids[name].scale_dtype) for name, weight in quantized.items()}
+
+
+def packed_format(job: Job, name: str) -> PackedFormat:
+    """Return the form of a layer."""
+    form: Any = job.formats[name]
+    return form  # type: ignore[no-any-return]
+
+
+def packed_grid(job: Job, name: str) -> Grid:
+    """Return the grid that the weights of a layer are rounded to."""
+    from optkit.algorithms.grid import Grid
+    from optkit.model.skeleton import TORCH_DTYPES
+
+    form = packed_format(job, name)
+    stored = job.skeleton.checkpoint.tensors[job.weight(name)].dtype
+    return Grid(form.bits, form.group_size, form.symmetric, TORCH_DTYPES[form.scale_dtype(stored)])

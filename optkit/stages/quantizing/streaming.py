@@ -1,0 +1,316 @@
+"""What every quantizing stage does: choose layers, stream the model block by block, and write the quantized form of each layer."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from optkit.common.field_types import AtLeastOne, Distinct, Name
+from optkit.common.limits import is_out_of_memory
+from optkit.errors import ResourceError
+from optkit.formats.base import HEAD, LayerFormat, quantization_config
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Layer, Selection, layers_of, matrices_of, select
+from optkit.model.shape import ModelShape, TensorInfo, place_in_list
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.progress import Task
+from optkit.stage import Context, Cost, Format, Report, Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a quantizer leaves of one decoder block; every other tensor of the block is passed on as it is."""
+
+    layers: Mapping[str, Mapping[str, Tensor]]
+    """Layer -> last name -> tensor: these take the place of the layer's weight."""
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the checkpoint with another value (a norm that scales were folded into), by their full names; new names are added."""
+
+
+@dataclass
+class Job:
+    """One run of a quantizer: what it works on, and what it finds on the way."""
+
+    skeleton: Skeleton
+    source: Path
+    selection: Selection
+    formats: Mapping[str, LayerFormat]
+    """The form of each selected layer."""
+    context: Context
+    task: Task
+    """The bar, one step per block."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Goes into the report."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the scorecard."""
+    calibrated_on: tuple[Mapping[str, str], ...] = ()
+    inputs: BlockInputs | None = None
+    """What the last block returned on the calibration text, for the output layer."""
+
+    def weight(self, name: str) -> str:
+        """Return the tensor of the checkpoint that holds the weight of a layer; of lm_head it may be that of the embedding."""
+        own = f"{name}.weight"
+        return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
+
+    @property
+    def head(self) -> str | None:
+        """The name of the output layer where it is quantized too."""
+        return HEAD if HEAD in self.selection.layers else None
+
+    def modules(self, index: int) -> dict[str, nn.Module]:
+        """Return the layers to quantize of a block."""
+        linears = self.skeleton.linears(self.skeleton.blocks[index])
+        return {name: module for name, module in linears.items() if name in self.selection.layers}
+
+
+class LayerQuantizer(Transform):
+    """Store linear layers of the decoder blocks in a smaller form."""
+
+    produces: ClassVar[Format] = Format.QUANTIZED
+    version: ClassVar[int] = 2
+
+    include: AtLeastOne[Name] = ("*",)
+    """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
+    (lm_head, embeddings) and routers of experts stay as they are."""
+    exclude: Distinct[Name] = ()
+    """Layers to leave out of those, as glob patterns."""
+
+    @property
+    def _kind(self) -> str:
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    def _format(self, layer: Layer) -> LayerFormat:
+        """Return the form that a layer will have."""
+        raise NotImplementedError
+
+    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        """Raise StageError where layers do not fit their form, or nothing opens them."""
+        raise NotImplementedError
+
+    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        """Return what whoever deploys the model must know of its form, one sentence each."""
+        return []
+
+    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+        """Yield what is left of each block, in order."""
+        raise NotImplementedError
+
+    def _head(self, job: Job) -> Mapping[str, Tensor]:
+        """Return the tensors of the output layer by their last name; called after the last block, where `lm_head` was selected."""
+        raise NotImplementedError
+
+    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be written."""
+        raise NotImplementedError
+
+    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+        """Return the chosen ones of a model's layers; `outside` are the linear layers outside the blocks."""
+        return select(layers, tuple(outside), self.include, self.exclude, self._kind)
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Quantize block by block, straight from safetensors to safetensors.
+
+        Raises StageError where patterns and format do not fit the model, SourceError for weights that are NaN or Inf, ResourceError when
+        memory or disk runs out.
+        """
+        from optkit.model.skeleton import Skeleton
+
+        started = time.monotonic()
+        skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
+        selection = self._select(*linears_of(skeleton))
+        formats = self._formats(selection)
+        with context.progress.task(self._kind, len(skeleton.blocks), "blocks") as task:
+            job = Job(skeleton, Path(source), selection, formats, context, task)
+            self._write(job, target)
+        copy_companions(source, target, context.trust_remote_code)
+        self._write_config(job, target)
+        job.details |= recount(Checkpoint(target), skeleton.checkpoint, selection, formats)
+        job.details["seconds"] = round(time.monotonic() - started, 2)
+        return Report(
+            changed=len(selection.layers),
+            skipped={**selection.skipped, **skeleton.fused},
+            details=job.details,
+            notes=(*self._notes(selection, formats), *job.notes),
+            calibrated_on=job.calibrated_on,
+        )
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return the exact tensors that it leaves; the memory is an estimate, near what was measured."""
+        selection = self._select(layers_of(shape), outside_of(shape))
+        formats = self._formats(selection)
+        tensors: dict[str, TensorInfo] = {}
+        for name, info in shape.tensors.items():
+            module = name.removesuffix(".weight")
+            if module in formats and name.endswith(".weight"):
+                layer = selection.layers[module]
+                stored = formats[module].tensors(info.dtype, layer.outputs, layer.inputs)
+                tensors |= {f"{module}.{leaf}": part for leaf, part in stored.items()}
+            else:
+                tensors[name] = info
+        if HEAD in formats and f"{HEAD}.weight" not in shape.tensors:
+            head, dtype = selection.layers[HEAD], shape.tensors[tied_embedding(shape)].dtype
+            tensors |= {f"{HEAD}.{leaf}": part for leaf, part in formats[HEAD].tensors(dtype, head.outputs, head.inputs).items()}
+        config = self._config(shape.config, selection, formats)
+        left = ModelShape(config=config, tensors=tensors)
+        ram, gpu = self._memory(shape, selection.layers, device)
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
+
+    def _formats(self, selection: Selection) -> dict[str, LayerFormat]:
+        formats = {name: self._format(layer) for name, layer in selection.layers.items()}
+        self._refuse(selection, formats)
+        return formats
+
+    def _write_config(self, job: Job, target: Path) -> None:
+        """Write config.json; it knows layers by their names in the model too, where transformers renames what it reads."""
+        names = {stored: name for name, stored in _stored_names(job.skeleton).items() if stored != name}
+        formats = {**job.formats, **{names[name]: form for name, form in job.formats.items() if name in names}}
+        skipped = {**job.selection.skipped, **{names[name]: reason for name, reason in job.selection.skipped.items() if name in names}}
+        write_config(target, self._config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats))
+
+    def _config(self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+        told = with_own_head(config) if HEAD in formats else config
+        return {**told, "quantization_config": quantization_config(formats, selection.skipped)}
+
+    def _write(self, job: Job, target: Path) -> None:
+        checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
+        with CheckpointWriter(target) as writer:
+            for name in job.skeleton.outside_tensors:
+                if not (job.head and name == f"{HEAD}.weight"):
+                    writer.add(name, checkpoint.read_finite(name))
+            for block, output in zip(blocks, self._blocks(job), strict=True):
+                replaced = dict(output.replaced)
+                for name in job.skeleton.block_tensors(block):
+                    module = name.removesuffix(".weight")
+                    if module in output.layers and name.endswith(".weight"):
+                        for leaf, tensor in output.layers[module].items():
+                            writer.add(f"{module}.{leaf}", tensor)
+                    else:
+                        writer.add(name, replaced.pop(name) if name in replaced else checkpoint.read_finite(name))
+                for name, tensor in replaced.items():
+                    writer.add(name, tensor)
+                job.task.advance(note=block.name)
+            if job.head:
+                for leaf, tensor in self._head(job).items():
+                    writer.add(f"{HEAD}.{leaf}", tensor)
+
+
+@contextmanager
+def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
+    """Turn an allocation that failed into a ResourceError that names the layer or block and what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        import torch
+
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"the memory of {device} is full" if on_gpu else "the main memory is full"
+        raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
+
+
+def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+    """Return the bits per weight of the whole model and of the quantized layers, counted from the headers of the written files."""
+    packed = {name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")}
+    weights = sum(layer.outputs * layer.inputs for layer in selection.layers.values())
+    packed_bits = 8 * sum(info.size_bytes for info in packed.values())
+    return {
+        "bits_per_weight": round(8 * after.shape.size_bytes / before.shape.elements, 4),
+        "quantized_bits_per_weight": round(packed_bits / weights, 4),
+        "formats": dict(Counter(form.label for form in formats.values())),
+    }
+
+
+def _layer_of(tensor: str) -> str:
+    """Return the layer of a tensor: `model.layers.0.mlp.up_proj` of `...up_proj.weight_scale` and of `...up_proj.weight.absmax`."""
+    layer, part_of_weight, _ = tensor.partition(".weight.")
+    return layer if part_of_weight else tensor.rpartition(".")[0]
+
+
+def tied_embedding(shape: ModelShape) -> str:
+    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for each token (GPT-2's wpe has one for each
+    position)."""
+    rows = (shape.config.get("text_config") or shape.config).get("vocab_size")
+    outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
+    return next((name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), "")
+
+
+def head_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the output layer by its name as far as names and shapes tell, nothing where there is none."""
+    name = f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
+    if not name:
+        return {}
+    outputs, inputs = shape.tensors[name].shape
+    return {HEAD: Layer(HEAD, outputs, inputs, transposed=False)}
+
+
+def outside_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the linear layers outside the decoder blocks as far as names tell: the output layer, and those of other lists of blocks."""
+    others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
+    return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
+
+
+def tied(config: Mapping[str, Any]) -> bool:
+    """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
+    return bool((config.get("text_config") or config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+
+
+def with_own_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with an lm_head of its own, in nested configs too."""
+    nested = {key: with_own_head(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value}
+    return {**config, **nested, "tie_word_embeddings": False}
+
+
+def linears_of(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """Return the linear layers of the decoder blocks, and those outside."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    told = layers_of(skeleton.checkpoint.shape)
+    layers, blocks = {}, []
+    for block in skeleton.blocks:
+        blocks.append(f"{block.name}.")
+        for name, module in skeleton.linears(block).items():
+            transposed = isinstance(module, Conv1D)
+            outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
+            layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed)
+    layers |= {name: layer for name, layer in told.items() if layer.router}
+    outside = {
+        stored: Layer(stored, module.out_features, module.in_features, transposed=False)
+        for name, stored in _stored_names(skeleton).items()
+        if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
+    }
+    read = set(skeleton.tensor_names.values())
+    unread = {name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read}
+    return layers, {**outside, **unread}
+
+
+def _stored_names(skeleton: Skeleton) -> dict[str, str]:
+    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head keeps its own."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from optkit.model.experts import Experts
+
+    uses = Counter(skeleton.tensor_names.values())
+    modules = dict(skeleton.model.named_modules())
+    unfused = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(unfused):
+            tensor = skeleton.tensor_names.get(f"{name}.weight", name)
+            found[name] = name if uses[tensor] > 1 else tensor.removesuffix(".weight")
+    return found

@@ -1,0 +1,1 @@
+"""What the error of each layer costs: gradients, memory, budgets."""

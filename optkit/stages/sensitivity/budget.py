@@ -1,0 +1,138 @@
+"""Which forms a layer may take, what they cost in bytes, and what a budget leaves for them. No torch is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from optkit.common.field_types import GroupSize
+from optkit.common.frozen import Frozen
+from optkit.errors import StageError
+from optkit.formats.packed import PackQuantized
+from optkit.model.linear_layers import Layer, stacks
+from optkit.model.shape import ModelShape
+from optkit.stages.quantizing.fitting import EXPERTS
+
+
+class Choice(Frozen):
+    """One form that a layer may take."""
+
+    bits: Literal[2, 3, 4, 8]
+    """Bits of a weight."""
+    group_size: GroupSize | None = 64
+    """Inputs that share a scale. null (or -1): one scale per output channel."""
+    symmetric: bool = True
+    """Without zero points."""
+
+    @field_validator("group_size", mode="before")
+    @classmethod
+    def _per_channel(cls, value: Any) -> Any:
+        return None if value == -1 else value
+
+    @property
+    def form(self) -> PackQuantized:
+        """How such a layer lies on disk."""
+        return PackQuantized(self.bits, self.group_size, self.symmetric)
+
+    def fits(self, layer: Layer) -> bool:
+        """Say whether a layer can have this form: groups divide its inputs, and experts have no zero points."""
+        even = not self.group_size or layer.inputs % self.group_size == 0
+        return even and (self.symmetric or EXPERTS not in layer.name)
+
+    def size_bytes(self, layer: Layer, weight_dtype: str) -> int:
+        """Return the bytes of all tensors that take the place of a layer's weight."""
+        return sum(info.size_bytes for info in self.form.tensors(weight_dtype, layer.outputs, layer.inputs).values())
+
+
+@dataclass(frozen=True)
+class Item:
+    """Layers that get one choice together."""
+
+    layers: tuple[Layer, ...]
+    choices: tuple[Choice, ...]
+    """Those that fit all of them."""
+    sizes: tuple[int, ...]
+    """Bytes of the layers under each choice."""
+
+    @property
+    def weights(self) -> int:
+        """Weights of the layers."""
+        return sum(layer.outputs * layer.inputs for layer in self.layers)
+
+
+def make_items(layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence[Choice], fused: bool, stage: str) -> list[Item]:
+    """Return the layers in groups that get one choice: the experts of a block, and with `fused` what vLLM joins; others alone.
+
+    Raises StageError for a layer that no choice fits.
+    """
+    items = []
+    for names in _groups(layers, fused):
+        members = [layers[name] for name in names]
+        fitting = tuple(choice for choice in choices if all(choice.fits(layer) for layer in members))
+        if not fitting:
+            raise StageError(
+                f"no choice fits its {members[0].inputs} columns",
+                where=members[0].name,
+                why="The group size must divide the columns, and experts must be symmetric",
+                remedy=f"Add one to {stage}.choices, or exclude the layer",
+            )
+        dtypes = [shape.tensors[f"{layer.name}.weight"].dtype for layer in members]
+        sizes = [sum(choice.size_bytes(layer, dtype) for layer, dtype in zip(members, dtypes, strict=True)) for choice in fitting]
+        items.append(Item(tuple(members), fitting, tuple(sizes)))
+    return items
+
+
+def _groups(names: Iterable[str], fused: bool) -> list[list[str]]:
+    experts: dict[str, list[str]] = {}
+    others: list[str] = []
+    for name in names:
+        if EXPERTS in name:
+            experts.setdefault(name.partition(EXPERTS)[0], []).append(name)
+        else:
+            others.append(name)
+    return [*(stacks(others) if fused else ([name] for name in others)), *experts.values()]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the quantized layers may take."""
+
+    size_bytes: int
+    text: str
+    """As the user gave it, e.g. `average_bits 4.5`."""
+    other_bytes: int | None
+    """Bytes of all other tensors where the budget is of the whole model."""
+
+    def refuse_too_small(self, items: Sequence[Item], stage: str) -> None:
+        """Raise StageError where even the smallest choices do not fit; it names the least budget that is possible."""
+        least = sum(min(item.sizes) for item in items)
+        if least <= self.size_bytes:
+            return
+        if self.other_bytes is None:
+            possible = math.ceil(8 * least / sum(item.weights for item in items) * 1e4) / 1e4
+            what = f"the smallest choices take {possible:g} bits for each weight"
+            remedy = f"Set average_bits to {possible:g} or more, or add smaller choices"
+        else:
+            possible = least + self.other_bytes
+            what = f"the smallest choices make a model of {possible:,} bytes, {self.other_bytes:,} of them outside the chosen layers"
+            remedy = f"Set size_bytes to {possible:,} or more, or add smaller choices"
+        raise StageError(what, where=f"{stage}: {self.text}", remedy=remedy)
+
+
+def make_budget(items: Sequence[Item], shape: ModelShape, average_bits: float | None, size_bytes: int | None) -> Budget:
+    """Return the budget that one of the two limits leaves for the layers of the items."""
+    if size_bytes is None:
+        limit = average_bits or 0.0
+        return Budget(math.floor(limit * sum(item.weights for item in items) / 8), f"average_bits {limit:g}", None)
+    plain = sum(shape.tensors[f"{layer.name}.weight"].size_bytes for item in items for layer in item.layers)
+    other = shape.size_bytes - plain
+    return Budget(size_bytes - other, f"size_bytes {size_bytes:,}", other)
+
+
+def uniform_choices(items: Sequence[Item]) -> list[Choice]:
+    """Return the choices that every layer can have."""
+    return [choice for choice in items[0].choices if all(choice in item.choices for item in items)]

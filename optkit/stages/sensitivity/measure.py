@@ -1,0 +1,120 @@
+"""How much quantizing each layer alone to each of several grids moves the predictions: one pass over a few sequences, forward and back.
+
+At most one block is in memory, with what its layers saw and the hidden states in front of every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Literal
+
+from transformers.pytorch_utils import Conv1D
+
+from optkit.algorithms.grid import Grid
+from optkit.algorithms.sensitivity import Seen, rounding_divergences
+from optkit.errors import StageError
+from optkit.model.skeleton import TORCH_DTYPES
+from optkit.stages.quantizing.streaming import out_of_memory
+from optkit.stages.sensitivity.gradients import BlockGradients
+from optkit.stages.sensitivity.memory import PROBES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.formats.packed import PackQuantized
+    from optkit.model.checkpoint import Checkpoint
+    from optkit.model.skeleton import Skeleton
+    from optkit.progress import Progress
+
+Rounding = Literal["gptq", "rtn"]
+
+
+def measure_sensitivity(
+    skeleton: Skeleton,
+    tokens: Tensor,
+    grids: Mapping[str, Sequence[Grid]],
+    rounding: Rounding,
+    device: str,
+    progress: Progress,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Return layer -> the predicted divergence, nats per token, of quantizing it alone to each of its grids.
+
+    tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0 throughout. Raises what `Skeleton` raises,
+    StageError for a layer that the language model does not run, that GPTQ cannot round or whose divergence is NaN or Inf, ResourceError
+    without memory.
+    """
+    inside = {name for block in skeleton.blocks for name in skeleton.linears(block)}
+    if outside := [name for name in grids if name not in inside]:
+        raise StageError(
+            f"{len(outside):,} layers are no part of the language model's decoder blocks ({outside[0]}, ...)",
+            where="sensitivity",
+            why="Text does not reach them",
+            remedy="Exclude them",
+        )
+    found: dict[str, list[float]] = {}
+    for name, weight, seen in layer_gradients(skeleton, tokens, grids, device, progress, seed):
+        nats = _divergences(name, weight, seen, grids[name], rounding)
+        found[name] = [each / tokens.numel() for each in nats]
+    return {name: found[name] for name in grids}
+
+
+def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], rounding: Rounding) -> list[float]:
+    """Return the predicted divergence of a layer in each grid, in nats, summed over all tokens."""
+    try:
+        nats = rounding_divergences(weight, seen, grids, rounding == "gptq")
+    except ValueError as error:
+        remedy = "Exclude the layer, round to nearest (rtn), or take more text"
+        raise StageError(str(error), where=f"sensitivity: {name}", remedy=remedy) from error
+    if not all(map(isfinite, nats)):
+        raise StageError(
+            "its predicted divergence is NaN or Inf",
+            where=f"sensitivity: {name}",
+            why="Activations or gradients do not fit float32 on this text",
+            remedy="Take other text, or see whether the model computes on it at all",
+        )
+    return nats
+
+
+def layer_gradients(
+    skeleton: Skeleton, tokens: Tensor, names: Container[str], device: str, progress: Progress, seed: int
+) -> Iterator[tuple[str, Tensor, list[Seen]]]:
+    """Yield layer, its weight, float32 [out, in], and what it saw of each sequence that reached it; the last block's layers come first."""
+    remedy = "Lower the samples or their sequence_length"
+    with progress.task("sensitivity", 2 * len(skeleton.blocks), "blocks") as task:
+        with out_of_memory("in front of the first block", device, remedy):
+            passes = BlockGradients(skeleton, tokens, device, PROBES, seed)
+        for index, block in enumerate(skeleton.blocks):
+            with out_of_memory(block.name, device, remedy):
+                skeleton.load_(block.name, device)
+                passes.forward_(index)
+                skeleton.release_(block.name)
+            task.advance(note=block.name)
+        with out_of_memory("behind the last block", device, remedy):
+            passes.turn_()
+        for index in reversed(range(len(skeleton.blocks))):
+            block = skeleton.blocks[index]
+            with out_of_memory(block.name, device, remedy):
+                skeleton.load_(block.name, device)
+                layers = {name: module for name, module in skeleton.linears(block).items() if name in names}
+                seen = passes.backward_(index, layers)
+                for name, module in layers.items():
+                    yield name, float_weight(module), seen.pop(name)
+                skeleton.release_(block.name)
+            task.advance(note=block.name)
+
+
+def grids_of(checkpoint: Checkpoint, forms: Mapping[str, Sequence[PackQuantized]]) -> dict[str, list[Grid]]:
+    """Return the grids of the forms that each layer may take, with scales in the dtype that they would be stored in."""
+    grids = {}
+    for name, candidates in forms.items():
+        stored = checkpoint.tensors[f"{name}.weight"].dtype
+        grids[name] = [Grid(form.bits, form.group_size, form.symmetric, TORCH_DTYPES[form.scale_dtype(stored)]) for form in candidates]
+    return grids
+
+
+def float_weight(module: nn.Module) -> Tensor:
+    """Return the weight of a Linear or Conv1D as float32 [out, in]."""
+    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    return (stored.T.contiguous() if isinstance(module, Conv1D) else stored).float()

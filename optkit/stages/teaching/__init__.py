@@ -1,0 +1,1 @@
+"""What stages that train a student share."""

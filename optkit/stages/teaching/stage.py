@@ -1,0 +1,357 @@
+"""What every stage that trains does: read texts, open student and teacher, train with checkpoints, write the best weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from optkit.common.field_types import BatchSize, Count, Devices, Duration, Factor, LearningRate, NonNegative, Part, SequenceLength, Tokens
+from optkit.common.frozen import digest
+from optkit.environment import cpu_cores, visible_gpus
+from optkit.errors import StageError
+from optkit.model.shape import ModelShape
+from optkit.model.weights import expert_counts
+from optkit.source.models import model_shape
+from optkit.source.text_place import TextPlace
+from optkit.source.token_counts import TokenCounts
+from optkit.source.training_text import TrainingText
+from optkit.stage import Context, Cost, Report
+from optkit.stages.quantizing.streaming import out_of_memory
+from optkit.stages.teaching.teacher import Taught
+from optkit.training.budget import Budget
+from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
+from optkit.training.memory_kinds import MemoryKinds
+
+if TYPE_CHECKING:
+    from optkit.training.account import Trainee
+    from optkit.training.data import TrainingData
+    from optkit.training.loop import TrainingOptions, TrainingResult
+    from optkit.training.objective import Objective
+    from optkit.training.ranks import Ranks
+    from optkit.training.student import Student
+    from optkit.training.teacher import Teacher
+
+
+LESS_MEMORY = "`optkit plan` says what a training needs: take a device with more, a smaller model or teacher, or a lower `batch_size`"
+CHECKPOINTS = 3
+"""On disk at once: the last two, and the one that is being written."""
+
+
+class Trained(Taught):
+    """Train a model on texts so that it says again what a teacher says."""
+
+    version: ClassVar[int] = 3
+    reads_origin: ClassVar[bool] = True
+
+    texts: tuple[TrainingText, ...] = Field(default=(TrainingText.model_validate("c4"),), min_length=1, max_length=1000)
+    """Texts to train on, as names or mappings."""
+    tokens: Tokens | None = None
+    """Tokens to train on; left out, all of the texts, `epochs` times."""
+    epochs: Count = 1
+    """How often a text may be repeated, each time in another order."""
+    minutes: Duration | None = None
+    """Time to train at most; the learning rate comes down in time for it. Two runs with a limit differ in their last bits."""
+    sequence_length: SequenceLength = 512
+    """Tokens of a sequence."""
+    batch_size: BatchSize = 8
+    """Sequences of a forward pass."""
+    accumulation: Count = 1
+    """Forward passes whose gradients make one step."""
+    held_out: Count = 16
+    """Sequences of the texts that are never trained on, to judge the student by."""
+    evaluations: Count = 10
+    """How often it is judged; the best weights are kept."""
+    patience: Count | None = 3
+    """Stop after so many of these in a row without a new least loss; `null` never stops early."""
+    learning_rate: LearningRate = 1e-4
+    """Highest learning rate."""
+    warmup: Part = 0.05
+    """Share of the training in which the learning rate rises in a line; it comes down in half a cosine."""
+    weight_decay: NonNegative = 0.0
+    """Of matrices, as AdamW has it."""
+    clip: Factor = 1.0
+    """Longest gradient of a step."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw` is torch's fused one; `adamw_8bit` is that of bitsandbytes, whose state takes a quarter of the memory."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """What matrices are multiplied in; weights and optimizer are float32 in any case."""
+    gradient_checkpointing: bool = False
+    """Compute activations again on the way back: less memory, a third more work."""
+    compile: bool = False
+    """torch.compile the blocks of the student, in front of the training; `minutes` begin after it."""
+    devices: Devices = 1
+    """GPUs, or on a CPU processes, that share the sequences of a forward pass."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What each of several devices holds: the whole model (`ddp`), or its part of weights, gradients and optimizer (`fsdp`, FSDP2)."""
+    checkpoint_minutes: Duration = 5.0
+    """Minutes between two checkpoints. A run that is killed goes on from the last one."""
+
+    @model_validator(mode="after")
+    def _has_texts_apart(self) -> Self:
+        for index, text in enumerate(self.texts):
+            if any(text.field == earlier.field and text.overlaps(earlier) for earlier in self.texts[:index]):
+                raise ValueError(
+                    f"texts: {text.where} is named twice, so what is held out of one would be trained on in the other."
+                    " Name it once, and set `epochs` to repeat it."
+                )
+        if self.generated and self.generated.prompt_tokens >= self.sequence_length:
+            raise ValueError(
+                f"generated.prompt_tokens {self.generated.prompt_tokens} leaves the teacher nothing to write in sequences of"
+                f" {self.sequence_length} tokens. Use at most {self.sequence_length - 1}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_shared(self) -> Self:
+        if self.batch_size % self.devices:
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be shared by {self.devices} devices alike."
+                f" Use {-(-self.batch_size // self.devices) * self.devices}."
+            )
+        if self.devices > 1 and self.parallel == "fsdp" and self.optimizer == "adamw_8bit":
+            raise ValueError("adamw_8bit cannot keep its state in parts. Use `parallel: ddp`, or `optimizer: adamw`.")
+        return self
+
+    def _student(self, source: Path, context: Context) -> Student:
+        """Return the model to train on the device; the parameters that want a gradient are trained."""
+        from optkit.training.student import open_student
+
+        return open_student(source, context.device, context.trust_remote_code)
+
+    def _write(self, student: Student, target: Path, context: Context) -> int:
+        """Write the trained student; returns how many tensors changed."""
+        from optkit.training.student import write_student
+
+        return write_student(student, target, context.trust_remote_code)
+
+    def _details(self, student: Student) -> dict[str, Any]:
+        """Return what else belongs into the report, before the training."""
+        return {}
+
+    def _deciding(self) -> dict[str, Any]:
+        """Return what decides the result beside texts and seed, as JSON values: a checkpoint of others is not gone on with."""
+        return self.model_dump(mode="json")
+
+    def _expected(self, student: Student, trainee: Trainee, device: str) -> MemoryKinds:
+        """Return the peak memory of each device as the plan said it."""
+        return self._memory(trainee.shape, device, trainee.adapter_elements, trainee.teacher)
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Train, and leave the weights with the least held-out loss.
+
+        Raises StageError for too little text, a teacher that does not fit, a loss that is not finite, diverges or never falls;
+        ResourceError without memory or disk space. Checkpoints stay in the workspace then.
+        """
+        from optkit.training.launch import launch
+        from optkit.training.ranks import current
+
+        ranks = current(self.parallel)
+        if self.devices > ranks.count:
+            return launch(self, source, target, context, self.devices, self.parallel, self._kind)
+        return self._train(source, target, context, ranks)
+
+    def _train(self, source: Path, target: Path, context: Context, ranks: Ranks) -> Report:
+        """Train as one of the processes; the first one writes what was learned."""
+        import torch
+
+        from optkit.training.account import account, spending
+        from optkit.training.loop import train
+
+        torch.manual_seed(context.seed)
+        with out_of_memory(self._kind, context.device, LESS_MEMORY):
+            data = self._with_generated(self._data(source, context), source, context)
+        options = self._options(data)
+        with spending(context.device) as spent:
+            with out_of_memory(self._kind, context.device, LESS_MEMORY):
+                student = self._student(source, context)
+                details = self._details(student)
+                rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
+                teacher = self._teacher(source, context, data, rows, self.batch_size)
+                objective = self._objective(student, teacher)
+                trainee = self._trainee(student, source, context)
+            result = train(
+                objective,
+                data,
+                teacher,
+                options,
+                where=self._kind,
+                progress=context.progress,
+                place=context.workspace,
+                digest=digest({"fields": self._deciding(), "data": data.digest(), "version": self.version}),
+                ranks=ranks,
+            )
+        predicted = None if student.checkpoint.quantization else self._expected(student, trainee, context.device)
+        record = account(result, trainee, spent, ranks, self.parallel, predicted)
+        if not ranks.first:
+            return Report(changed=0)
+        changed = self._write(student, target, context)
+        return Report(
+            changed=changed,
+            details=details | training_details(result) | {"curve": [(each.step, each.loss) for each in record.points]} | record.details(),
+            calibrated_on=tuple(text.identity() for text in self.texts),
+        )
+
+    def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
+        from optkit.model.checkpoint import Checkpoint
+        from optkit.training.account import Trainee
+
+        parameters = list(student.model.parameters())
+        trained = sum(each.numel() for each in parameters if each.requires_grad)
+        beside = self._has_teacher and self.top_k is None
+        return Trainee(
+            shape=student.checkpoint.shape,
+            length=self.sequence_length,
+            arithmetic="bf16" if self.precision == "bfloat16" else "fp32",
+            recomputed=self.gradient_checkpointing,
+            adapter_elements=trained if trained < sum(each.numel() for each in parameters) else None,
+            teacher=Checkpoint(self._teacher_directory(source, context)).shape if beside else None,
+        )
+
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse texts that are too short for the tokens that are asked for, where that can be known; raises as `run` does."""
+        budget, written = self._budget(), 0 if self.generated is None else self.generated.sequences(self.sequence_length)
+        counts = TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code)
+        found = counts.enough_sequences(self.texts, self.sequence_length, budget.least_sequences(written))
+        if found is not None:
+            budget.refuse_nothing_left(found)
+            budget.steps(found - self.held_out + written)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what `predict_beside` does where the recipe starts from the student."""
+        return self.predict_beside(shape, device, shape)
+
+    def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
+        """Return the size of the student and of its checkpoints, and the memory of weights, gradients, optimizer and activations.
+
+        Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
+        """
+        self._check_positions(shape)
+        self._check_devices(shape, device)
+        self._check_teacher(shape, origin)
+        kinds = self._memory(shape, device, origin=origin)
+        weights, state = 4 * shape.elements, OPTIMIZER_BYTES[self.optimizer] * shape.elements
+        disk = shape.size_bytes + CHECKPOINTS * (2 * weights + state)
+        if device == "cpu":
+            return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
+        copied = max(weights, state) if self.devices == 1 else weights + state  # for a checkpoint, beside the best weights
+        return Cost(disk_bytes=disk, ram_bytes=weights + copied, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
+
+    def _memory(self, shape: ModelShape, device: str, trained: int | None = None, origin: ModelShape | None = None) -> MemoryKinds:
+        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights, all of them where None.
+
+        `origin` is the model that the recipe starts from, the student itself where None.
+        """
+        teacher = None
+        if self._has_teacher and self.top_k is None:
+            teacher = model_shape(self.teacher, self._named_teacher()) if self.teacher else origin or shape
+        setup = Setup(
+            positions=self.batch_size * self.sequence_length,
+            length=self.sequence_length,
+            half=self.precision == "bfloat16",
+            checkpointing=self.gradient_checkpointing,
+            accumulation=self.accumulation,
+            optimizer=self.optimizer,
+            trained=trained,
+            teacher=teacher,
+            known_answers=self.top_k is not None,
+            divergence=self.divergence > 0,
+            attention_loss=self.attention > 0,
+            hidden_loss=self.hidden > 0,
+            device=device,
+            devices=self.devices,
+            parallel=self.parallel,
+        )
+        return predicted_memory(shape, setup)
+
+    def _check_devices(self, shape: ModelShape, device: str) -> None:
+        if self.devices == 1:
+            return
+        there = cpu_cores() if device == "cpu" else visible_gpus()
+        if self.devices > there:
+            raise StageError(
+                f"{self.devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
+                where=self._kind,
+                why="Each process takes a core of the CPU at least" if device == "cpu" else "Each process takes a GPU of its own",
+                remedy=f"Set `devices` to at most {there}",
+            )
+        if ":" in device:
+            raise StageError(f"{self.devices} devices are asked for, and {device} is one", where=self._kind, remedy="Say `--device cuda`")
+        if self.parallel == "fsdp":
+            self._refuse_indivisible(shape)
+
+    def _refuse_indivisible(self, shape: ModelShape) -> None:
+        """Refuse what FSDP2 cannot divide."""
+        if expert_counts(shape.config)[0]:
+            what, why = "experts", "An expert that no token of a device is sent to has no gradient there, which FSDP2 would wait for"
+        elif shape.config.get("quantization_config"):
+            what, why = "packed layers", "FSDP2 gives each device a part of the rows of float weights"
+        else:
+            return
+        raise StageError(f"the weights of {what} cannot be divided", where=self._kind, why=why, remedy="Set `parallel: ddp`")
+
+    def _check_positions(self, shape: ModelShape) -> None:
+        if shape.positions and self.sequence_length > shape.positions:
+            raise StageError(
+                f"sequences of {self.sequence_length:,} tokens, and the model was built for {shape.positions:,}",
+                where=self._kind,
+                remedy=f"Set `sequence_length` to at most {shape.positions:,}",
+            )
+
+    def _data(self, source: Path, context: Context) -> TrainingData:
+        from optkit.training.data import read_texts
+
+        return read_texts(
+            self.texts,
+            source,
+            self.sequence_length,
+            self.held_out,
+            context.data,
+            seed=context.seed,
+            trust_remote_code=context.trust_remote_code,
+            where=self._kind,
+        )
+
+    def _options(self, data: TrainingData) -> TrainingOptions:
+        from optkit.training.loop import TrainingOptions
+
+        same = ("batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes", "evaluations")
+        fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes", "compile")}
+        return TrainingOptions(self._budget().steps(len(data.training)), **fields)
+
+    def _budget(self) -> Budget:
+        together = self.batch_size * self.accumulation
+        return Budget(self.sequence_length, together, self.held_out, self.tokens, self.epochs, self._kind)
+
+    def _objective(self, student: Student, teacher: Teacher | None) -> Objective:
+        import torch
+
+        from optkit.training.objective import Objective
+        from optkit.training.student import checkpoint_activations_, compile_blocks_
+
+        precision = torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        objective = Objective(student.model, self._weights(), getattr(teacher, "width", None), precision)
+        if self.gradient_checkpointing:
+            checkpoint_activations_(student.model)
+        if self.compile:
+            compile_blocks_(student.model)
+        return objective
+
+
+def training_details(result: TrainingResult) -> dict[str, Any]:
+    """Return what a report says about a training, as JSON values of bounded length."""
+    course = result.course
+    return {
+        "steps": course.step,
+        "tokens": result.tokens,
+        "seconds": round(course.seconds, 1),
+        "tokens_per_s": round(result.tokens_per_s, 1),
+        "compile_seconds": round(course.compile_seconds, 1),
+        "stopped": course.stopped,
+        "best_step": course.best_step,
+        "held_out_before": result.first,
+        "held_out_after": result.best,
+        "held_out": course.held_out,
+        "resumed_at": course.resumed,
+    }

@@ -1,0 +1,1 @@
+"""Finished steps and metrics, kept by the key of what made them."""

@@ -1,0 +1,321 @@
+"""Finished steps and metrics, by the key of what made them: key in, draft, rename.
+
+    ROOT/steps/KEY/model/...      what a step left
+    ROOT/steps/KEY/record.json    how: kind, fields, report, seconds, and size, time and SHA-256 of each file
+    ROOT/metrics/KEY.json         what an eval measured, with its digest
+    ROOT/counts/DIGEST.json       how many tokens a text has, for plans
+    ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
+    ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints of a training
+    ROOT/work/answers-DIGEST/...  what a teacher said about a text, for any student (generated-DIGEST: what it wrote)
+    ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
+    ROOT/locks/KEY.use            shared by the processes whose runs need a step or a metric; `optkit store prune` leaves it
+
+The time of the last change of record.json and KEY.json is that of the last use: when a plan or a run last asked for it.
+
+Nothing is found by `get` before it is whole: a draft becomes an entry by one rename. Failures are never stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from optkit.common.frozen import digest
+from optkit.common.held_files import hold
+from optkit.common.limits import NO_ROOM
+from optkit.errors import ResourceError, StoreError
+from optkit.processes.stopping import take_lock
+
+RECORD = "record.json"
+ALIVE = "alive"
+"""The file of a draft that its process holds."""
+
+
+def default_store() -> Path:
+    """Return `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`."""
+    if chosen := os.environ.get("OPTKIT_STORE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
+
+
+@dataclass
+class Draft:
+    """A step under way: `model` is the directory to fill, `record` is what will be remembered of it."""
+
+    model: Path
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Store:
+    """A directory of finished work that several processes may use at the same time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def get(self, key: str) -> Path | None:
+        """Return the directory that a finished step left, None if there is none or it was damaged since."""
+        record = self._read_record(key)
+        if record is None or self._damaged(key, record):
+            return None
+        note_use(self._entry(key) / RECORD)
+        return self._entry(key) / "model"
+
+    def workspace(self, key: str) -> Path:
+        """Return the directory of what a step keeps until it is finished; nothing is made."""
+        return self.root / "work" / key
+
+    def is_damaged(self, key: str) -> bool:
+        """Say whether there is an entry that `get` does not give out, because it was changed since it was finished."""
+        return self._entry(key).exists() and self.get(key) is None
+
+    def record(self, key: str) -> dict[str, Any]:
+        """Return the record of a finished step; raises StoreError where there is none."""
+        record = self._read_record(key)
+        if record is None:
+            raise StoreError("there is no such entry", where=str(self._entry(key)))
+        return record
+
+    def get_json(self, key: str) -> Any | None:
+        """Return what `put_json` kept under this key, None if there is nothing or it was changed since."""
+        path = self.root / "metrics" / f"{key}.json"
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            whole = isinstance(found, dict) and found.get("digest") == digest(found.get("value"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        if whole:
+            note_use(path)
+        return found["value"] if whole else None
+
+    def is_damaged_json(self, key: str) -> bool:
+        """Say whether there is an entry that `get_json` does not give out, because it was changed since it was kept."""
+        return (self.root / "metrics" / f"{key}.json").exists() and self.get_json(key) is None
+
+    def take_json(self, key: str) -> Any:
+        """Return what `put_json` kept under this key; raises StoreError where there is nothing."""
+        found = self.get_json(key)
+        if found is None:
+            raise StoreError("the entry is gone", where=str(self.root / "metrics" / f"{key}.json"), remedy="Run the command again")
+        return found
+
+    def check_writable(self) -> None:
+        """Raise StoreError or ResourceError where nothing can be kept, before hours are spent on what would be lost."""
+        with self._explaining("the metrics"), tempfile.TemporaryFile(dir=self._directory("metrics")):
+            pass
+
+    def put_json(self, key: str, value: Any) -> None:
+        """Keep a JSON value under a key; readers see the old one or the new one, never half."""
+        with self._explaining("the metrics"), self._drafting(key) as home:
+            draft = home / f"{key}.json"
+            draft.write_text(json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False), encoding="utf-8")
+            draft.replace(self._directory("metrics") / draft.name)
+
+    @contextlib.contextmanager
+    def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold a key for this process; calls `waiting` once if another process holds it, and waits until it is free."""
+        with self._explaining("the lock"):
+            file = (self._directory("locks") / f"{key}.lock").open("a")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                waiting()
+                take_lock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def using(self, keys: Iterable[str]) -> Iterator[None]:
+        """Keep the entries of these keys from being pruned meanwhile, whether they are there already or not.
+
+        A store that this user can only read is used without: only its owner could prune it.
+        """
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(PermissionError), self._explaining("the lock", but=(PermissionError,)):
+                for key in sorted(set(keys)):
+                    file = held.enter_context((self._directory("locks") / f"{key}.use").open("a"))
+                    take_lock(file, fcntl.LOCK_SH)
+            yield
+
+    @contextlib.contextmanager
+    def idle(self, key: str) -> Iterator[bool]:
+        """Say whether no process works on a key and no run needs it, and keep it so meanwhile."""
+        with self._alone(f"{key}.lock", f"{key}.use") as alone:
+            yield alone
+
+    @contextlib.contextmanager
+    def unused(self, key: str) -> Iterator[bool]:
+        """Say whether no run needs a metric, and keep it so meanwhile."""
+        with self._alone(f"{key}.use") as alone:
+            yield alone
+
+    def delete(self, key: str) -> None:
+        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own, or copies."""
+        with self._explaining("a draft"):
+            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
+            with hold(self._entry(key) / ALIVE):
+                self._entry(key).rename(home)
+                _clear(home)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Draft]:
+        """Give a draft to fill; when the block ends well it becomes the entry, when it fails nothing is left of it.
+
+        Raises ResourceError on a full disk, StoreError where the store cannot be written.
+        """
+        with self._explaining(f"the step {key[:12]}"), self._drafting(key) as home:
+            draft = Draft(home / "model")
+            draft.model.mkdir()
+            yield draft
+            make_readable(draft.model)
+            draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
+            (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
+            entry = self._directory("steps") / key
+            if entry.exists():
+                self.delete(key)
+            # Still held: a draft that nobody holds may be deleted at any time, and this one is finished work.
+            home.rename(entry)
+            (entry / ALIVE).unlink()
+
+    def delete_abandoned_drafts(self) -> None:
+        """Delete the drafts whose process is gone."""
+        for home in self._directory("drafts").iterdir():
+            with contextlib.suppress(OSError), hold(home / ALIVE):
+                _clear(home)
+
+    @contextlib.contextmanager
+    def _drafting(self, key: str) -> Iterator[Path]:
+        """Give a directory that is held while this process works in it; what is left in it afterwards is deleted."""
+        self.delete_abandoned_drafts()
+        home, alive = self._new_draft(key)
+        with alive:
+            try:
+                yield home
+            finally:
+                _clear(home)
+
+    def _new_draft(self, key: str) -> tuple[Path, IO[str]]:
+        """Return a new draft and the file that is held while this process works on it."""
+        while True:
+            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
+            # Another process may take it for abandoned before it is held, and deletes it.
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                home.mkdir()
+                return home, hold(home / ALIVE)
+
+    @contextlib.contextmanager
+    def _alone(self, *names: str) -> Iterator[bool]:
+        """Say whether no process holds any of these locks, and keep it so meanwhile."""
+        with contextlib.ExitStack() as held:
+            for name in names:
+                with self._explaining("the lock"):
+                    file = held.enter_context((self._directory("locks") / name).open("a"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    yield False
+                    return
+            yield True
+
+    def _entry(self, key: str) -> Path:
+        return self.root / "steps" / key
+
+    def _read_record(self, key: str) -> dict[str, Any] | None:
+        try:
+            record = json.loads((self._entry(key) / RECORD).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+            return None
+        return record if isinstance(record, dict) and isinstance(record.get("files"), dict) else None
+
+    def _damaged(self, key: str, record: dict[str, Any]) -> bool:
+        return any(not is_unchanged(self._entry(key) / "model" / name, known) for name, known in record["files"].items())
+
+    def _directory(self, name: str) -> Path:
+        path = self.root / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+        try:
+            yield
+        except but:
+            raise
+        except OSError as error:
+            raise explain_os_error(error, what, self.root) from error
+
+
+def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | StoreError:
+    """Return the optkit error for a failed write of `what` under `place`: a full disk apart from everything else."""
+    if error.errno in NO_ROOM:
+        free = f"{shutil.disk_usage(place).free:,} bytes are free" if place.exists() else ""
+        return ResourceError(
+            f"{NO_ROOM[error.errno]} while writing {what}",
+            where=str(place),
+            why=free,
+            remedy="Free some space, or name another place with --store or --out",
+        )
+    return StoreError(
+        f"cannot write {what}", where=str(place), why=f"{error.strerror or error}", remedy="Name another place with --store or --out"
+    )
+
+
+def _clear(home: Path) -> None:
+    """Delete a held draft, last of all the file that it is held by: what a kill leaves of it is found again."""
+    shutil.rmtree(home / "model", ignore_errors=True)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def note_use(path: Path) -> None:
+    """Set a file's time of change to now; nothing happens where the store is another's."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def list_files(directory: Path) -> list[str]:
+    """Return the relative names of all files below a directory, sorted, with forward slashes."""
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def make_readable(directory: Path) -> None:
+    """Give all files the rights that the user's umask gives to new ones; safetensors writes for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for name in list_files(directory):
+        path = directory / name
+        path.chmod(path.stat().st_mode | (0o666 & ~mask))
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return size, time of the last change and SHA-256 of a file."""
+    status = path.stat()
+    return {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_of(path)}
+
+
+def is_unchanged(path: Path, known: Any) -> bool:
+    """Say whether a file is still what `describe_file` saw; it is read again only where its time of change differs.
+
+    It is not where `known`, which comes out of a file too, is no such description.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return False
+    if not isinstance(known, dict) or status.st_size != known.get("size_bytes"):
+        return False
+    return bool(status.st_mtime_ns == known.get("mtime_ns") or sha256_of(path) == known.get("sha256"))

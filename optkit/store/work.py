@@ -1,0 +1,85 @@
+"""What ROOT/work of a store holds: checkpoints of steps that were not finished, and what teachers said or wrote for any student."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from optkit.common.frozen import Frozen
+from optkit.store.store import Store
+from optkit.training.shared_place import ABOUT, IN_USE
+
+STEP = re.compile(r"[0-9a-f]{64}")
+UNFINISHED = "unfinished step"
+KINDS = {"answers": "answers of a teacher", "generated": "text of a teacher"}
+
+
+class StoredWork(Frozen):
+    """One directory of work that a run can go on with, or that another student can use."""
+
+    name: str
+    """Key of the unfinished step, or the kind and a digest of what else it is."""
+    what: str
+    """`unfinished step`, `answers of a teacher` or `text of a teacher`."""
+    size_bytes: int
+    last_use: float
+    """Seconds since 1970."""
+
+
+def survey_work(store: Store) -> tuple[StoredWork, ...]:
+    """Return what lies there, the one used last first."""
+    root = store.root / "work"
+    places = [place for place in root.iterdir() if place.is_dir()] if root.is_dir() else []
+    return tuple(sorted((_described(place) for place in places), key=lambda work: (-work.last_use, work.name)))
+
+
+def delete_work(store: Store, work: StoredWork, *, dry_run: bool) -> bool:
+    """Delete one of them; returns False, and leaves it, where a running process works on it."""
+    place = store.root / "work" / work.name
+    with _idle(store, place) as idle:
+        if idle and not dry_run:
+            shutil.rmtree(place, ignore_errors=True)
+        return idle
+
+
+@contextmanager
+def _idle(store: Store, place: Path) -> Iterator[bool]:
+    """Say whether no process works on it, and keep it so meanwhile."""
+    if STEP.fullmatch(place.name):
+        with store.idle(place.name) as idle:
+            yield idle
+        return
+    with ExitStack() as held:
+        try:
+            fcntl.flock(held.enter_context((place / IN_USE).open("r")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            yield True
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _described(place: Path) -> StoredWork:
+    files = [path.lstat() for path in place.rglob("*") if path.is_file()]
+    return StoredWork(
+        name=place.name,
+        what=UNFINISHED if STEP.fullmatch(place.name) else _kind(place),
+        size_bytes=sum(status.st_size for status in files),
+        last_use=max((status.st_mtime for status in files), default=place.stat().st_mtime),
+    )
+
+
+def _kind(place: Path) -> str:
+    try:
+        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        about = {}
+    kind = KINDS.get(about.get("what", ""), "unknown work")
+    teacher, count = about.get("teacher"), about.get("top_k")
+    return f"{kind}{f' {Path(teacher).name}' if teacher else ''}{f', top {count}' if count else ''}"

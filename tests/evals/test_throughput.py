@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from optkit_evals import timing
+from optkit_evals.throughput import Throughput
+
+from optkit.common.statistics import mean, standard_error
+from optkit.devices import peak_memory
+from optkit.devices.cpu_watch import CpuWatch
+from optkit.errors import EvalError, ResourceError
+from optkit.measure import EvalContext, Turn
+from optkit.progress import SilentProgress, SilentTask
+from optkit.recipe.gates import Verdict
+from optkit.scorecard import build_scorecard
+from tests.support.bigram_session import BigramSession, Said
+
+WARMING = ["warming up, batch 1, prompt 4 0/0 runs", "+1", "+1"]
+LIMITS = {"peak_memory_bytes": "<= 1e15", "peak_memory_bytes[batch=8]": "<= 1e15"}
+REMEDY = "run again with --retime on a quiet machine"
+
+
+class Clock:
+    """A clock that only the session moves."""
+
+    def __init__(self, session: BigramSession, first_s: float = 0.5, between_s: float = 0.1) -> None:
+        self.now = 0.0
+        self.answers = 0
+        self.first_s, self.between_s = first_s, between_s
+        self.slow_answers: dict[int, float] = {}
+        session.on_token = self.tick
+
+    def tick(self, batch: int, index: int) -> None:
+        self.answers += index == 0
+        factor = self.slow_answers.get(self.answers, 1.0)
+        self.now += factor * (self.first_s if index == 0 else self.between_s)
+
+
+class Lines(SilentProgress, SilentTask):
+    """A progress, and a task of it, that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def task(self, label, total, unit=""):
+        self.lines.append(f"{label} 0/{total} {unit}")
+        return self
+
+    def advance(self, steps=1, note=""):
+        self.lines.append(f"+{steps} {note}".strip())
+
+
+@pytest.fixture
+def session() -> BigramSession:
+    return BigramSession()
+
+
+@pytest.fixture
+def clock(session, monkeypatch) -> Clock:
+    clock = Clock(session)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(CpuWatch, "others", lambda self, before: 0.0)
+    return clock
+
+
+def values(metrics):
+    return {metric.name: metric.value for metric in metrics}
+
+
+def test_prefill_and_decode_apart(session, clock):
+    metrics = Throughput(batch_sizes=(4,), prompts=(10,), new_tokens=6, repeats=3).run(session, EvalContext())
+    found = values(metrics)
+    assert set(found) == set(Throughput.metrics) - {"peak_reserved_bytes", "energy_per_token_j"}
+    assert found["time_to_first_token_s"] == pytest.approx(0.5)
+    assert found["prefill_tokens_per_s"] == pytest.approx(4 * 10 / 0.5)
+    assert found["decode_tokens_per_s"] == pytest.approx(4 * 5 / 0.5)
+    assert found["inter_token_p50_s"] == found["inter_token_p99_s"] == pytest.approx(0.1)
+    assert found["decode_bytes_per_s"] == pytest.approx((1000 + 4 * 13) / 0.1)
+    assert all(metric.labels == {"batch": 4, "prompt": 10, "new_tokens": 6} for metric in metrics)
+
+
+def test_the_repeats_of_a_turn_are_kept_and_say_nothing_about_other_turns(session, clock):
+    clock.slow_answers = {3: 1.0, 4: 1.1, 5: 1.2}
+    metrics = Throughput(new_tokens=3, prompts=(8,), repeats=3, interval=0.9).run(session, EvalContext())
+    first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
+    assert first.samples == pytest.approx((0.5, 0.55, 0.6))
+    assert first.value == pytest.approx(0.55)
+    assert first.interval is None
+    assert first.pairing == "paired_turns"
+
+
+def test_every_batch_with_every_prompt(session, clock):
+    metrics = Throughput(batch_sizes=(1, 2), prompts=(4, 8), new_tokens=2, repeats=2).run(session, EvalContext())
+    rows = [(metric.labels["batch"], metric.labels["prompt"]) for metric in metrics if metric.name == "decode_tokens_per_s"]
+    assert rows == [(1, 4), (1, 8), (2, 4), (2, 8)]
+
+
+def test_warm_up_goes_on_until_the_running_mean_stands_still(session, clock):
+    clock.slow_answers = {1: 60.0, 2: 5.0, 3: 1.5}
+    context = EvalContext()
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1).run(session, context)
+    assert clock.answers == 6 + 2  # the means are 32.5, 3.25, 1.25, 1, 1
+    assert context.notes == ["throughput, batch 1, prompt 4, 2 new tokens: 6 warm-up runs, 2 repeats"]
+    assert values(metrics)["time_to_first_token_s"] == pytest.approx(0.5)
+
+
+def test_warm_up_ends_at_the_time_limit(session, clock):
+    clock.slow_answers = {run: float(run) for run in range(100)}
+    context = EvalContext()
+    Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1, limit_s=10, interval=0.9).run(session, context)
+    assert clock.answers == 6 + 2  # 0.6 s x (2 + 3 + 4 + 5 + 6) are 12 s beyond the first
+    assert "6 warm-up runs, and their running mean still moves by more than 3%" in context.notes[0]
+
+
+def test_repeats_go_on_until_the_mean_of_the_turn_is_certain(session, clock):
+    clock.slow_answers = {3: 1.0, 4: 1.1}
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=2, interval=0.04)
+    metrics = throughput.run(session, EvalContext())
+    first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
+    assert len(first.samples) == 3
+    errors = [standard_error(first.samples[:count]) / mean(first.samples[:count]) for count in (2, 3)]
+    assert errors[0] > 0.04 >= errors[1]
+
+
+def test_repeats_end_at_four_times_as_many_or_at_the_time_limit(session, clock):
+    clock.slow_answers = {run: 2.0 - run % 2 for run in range(3, 100)}
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=3).run(session, EvalContext())
+    assert len(metrics[0].samples) == 12
+    clock.answers = 0
+    metrics = Throughput(new_tokens=2, prompts=(4,), repeats=3, limit_s=3.5).run(session, EvalContext())
+    assert len(metrics[0].samples) == 4  # 0.6 + 1.2 + 0.6 + 1.2 s
+
+
+def test_a_machine_that_never_settles_is_said_on_the_terminal_and_in_the_scorecard(session, clock):
+    clock.slow_answers = {run: 1.0 + run // 2 % 2 for run in range(12)} | {run: 1.0 + run % 2 for run in range(12, 100)}
+    context = EvalContext(progress=Said())
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
+    throughput.run(session, context)
+    assert clock.answers == 12 + 12
+    (settling,) = context.progress.warnings
+    assert context.notes[0] == settling
+    assert settling.startswith("throughput, batch 1, prompt 4: 12 warm-up runs, and their running mean still moves by more than 3%")
+    assert context.notes[1] == "throughput, batch 1, prompt 4, 2 new tokens: 12 warm-up runs, 12 repeats"
+
+
+def test_a_quiet_machine_is_not_warned_about(session, clock):
+    context = EvalContext(progress=Said())
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
+    throughput.pool([throughput.run(session, context)], context)
+    assert context.progress.warnings == []
+    assert len(context.notes) == 1
+
+
+def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
+    throughput = Throughput(new_tokens=3, prompts=(8,), repeats=5)
+    context = EvalContext(progress=Said())
+    clock.slow_answers = dict.fromkeys(range(6, 12), 1.5)  # answers 1 to 5 are the first turn's, with its two warm-up runs
+    turns = [throughput.run(session, replace(context, turn=Turn(index, 2))) for index in range(2)]
+    first = [next(metric for metric in turn if metric.name == "time_to_first_token_s") for turn in turns]
+    assert [metric.samples for metric in first] == [pytest.approx((0.5,) * 3), pytest.approx((0.75,) * 3)]
+    pooled = throughput.pool(turns, context)
+    assert [metric.name for metric in pooled] == [metric.name for metric in turns[0]]
+    both = next(metric for metric in pooled if metric.name == "time_to_first_token_s")
+    assert both.samples == pytest.approx((0.5, 0.75))
+    assert [len(repeats) for repeats in both.repeats] == [3, 3]
+    assert both.value == pytest.approx(0.625)
+    assert both.interval[1] - both.value == pytest.approx(12.7062 * 0.125, rel=1e-4)
+    peaks = [next(metric.value for metric in turn if metric.name == "peak_memory_bytes") for turn in turns]
+    peak = next(metric for metric in pooled if metric.name == "peak_memory_bytes")
+    assert (peak.samples, peak.value, peak.pairing) == (tuple(peaks), sum(peaks) / 2, "paired_turns")
+    assert context.progress.warnings == [f"throughput, batch 1, prompt 8: the times of the 2 turns spread by 28% of their mean; {REMEDY}"]
+
+
+def test_the_notes_of_turns_are_told_together(session, clock):
+    throughput = Throughput(new_tokens=3, prompts=(8,), repeats=4)
+    said = "throughput, batch 1, prompt 8, 3 new tokens"
+    notes = [f"{said}: {warm_up} warm-up runs, 2 repeats; attention by flash" for warm_up in (2, 5)]
+    context = EvalContext(notes=[notes[0], "other", notes[1], "other"])
+    throughput.pool([throughput.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)], context)
+    assert context.notes == [f"{said}: 2, 5 warm-up runs, 2, 2 repeats; attention by flash", "other"]
+
+
+def test_a_turn_of_one_repeat_makes_a_second_one_because_one_has_no_interval(session, clock):
+    throughput = Throughput(new_tokens=2, prompts=(4,), repeats=2)
+    turns = [throughput.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)]
+    assert [len(turn[0].samples) for turn in turns] == [2, 2]
+    alone = throughput.model_copy(update={"limit_s": 0.1}).run(session, EvalContext(turn=Turn(0, 2)))
+    assert alone[0].samples == pytest.approx((8.0,))
+    assert alone[0].interval is None
+
+
+def test_the_warm_up_is_seen(session, clock):
+    shown = Lines()
+    Throughput(new_tokens=2, prompts=(4,), repeats=2).run(session, EvalContext(progress=shown, turn=Turn(1, 2)))
+    assert shown.lines == ["throughput, turn 2 of 2 0/1 runs", *WARMING, "+1 batch 1, prompt 4", "+0 batch 1, prompt 4"]
+
+
+def test_rows_and_lengths_are_known_before_anything_runs():
+    throughput = Throughput(batch_sizes=(1, 4), prompts=(8,), new_tokens=2)
+    assert throughput.row_labels() == ({"batch": 1, "prompt": 8, "new_tokens": 2}, {"batch": 4, "prompt": 8, "new_tokens": 2})
+    assert throughput.longest_sequence() == 10
+    several = Throughput(batch_sizes=(2,), prompts=(8, 9), new_tokens=(2, 4))
+    assert [tuple(row.values()) for row in several.row_labels()] == [(2, 8, 2), (2, 8, 4), (2, 9, 2), (2, 9, 4)]
+    assert several.longest_sequence() == 13
+
+
+def test_the_prompt_is_seeded_and_within_the_vocabulary(session):
+    tokens = timing.random_tokens(session, 3, 200, seed=1)
+    assert tokens.shape == (3, 200)
+    assert tokens.dtype == torch.int64
+    assert tokens.min() >= 0
+    assert tokens.max() == session.vocabulary - 1
+    assert tokens.equal(timing.random_tokens(session, 3, 200, seed=1))
+    assert not tokens.equal(timing.random_tokens(session, 3, 200, seed=2))
+
+
+def test_more_tokens_than_positions(session):
+    with pytest.raises(EvalError, match="a prompt of 60 and 5 new tokens are 65, and the model has 64 positions"):
+        Throughput(prompts=(4, 60), new_tokens=5).run(session, EvalContext())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        ResourceError("out of memory at new token 1 of 8 x 4 tokens on cpu", where="model", why="no room"),
+    ],
+)
+def test_out_of_memory_marks_a_configuration_and_goes_on(session, clock, error):
+    def fail(batch: int, index: int) -> None:
+        if batch == 8:
+            raise error
+        clock.tick(batch, index)
+
+    session.on_token = fail
+    context = EvalContext(progress=Said())
+    throughput = Throughput(batch_sizes=(8, 1), prompts=(4,), new_tokens=2, repeats=2)
+    found = throughput.pool([throughput.run(session, context)], context)
+    message = "throughput at batch 8, prompt 4: memory ran out on cpu. Lower batch_sizes, prompts or new_tokens."
+    assert context.progress.warnings == [message]
+    failed = [metric for metric in found if metric.labels["batch"] == 8]
+    assert {metric.name for metric in failed} == {metric.name for metric in found if metric.labels["batch"] == 1}
+    assert "peak_memory_bytes" in {metric.name for metric in failed}
+    (peak,) = (row for row in build_scorecard(name="s", artifact_key="", recipe={}, metrics=found, gates=LIMITS).rows if row.gates[1:])
+    assert {(gate.key, gate.verdict, gate.why) for gate in peak.gates} == {(key, Verdict.FAIL, "memory ran out on cpu") for key in LIMITS}
+    assert {(metric.value, metric.failure, metric.samples) for metric in failed} == {(0.0, "memory ran out on cpu", ())}
+    assert all(metric.value and not metric.failure for metric in found if metric.labels["batch"] == 1)
+    with pytest.raises(ResourceError, match=re.escape(message)):
+        Throughput(batch_sizes=(8,), prompts=(4,), new_tokens=2).run(session, EvalContext())
+
+
+def test_other_errors_pass_unchanged(session):
+    def fail(batch: int, index: int) -> None:
+        raise RuntimeError("shapes differ")
+
+    session.on_token = fail
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext())
+
+
+def test_peak_memory_is_that_of_the_repeats(session):
+    if not (peak_memory.PROCESS / "clear_refs").exists():
+        pytest.skip("the system has no clear_refs")
+    held = []
+
+    def hold(batch: int, index: int) -> None:
+        held.clear()
+        held.append(mmap.mmap(-1, 64 << 20 if batch == 2 else 1))  # not from the heap, where freed memory stays resident
+        for page in range(0, len(held[0]), mmap.PAGESIZE):
+            held[0][page] = 1
+
+    session.on_token = hold
+    metrics = Throughput(batch_sizes=(2, 1), prompts=(4,), new_tokens=2, repeats=2).run(session, EvalContext())
+    large, small = (metric.value for metric in metrics if metric.name == "peak_memory_bytes")
+    assert large - small > 48 << 20
+
+
+def test_a_peak_that_cannot_be_known_is_left_out_and_said(session, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(peak_memory, "PROCESS", tmp_path / "none")
+    said = Said()
+    metrics = Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext(progress=said))
+    assert "peak_memory_bytes" not in values(metrics)
+    assert "peak_memory_bytes is not reported: the system cannot reset the resident-set high-water mark" in said.warnings[0]
+    monkeypatch.setattr(peak_memory, "PROCESS", tmp_path)
+    (tmp_path / "status").write_text("VmRSS:\t 12 kB\n")
+    Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext(progress=said))
+    assert "there is no VmHWM in" in said.warnings[1]
+
+
+def test_the_protocol_states_what_was_timed(session, clock):
+    found = Throughput(prompts=(4,), new_tokens=2, repeats=2, warmup=3).run(session, EvalContext(seed=5))
+    (protocol,) = {metric.protocol for metric in found}
+    assert "memory is the largest resident set of the process during the repeats" in protocol
+    for part in (
+        "seed 5",
+        "greedy",
+        "3 warm-up runs",
+        "mean of 4 turns, each in a fresh process",
+        "mean of 1 repeats",
+        "within 2%",
+        "wall clock",
+        "threads, torch " + torch.__version__,
+    ):
+        assert part in protocol
+
+
+def test_fields_that_mean_nothing_are_refused():
+    for fields in (
+        {"batch_sizes": ()},
+        {"batch_sizes": (0,)},
+        {"prompts": (0,)},
+        {"new_tokens": 1},
+        {"repeats": 1},
+        {"warmup": 0},
+        {"new_tokens": ()},
+        {"interval": 0},
+        {"limit_s": 0},
+    ):
+        with pytest.raises(ValueError, match="Input should be|at least"):
+            Throughput(**fields)
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu():
+    with peak_memory.watched_peak("cuda") as peak:
+        held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        del held
+    assert peak.size_bytes >= 64 << 20
+
+
+@pytest.mark.parametrize(("disturbed", "kept"), [({2, 3}, 4), ({1}, 4), (set(), 4), (set(range(1, 16)), 16)])
+def test_repeats_that_others_disturb_are_left_out(session, clock, monkeypatch, disturbed, kept):
+    clock.slow_answers = {2 + number: 5.0 for number in disturbed}
+    monkeypatch.setattr(CpuWatch, "others", lambda self, before: 0.5 if clock.answers - 2 in disturbed else 0.05)
+    context = EvalContext(progress=Said())
+    metrics = Throughput(prompts=(4,), new_tokens=3, repeats=4, warmup=1, limit_s=1000).run(session, context)
+    first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
+    assert len(first.samples) == kept
+    told = [note for note in context.notes if "of the cores" in note]
+    if kept == 4:
+        assert first.value == pytest.approx(0.5)
+        wanted = f"{len(disturbed)} repeats are left out, during which other processes used more than 5% of the cores"
+        assert told == [f"throughput, batch 1, prompt 4: {wanted}"] * bool(disturbed)
+    else:
+        said = "other processes used more than 5% of the cores during 15 of 16 repeats; run again with --retime on a quiet machine"
+        assert told == [f"throughput, batch 1, prompt 4: {said}"]
+
+
+def test_what_others_used_is_counted_on_our_cores_alone(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2}, raising=False)
+    monkeypatch.setattr("optkit.devices.cpu_watch.time.process_time", lambda: own_s)
+
+    def write(*rows):
+        lines = [f"cpu{core} {' '.join(map(str, row))}" for core, row in enumerate(rows)]
+        stat.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5"]))
+
+    own_s, idle = 1.0, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    write(idle, idle, idle)
+    watch = CpuWatch(stat)
+    before = watch.now()
+    own_s = 1.0 + 30 / os.sysconf("SC_CLK_TCK")
+    write((30, 0, 0, 70, 0, 0, 0, 0, 0, 0), (100, *idle[1:]), (10, 5, 5, 60, 10, 2, 3, 5, 0, 0))
+    assert watch.others(before) == pytest.approx(30 / 200)
+    write((10, *idle[1:]), idle, idle)
+    assert watch.others(before) == 0.0
+    assert CpuWatch(tmp_path / "none").others(CpuWatch(tmp_path / "none").now()) == 0.0

@@ -1,0 +1,257 @@
+"""The CPU kernels of our own against float64, and how they come into being."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.algorithms.packing import pack
+from optkit.kernels import choice
+from optkit.kernels.choice import Kernel, fastest, first_among_equals
+from optkit.kernels.cpu import huge_pages, native
+from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
+from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
+from optkit.kernels.cpu.native import dense_linear, why_not_native
+from optkit.kernels.packed import PackedLinear, PackedWeight
+from tests.support.packed_models import random_grid
+
+compiled = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def example(outputs: int, inputs: int, group_size: int, bits: int, symmetric: bool, shuffled: bool = False) -> tuple[PackedWeight, Tensor]:
+    order = torch.randperm(inputs) if shuffled else None
+    grid, dense = random_grid((outputs, inputs), bits, group_size, symmetric, order)
+    group = torch.arange(inputs) // group_size
+    if order is not None:
+        group[order] = torch.arange(inputs) // group_size
+    return PackedWeight(
+        pack(grid.codes, bits, 1), grid.scales, None if symmetric else grid.zeros, group if shuffled else None, bits, inputs
+    ), dense
+
+
+def check(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    expected = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert found.shape == expected.shape
+    assert found.dtype == rows.dtype
+    assert bool(found.isfinite().all())
+    most = rows.double().abs() @ weight.double().abs().T  # what the sums would be if nothing in them cancelled
+    assert float(((found.double() - expected).abs() / most).max()) < ROUNDING[rows.dtype]
+
+
+@compiled
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group_size"), [(64, 128, 32), (1, 64, 64), (7, 192, 96), (33, 128, 128), (40, 48, 16), (16, 80, 80)]
+)
+def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs: int, group_size: int) -> None:
+    for shuffled in (False, True):
+        weight, dense = example(outputs, inputs, group_size, bits, symmetric, shuffled)
+        for bias in (None, torch.randn(outputs)):
+            layer = CodedLinear(weight, bias, torch.float32)
+            for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 19):
+                rows = torch.randn(count, inputs)
+                with torch.inference_mode():
+                    check(layer(rows), rows, dense, bias)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_of_all_dtypes(dtype: torch.dtype) -> None:
+    weight, dense = example(48, 256, 64, 4, False)
+    bias = torch.randn(48).to(dtype)
+    layer = CodedLinear(weight, bias, dtype)
+    for shape in ((256,), (1, 256), (2, 3, 256)):
+        rows = torch.randn(*shape).to(dtype)
+        found = layer(rows)
+        assert found.shape == (*shape[:-1], 48)
+        check(found.view(-1, 48), rows.view(-1, 256), dense, bias)
+    strided = torch.randn(5, 512).to(dtype)[:, ::2]
+    check(layer(strided), strided, dense, bias)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (5, 7), (1, 33), (131, 96), (6, 16)])
+def test_floats_against_float64(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight = torch.randn(outputs, inputs).to(dtype)
+    for count in (1, 2, 3, 4, 7):
+        rows = torch.randn(count, inputs)
+        check(dense_linear(rows, weight), rows, weight)
+
+
+@compiled
+def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
+    try:
+        weight, dense = example(35, 64, 32, 4, False)
+        for count in (1, 9, 130):
+            rows = torch.randn(count, 64)
+            check(CodedLinear(weight, None, torch.float32)(rows), rows, dense)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@compiled
+def test_no_float_copy_is_held() -> None:
+    weight, _ = example(128, 256, 64, 4, False)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in CodedLinear(weight, None, torch.float32).buffers())
+    assert held == 128 * 256 // 2 + 128 * 4 * (4 + 1)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_graph_under_torch_compile(dtype: torch.dtype) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = CodedLinear(example(24, 64, 32, 4, False, True)[0], torch.randn(24), dtype)
+            self.head = nn.Linear(24, 10).to(dtype)
+            self.head.__class__ = FloatLinear
+
+        def forward(self, rows: Tensor) -> Tensor:
+            found: Tensor = self.head(F.silu(self.gate(rows)))
+            return found
+
+    model, rows = Gated().eval().requires_grad_(False), torch.randn(1, 3, 64).to(dtype)
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(rows)
+    torch.testing.assert_close(found, model(rows))
+
+
+def test_reasons_against_coded() -> None:
+    assert why_not_coded(example(8, 64, 32, 4, True)[0], "cuda") == "optkit's CPU kernels run on CPUs"
+    assert why_not_coded(example(8, 64, 32, 3, True)[0], "cpu") == "optkit's CPU kernels have no 3 bits"
+    assert why_not_coded(example(8, 60, 20, 4, True)[0], "cpu") == "groups of 20 inputs do not fill words of 8 codes"
+    weight = example(8, 64, 32, 4, True)[0]
+    uneven = torch.cat([torch.zeros(40), torch.ones(24)]).long()
+    assert why_not_coded(PackedWeight(weight.words, weight.scales, None, uneven, 4, 64), "cpu") == "its groups differ in size"
+
+
+def test_reasons_against_float() -> None:
+    assert why_not_float(nn.Identity()) == "it is no plain linear layer"
+    assert why_not_float(nn.Linear(4, 4).double()) == "optkit's CPU kernels take float32 and bfloat16 in CPU memory"
+
+
+@compiled
+def test_float_layers_take_the_kernel_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({"head": nn.Linear(64, 40), "router": nn.Linear(64, 4), "norm": nn.LayerNorm(64)})
+    model.requires_grad_(False)
+    monkeypatch.setattr("optkit.kernels.cpu.float_linear._is_faster", lambda module: module.out_features == 40)
+    weight = model["head"].weight
+    assert use_float_kernels_(model) == ["float: head use optkit's CPU kernel"]
+    assert type(model["head"]) is FloatLinear
+    assert model["head"].weight is weight
+    assert type(model["router"]) is nn.Linear
+    for count in (1, FEW_ROWS, FEW_ROWS + 1):
+        rows = torch.randn(count, 64)
+        check(model["head"](rows), rows, weight, model["head"].bias)
+    assert use_float_kernels_(nn.LayerNorm(4)) == []
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`why_not_native` as in a new process, with an empty cache and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native.torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(native, "_register_shapes", lambda: None)
+    monkeypatch.setattr(native, "_loaded", [])
+    return native.why_not_native.__wrapped__
+
+
+def test_without_a_compiler(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert fresh() == "optkit's CPU kernels need a C++ compiler, and there is no g++ or clang++"
+    monkeypatch.setenv("CXX", "my-cxx")
+    assert fresh() == "optkit's CPU kernels need a C++ compiler, and there is no my-cxx"
+
+
+def test_a_compiler_that_fails(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess("g++", 1, "", "In file\nlinear.cpp:9: fatal error: no such header\n")
+
+    monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
+    monkeypatch.setattr(native, "run", fail)
+    assert fresh() == "my-g++ does not compile optkit's CPU kernels (linear.cpp:9: fatal error: no such header)"
+
+
+def test_a_library_that_cannot_be_loaded_or_is_wrong(fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("wrong ELF class")
+
+    monkeypatch.setattr(native, "_compiled", lambda compiler: tmp_path / "x.so")
+    monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
+    monkeypatch.setattr(native, "_is_right", lambda: False)
+    assert fresh() == "optkit's CPU kernels, compiled by my-g++, do not compute what they should"
+    monkeypatch.setattr(native.torch.ops, "load_library", refuse)
+    assert fresh() == "optkit's CPU kernels cannot be compiled and loaded (wrong ELF class)"
+
+
+@compiled
+def test_a_library_is_compiled_once(fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+
+    def make(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        Path(command[command.index("-o") + 1]).write_bytes(b"")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(native, "run", make)
+    monkeypatch.setattr(native, "_try", lambda library: None)
+    assert fresh() is None
+    assert fresh() is None
+    assert len(calls) == 1
+    assert [path.suffix for path in (tmp_path / "optkit" / "kernels").iterdir()] == [".so"]
+
+
+def test_the_fastest_kernel_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((2.0, 1.0))
+    monkeypatch.setattr(choice, "_fastest", {})
+    monkeypatch.setattr(choice, "seconds", lambda layer, rows: next(taken))
+    kernels = [Kernel(lambda *_: None, PackedLinear, lambda weight, n=number: f"use {n}") for number in range(2)]  # type: ignore[misc]
+    weight = example(8, 64, 32, 4, True)[0]
+    for _ in range(2):
+        layer, chosen = fastest(kernels, weight, None, torch.float32, "cpu")
+        assert isinstance(layer, PackedLinear)
+        assert chosen is kernels[1]
+
+
+def test_close_kernels_keep_their_order() -> None:
+    assert first_among_equals([1.1, 1.0]) == 0
+    assert first_among_equals([1.5, 1.0, 0.9]) == 1
+    assert first_among_equals([1.0]) == 0
+    assert choice.seconds(nn.Identity(), torch.ones(1, 4)) >= 0
+
+
+@compiled
+def test_weights_move_into_one_stretch_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, dense = example(33, 64, 32, 4, False)
+    embedding = nn.Embedding(40, 33).requires_grad_(False)
+    head = nn.Linear(33, 40, bias=False)
+    head.weight = embedding.weight  # tied
+    head.__class__ = FloatLinear
+    model = nn.ModuleDict({"embedding": embedding, "layer": CodedLinear(weight, None, torch.float32), "head": head})
+    before = embedding.weight.clone()
+    monkeypatch.setattr(huge_pages, "PAGE_BYTES", 1 << 20)
+    huge_pages.into_huge_pages_(model)
+    assert model["layer"].codes.untyped_storage().data_ptr() != model["head"].weight.untyped_storage().data_ptr()  # too small to be moved
+    monkeypatch.setattr(huge_pages, "PAGE_BYTES", 64)
+    huge_pages.into_huge_pages_(model)
+    layer = model["layer"]
+    held = [layer.codes, layer.scales, layer.shifts, model["head"].weight]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
+    assert not any(tensor.data_ptr() % 16 for tensor in held)
+    assert model["head"].weight is embedding.weight
+    assert torch.equal(embedding.weight, before)
+    rows = torch.randn(2, 64)
+    check(layer(rows), rows, dense)
+    monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE")
+    huge_pages.into_huge_pages_(model)

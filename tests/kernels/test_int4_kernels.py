@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optkit.algorithms.packing import pack
+from optkit.kernels import bag, choice, int4, integer
+from optkit.kernels.bag import BagLinear, why_not_bag
+from optkit.kernels.int4 import Int4Linear, why_not_int4
+from optkit.kernels.integer import packed_layer
+from optkit.kernels.packed import PackedLinear, PackedWeight, unpack_words
+from tests.support.packed_models import random_grid
+
+has_int4 = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in int4.CPU_TILES, reason="torch's int4 kernel needs AVX2")
+has_bags = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
+
+
+def example(
+    outputs: int, inputs: int, group_size: int, bits: int = 4, symmetric: bool = True, shuffled: bool = False
+) -> tuple[PackedWeight, Tensor]:
+    torch.manual_seed(outputs + inputs + bits)
+    order = torch.randperm(inputs) if shuffled else None
+    grid, dense = random_grid((outputs, inputs), bits, group_size, symmetric, order)
+    group = torch.arange(inputs) // group_size
+    if order is not None:
+        group[order] = torch.arange(inputs) // group_size
+    zeros = None if symmetric else grid.zeros
+    return PackedWeight(pack(grid.codes, bits, 1), grid.scales, zeros, group if shuffled else None, bits, inputs), dense
+
+
+def error(layer: nn.Module, hidden: Tensor, dense: Tensor, bias: Tensor) -> float:
+    with torch.inference_mode():
+        ours = layer(hidden).double()
+    reference = hidden.double() @ dense.double().T + bias.double()
+    assert ours.shape == reference.shape
+    return float((ours - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(64, 128, 32), (12, 60, 20), (40, 96, 96)])
+def test_float32_is_exact(bits: int, symmetric: bool, shuffled: bool, outputs: int, inputs: int, group_size: int) -> None:
+    weight, dense = example(outputs, inputs, group_size, bits, symmetric, shuffled)
+    bias = torch.randn(outputs)
+    layers: list[nn.Module] = [PackedLinear(weight, bias, torch.float32)]
+    if why_not_bag(weight, "cpu") is None:
+        layers.append(BagLinear(weight, bias, torch.float32))
+    assert len(layers) == 1 + (bits != 3 and "fbgemm" in torch.backends.quantized.supported_engines)
+    for layer in layers:
+        for rows in (1, 3, bag.BAG_ROWS + 1):
+            assert error(layer, torch.randn(2, rows, inputs), dense, bias) < 2e-6
+
+
+@has_int4
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_int4_is_right_within_bfloat16(symmetric: bool, shuffled: bool, group_size: int) -> None:
+    weight, dense = example(192, 256, group_size, 4, symmetric, shuffled)
+    bias = torch.randn(192)
+    layer = Int4Linear(weight, bias)
+    for rows in (1, 7, int4.DENSE_ROWS["cpu"]):
+        assert error(layer, torch.randn(1, rows, 256).bfloat16(), dense, bias) < 5e-3
+
+
+@has_int4
+def test_int4_codes_are_read_back() -> None:
+    weight, _ = example(128, 96, 32)
+    layer = Int4Linear(weight, None)
+    assert torch.equal(int4._read_codes(layer.codes, 128, 96), weight.codes().T)
+
+
+@has_int4
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4, "_product", lambda rows, codes, group_size, scales: torch.zeros(len(rows), 128, dtype=rows.dtype))
+    assert "does not compute here" in str(int4._why_unavailable.__wrapped__("cpu"))
+
+
+def test_no_layer_keeps_a_float_copy() -> None:
+    weight, _ = example(128, 256, 64)
+    codes = 128 * 256 // 2
+    for layer in (PackedLinear(weight, None, torch.float32), BagLinear(weight, None, torch.float32), Int4Linear(weight, None)):
+        held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
+        assert codes <= held <= codes + 128 * 4 * 4 + 256 * 4
+
+
+def test_words_of_all_bits() -> None:
+    for bits in (2, 3, 4, 8):
+        codes = torch.randint(0, 1 << bits, (5, 70), dtype=torch.uint8)
+        assert torch.equal(unpack_words(pack(codes, bits, 1), bits, 70), codes)
+
+
+@has_int4
+@has_bags
+def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
+    monkeypatch.setattr(choice, "seconds", lambda layer, rows: 1.0)
+    monkeypatch.setattr(choice, "_fastest", {})
+
+    def chosen(dtype: torch.dtype, *shape: int, bits: int = 4) -> tuple[type, str]:
+        layer, phrase = packed_layer(example(*shape, bits=bits)[0], None, dtype, "cpu")
+        return type(layer), phrase
+
+    assert chosen(torch.bfloat16, 64, 64, 32) == (Int4Linear, "use torch's CPU int4 kernel, the fastest of 2 here")
+    bag_alone = "use FBGEMM's 4-bit CPU kernel, in float32, because there is no compiler"
+    assert chosen(torch.float32, 64, 64, 32) == (BagLinear, bag_alone)
+    assert chosen(torch.bfloat16, 8, 64, 32)[0] is BagLinear
+    assert chosen(torch.bfloat16, 64, 64, 16)[0] is BagLinear
+    assert chosen(torch.float32, 64, 64, 32, bits=3) == (
+        PackedLinear,
+        "are dequantized at each call, because FBGEMM has no kernel for 3 bits",
+    )
+    assert chosen(torch.float32, 7, 64, 32) == (PackedLinear, "are dequantized at each call, because 7 outputs do not fill whole bytes")
+
+
+@has_int4
+def test_reasons_against_int4() -> None:
+    weight, _ = example(64, 64, 16)
+    assert why_not_int4(weight, torch.bfloat16, "cpu") == "torch's int4 kernel has groups of 32, 64, 128 or 256 inputs, not 16"
+    weight, _ = example(8, 64, 32)
+    assert "8 x 64" in str(why_not_int4(weight, torch.bfloat16, "cpu"))
+    assert "the model is float32" in str(why_not_int4(weight, torch.float32, "cpu"))
+    weight, _ = example(64, 64, 32, bits=8)
+    assert why_not_int4(weight, torch.bfloat16, "cpu") == "torch's int4 kernel has no 8 bits"
+
+
+def test_groups_of_different_sizes_are_dequantized() -> None:
+    weight, _ = example(16, 64, 32)
+    uneven = torch.cat([torch.zeros(40), torch.ones(24)]).long()
+    odd = PackedWeight(weight.words, weight.scales, None, uneven, 4, 64)
+    layer, phrase = packed_layer(odd, None, torch.float32, "cpu")
+    assert isinstance(layer, PackedLinear)
+    assert "groups differ in size" in phrase or "x86" in phrase
+    dense = (odd.codes().float() - 8) * odd.scales[:, uneven]
+    assert error(layer, torch.randn(3, 64), dense, torch.zeros(16)) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_int4_on_a_gpu(symmetric: bool, shuffled: bool, group_size: int) -> None:
+    weight, dense = example(192, 512, group_size, 4, symmetric, shuffled)
+    moved = PackedWeight(
+        weight.words.cuda(),
+        weight.scales.cuda(),
+        None if weight.zeros is None else weight.zeros.cuda(),
+        None if weight.group_of_input is None else weight.group_of_input.cuda(),
+        4,
+        512,
+    )
+    bias = torch.randn(192)
+    layer = Int4Linear(moved, bias.cuda().bfloat16())
+    for rows in (1, 7, 64, int4.DENSE_ROWS["cuda"]):
+        hidden = torch.randn(1, rows, 512).bfloat16()
+        ours = layer(hidden.cuda()).double().cpu()
+        reference = hidden.double() @ dense.double().T + bias.double()
+        assert float((ours - reference).norm() / reference.norm()) < 5e-3
+
+
+def test_buffers_are_where_the_words_are() -> None:
+    words, scales = torch.empty(16, 8, dtype=torch.int32, device="meta"), torch.empty(16, 3, device="meta")
+    layer = PackedLinear(PackedWeight(words, scales, None, None, 4, 64), None, torch.float32)
+    assert {buffer.device.type for buffer in layer.buffers()} == {"meta"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_packed_on_a_gpu(bits: int) -> None:
+    weight, dense = example(40, 96, 96, bits, False, True)
+    layer, phrase = packed_layer(
+        PackedWeight(weight.words.cuda(), weight.scales.cuda(), weight.zeros.cuda(), weight.group_of_input.cuda(), bits, 96),  # type: ignore[union-attr]
+        None,
+        torch.float32,
+        "cuda",
+    )
+    assert isinstance(layer, PackedLinear)
+    assert "because optkit's int4 kernel" in phrase
+    hidden = torch.randn(5, 96)
+    reference = hidden.double() @ dense.double().T
+    assert float((layer(hidden.cuda()).double().cpu() - reference).norm() / reference.norm()) < 2e-5

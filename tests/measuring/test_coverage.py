@@ -1,0 +1,182 @@
+"""Every 95% interval holds the truth in 93 of 100 simulated measurements or more, at the sizes that evals and recipes have by default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy
+import pytest
+from numpy.typing import NDArray
+from optkit_evals.encoding import Encoding
+from optkit_evals.load import Load
+from optkit_evals.speculation import Speculation
+from optkit_evals.throughput import Throughput
+
+from optkit.common.statistics import Estimate, neighbours_estimate, paired_log_ratio, share_estimate, tail_estimate
+from optkit.measure import EvalContext, Metric, TimedEval
+from optkit.scorecard import ratio_to_baseline
+
+LEAST = 0.93
+WINDOWS = 12
+"""Of perplexity in the recipes."""
+COMPARED = 4
+"""Of divergence in the recipes."""
+SEEN = 0.4
+"""Correlation of neighbouring windows' losses and divergences (`optkit.common.statistics.NEIGHBOURS`)."""
+SEEN_PAIRED = 0.15
+"""That of the differences of two models' losses."""
+Draw = NDArray[numpy.float64]
+
+
+@pytest.fixture
+def chance() -> numpy.random.Generator:
+    return numpy.random.default_rng(14)
+
+
+def coverage(estimates: Iterable[Estimate], truth: float) -> float:
+    intervals = [estimate.interval or (estimate.value, estimate.value) for estimate in estimates]
+    return sum(low <= truth <= high for low, high in intervals) / len(intervals)
+
+
+def neighbours(chance: numpy.random.Generator, draws: int, count: int, correlation: float) -> Draw:
+    """Return normal numbers of variance 1 [draws, count] that depend on the one before, from their stationary state on."""
+    found = chance.normal(size=(draws, count))
+    for index in range(1, count):
+        found[:, index] = correlation * found[:, index - 1] + math.sqrt(1 - correlation**2) * found[:, index]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, COMPARED, 8, WINDOWS, 40, 149])
+@pytest.mark.parametrize("correlation", [0.0, 0.2, SEEN])
+def test_perplexity_of_windows_that_correlate(chance: numpy.random.Generator, count: int, correlation: float) -> None:
+    losses = 2.3 + 0.3 * neighbours(chance, 2000, count, correlation)
+    assert coverage((neighbours_estimate(row) for row in losses.tolist()), 2.3) >= LEAST
+
+
+@pytest.mark.parametrize("count", [2, COMPARED, WINDOWS, 149])
+@pytest.mark.parametrize("correlation", [0.0, SEEN_PAIRED, 0.2])
+def test_the_ratio_of_perplexities(chance: numpy.random.Generator, count: int, correlation: float) -> None:
+    shared = 0.3 * neighbours(chance, 2000, count, SEEN)
+    changed = shared + 0.33 + 0.04 * neighbours(chance, 2000, count, correlation)
+    assert coverage((paired_log_ratio(*pair) for pair in zip(changed.tolist(), shared.tolist(), strict=True)), math.exp(0.33)) >= LEAST
+
+
+def divergences(chance: numpy.random.Generator, draws: int, windows: int, tokens: int = 1023) -> Draw:
+    """Return divergences [draws, windows, tokens] with the spread, the tail and the correlations of those of an INT4 SmolLM2-135M."""
+    text = 0.1 * neighbours(chance, draws, windows, SEEN)
+    within = neighbours(chance, draws * windows, tokens, 0.2).reshape(draws, windows, tokens)
+    return numpy.exp(text[..., None] + 0.85 * within)
+
+
+@pytest.mark.parametrize("windows", [2, COMPARED, 8])
+def test_divergence_and_its_tail(chance: numpy.random.Generator, windows: int) -> None:
+    drawn = divergences(chance, 600, windows)
+    spread = math.hypot(0.1, 0.85)
+    means = (neighbours_estimate(row, 0.0) for row in drawn.mean(axis=2).tolist())
+    assert coverage(means, math.exp(spread**2 / 2)) >= LEAST
+    tails = (tail_estimate(groups, 0.99) for groups in drawn.tolist())
+    assert coverage(tails, math.exp(2.326348 * spread)) >= LEAST
+
+
+@pytest.mark.parametrize("windows", [2, COMPARED])
+@pytest.mark.parametrize("agreement", [0.7, 0.97, 0.9995])
+def test_top1_agreement(chance: numpy.random.Generator, windows: int, agreement: float) -> None:
+    text = neighbours(chance, 20000, windows, SEEN)
+    rates = 1 / (1 + numpy.exp(-(math.log(agreement / (1 - agreement)) + 0.15 * text)))
+    shares = chance.binomial(1023, rates) / 1023
+    estimates = (share_estimate(row, [1023] * windows, neighbours=True) for row in shares[:400].tolist())
+    assert coverage(estimates, float(rates.mean())) >= LEAST
+
+
+def pooled(eval: TimedEval, turns: list[Metric]) -> Metric:
+    (metric,) = TimedEval.pool(eval, [[turn] for turn in turns], EvalContext())
+    return metric
+
+
+def metric(value: float, pairing: str = "paired_turns", trials: tuple[int, ...] = (), samples: tuple[float, ...] = ()) -> Metric:
+    fields = {"name": "m", "unit": "fraction" if trials else "s", "higher_is_better": True, "protocol": "p", "pairing": pairing}
+    return Metric(value=value, trials=trials, samples=samples, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8, 0.98, 0.999])
+def test_agreement_of_a_few_prompts(chance: numpy.random.Generator, rate: float) -> None:
+    eval = Speculation(dataset="wikitext2")
+    assert eval.windows
+    each = eval.windows // eval.turns()
+    draws = (chance.random((1500, eval.turns(), each)) < rate).astype(float)
+    found = [pooled(eval, [metric(sum(row) / each, "independent", (1,) * each, tuple(row)) for row in turns]) for turns in draws.tolist()]
+    assert coverage((Estimate(one.value, one.interval) for one in found), rate) >= LEAST
+
+
+def served(chance: numpy.random.Generator, runs: int, requests: int, batch: int, seconds: float) -> tuple[Draw, Draw]:
+    """Return the first tokens' times [runs, requests] under static batching, a batch taking `seconds`, and how long each run took."""
+    arrivals = numpy.cumsum(chance.exponential(size=(runs, requests)), axis=1)
+    first, begun, free = numpy.zeros((runs, requests)), numpy.zeros(runs, dtype=int), numpy.zeros(runs)
+    places, rows = numpy.arange(requests), numpy.arange(runs)
+    while (open_ := begun < requests).any():
+        start = numpy.maximum(free, arrivals[rows, numpy.minimum(begun, requests - 1)])
+        together = (places >= begun[:, None]) & (arrivals <= start[:, None]) & (places < (begun + batch)[:, None]) & open_[:, None]
+        first = numpy.where(together, start[:, None] + seconds / 10 - arrivals, first)
+        begun, free = begun + together.sum(axis=1), numpy.where(open_, start + seconds, free)
+    return first * numpy.exp(chance.normal(0, 0.02, first.shape)), free - arrivals[:, 0]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 0.9, 0.95, 1.3, 2.5])
+def test_goodput_and_latencies_under_load(chance: numpy.random.Generator, seconds: float) -> None:
+    """Of a median that is nearly always the same, and seldom far from it, no few runs tell: it is left out at the lowest load."""
+    eval = Load()
+    draws, turns, each = 1000, eval.turns(), eval.repeats // eval.turns()
+    first, took = served(chance, draws * turns * each, eval.requests, eval.batch, seconds)
+    good = (first <= eval.first_token_limit_s).sum(axis=1)
+    shares = (good / eval.requests).reshape(draws, turns, each)
+    trials = (eval.requests,) * each
+    runs = ([metric(sum(row) / each, "independent", trials, tuple(row)) for row in run] for run in shares.tolist())
+    fractions = [pooled(eval, run) for run in runs]
+    assert coverage((Estimate(one.value, one.interval) for one in fractions), float(shares.mean())) >= LEAST
+    for measured in (good / took, *(numpy.quantile(first, fraction, axis=1) for fraction in (0.5, 0.95)[seconds == 0.5 :])):
+        values = measured.reshape(draws, turns, each).mean(axis=2)
+        found = [pooled(eval, [metric(value) for value in row]) for row in values.tolist()]
+        assert coverage((Estimate(one.value, one.interval) for one in found), float(values.mean())) >= LEAST
+
+
+TimedPair = tuple[list[Metric], list[Metric]]
+
+
+def timed(chance: numpy.random.Generator, eval: TimedEval, process: float, drift: Callable[[Draw], Draw], ratio: float = 1.0) -> TimedPair:
+    """Return 1500 simulated measurements of two models in turns: repeats 1% apart, processes `process` apart, while the machine drifts."""
+    draws, turns, repeats = 1500, eval.turns(), 2
+    order = [model for index in range(turns) for model in ((0, 1) if index % 2 == 0 else (1, 0))]
+    places = [[place for place, model in enumerate(order) if model == wanted] for wanted in (0, 1)]
+    moved = drift(chance.normal(size=(draws, 2 * turns)))
+    spread = process * chance.normal(size=(draws, 2 * turns, 1)) + 0.01 * chance.normal(size=(draws, 2 * turns, repeats))
+    seconds = numpy.exp(moved[..., None] + spread)
+    baseline, artifact = seconds[:, places[0]], ratio * seconds[:, places[1]]
+    found = [[[metric(sum(row) / repeats, samples=tuple(row)) for row in run] for run in model.tolist()] for model in (artifact, baseline)]
+    return [pooled(eval, run) for run in found[0]], [pooled(eval, run) for run in found[1]]
+
+
+DRIFTS: dict[str, Callable[[Draw], Draw]] = {
+    "none": lambda noise: 0 * noise,
+    "2% steadily": lambda noise: 0 * noise + numpy.linspace(0, 0.02, noise.shape[1]),
+    "1% a turn, at random": lambda noise: 0.01 * noise.cumsum(axis=1),
+    "5% at once, some time": lambda noise: 0.05 * (numpy.arange(noise.shape[1]) > 4 + 2 * noise[:, :1]),
+}
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+@pytest.mark.parametrize("process", [0.0, 0.01, 0.02])
+def test_the_ratio_of_timings(chance: numpy.random.Generator, process: float, drift: str) -> None:
+    """At a ratio of 1 this is an A/A comparison: it finds nothing in 93 of 100 or more, and neither model looks better more often."""
+    for ratio in (1.0, 0.25):
+        ours, theirs = timed(chance, Throughput(), process, DRIFTS[drift], ratio)
+        found = [ratio_to_baseline(*pair) for pair in zip(ours, theirs, strict=True)]
+        assert coverage(found, ratio) >= LEAST
+        assert sum(estimate.value < ratio for estimate in found) / len(found) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("eval", [Throughput(), Encoding()])
+@pytest.mark.parametrize("process", [0.0, 0.01, 0.02])
+def test_timings_of_one_model(chance: numpy.random.Generator, eval: TimedEval, process: float) -> None:
+    found, _ = timed(chance, eval, process, DRIFTS["none"])
+    assert coverage((Estimate(one.value, one.interval) for one in found), math.exp((process**2 + 0.01**2) / 2)) >= LEAST

@@ -1,0 +1,84 @@
+"""What went wrong in another process is said in a line, with `--debug` in full; and a system that optkit does not run on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from optkit_cli import validate
+from optkit_cli.failures import failure_of
+from optkit_cli.main import main
+
+from optkit.processes.crashes import ChildError, heard_crash, one_line, told_crash
+
+ROOT = Path(__file__).parents[2]
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_crash_comes_over_with_its_place_and_its_traceback() -> None:
+    told = told_crash(raised(ZeroDivisionError("division\nby zero")))
+    heard = heard_crash(told, "the other process")
+    assert isinstance(heard, ChildError)
+    assert str(heard).startswith("the other process failed with ZeroDivisionError at test_crashes.py:")
+    assert str(heard).endswith(": division by zero")
+    assert "Traceback (most recent call last)" in heard.__notes__[0]
+
+
+def test_an_exception_that_was_not_raised_has_no_place() -> None:
+    assert one_line(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "out of memory."),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory."),
+        (OSError(errno.ENOSPC, "No space left on device"), "the output: the disk is full."),
+        (OSError(errno.EFBIG, "File too large", "model.safetensors"), "larger than this process may write (ulimit -f)."),
+        (ValueError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full."),
+    ],
+)
+def test_memory_and_room_that_ran_out_over_there_are_no_bug(error: Exception, said: str) -> None:
+    for each in (error, heard_crash(told_crash(raised(error)), "the other process")):
+        assert said in failure_of(each).message
+        assert failure_of(each).kind == "ResourceError"
+
+
+def test_the_whole_traceback_is_shown_for_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(**_arguments: object) -> None:
+        raise heard_crash(told_crash(raised(ZeroDivisionError("so"))), "the process that measured")
+
+    monkeypatch.setattr(validate.command, "callback", fail)
+    assert main(["validate", "x"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the process that measured failed with ZeroDivisionError at test_crashes.py:")
+    assert line.endswith(": so. This is a bug in optkit. Run the command again with --debug to see the traceback.")
+    assert main(["validate", "x", "--debug"]) == 1
+    assert capsys.readouterr().err.count("Traceback (most recent call last)") == 2
+
+
+@pytest.mark.parametrize("code", ["from optkit_cli.start import start; start()", "import optkit"])
+def test_a_system_without_fcntl_is_told_what_is_supported(code: str) -> None:
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['fcntl'] = None; {code}"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].partition(": ")[2].startswith("optkit runs on Linux and macOS. ")
+    assert done.stderr.rstrip().endswith("On Windows use WSL.")
+    assert ("Traceback" in done.stderr) == (code == "import optkit")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from optkit.errors import OptkitError
+from optkit.measure import Eval
+from optkit.recipe import registry
+from optkit.recipe.registry import EVALS, PRESETS, STAGES, eval_class, eval_names, stage_class, stage_names, summary
+from optkit.stage import Setting, Stage, Transform
+
+ROOT = Path(__file__).parents[2]
+
+
+class Smooth(Setting):
+    """Smooths things.
+
+    At length.
+    """
+
+    fields_of_note: ClassVar[int] = 0
+
+
+class Bare(Stage):
+    """Neither a transform nor a setting."""
+
+
+@pytest.fixture(autouse=True)
+def forget_plug_ins() -> Iterator[None]:
+    registry.plugged_in.cache_clear()
+    yield
+    registry.plugged_in.cache_clear()
+
+
+def plug_in(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str], group: str = "optkit.stages", name: str = "plugged-in") -> None:
+    found = [SimpleNamespace(name=kind, value=value, dist=SimpleNamespace(name=name)) for kind, value in points]
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == wanted else [])
+    registry.plugged_in.cache_clear()
+    wanted = group
+
+
+def test_listing_imports_nothing() -> None:
+    program = "import sys; from optkit.recipe.registry import *; stage_names(), eval_names(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "optkit.recipe.registry" in loaded
+    assert not {"torch", "transformers", "numpy", *(target.partition(":")[0] for target in (STAGES | EVALS).values())} & set(loaded)
+
+
+def test_names_are_sorted() -> None:
+    assert stage_names() == sorted(STAGES)
+    assert eval_names() == sorted(EVALS)
+
+
+@pytest.mark.parametrize("kind", sorted(STAGES))
+def test_every_stage_can_be_imported(kind: str) -> None:
+    assert issubclass(stage_class(kind), Transform | Setting)
+    assert stage_class(kind).__name__.lower() == kind.replace("_", "")
+    assert summary(stage_class(kind)).endswith((".", "`"))
+
+
+@pytest.mark.parametrize("kind", sorted(EVALS))
+def test_every_eval_can_be_imported(kind: str) -> None:
+    assert issubclass(eval_class(kind), Eval)
+    assert eval_class(kind).metrics
+    assert summary(eval_class(kind))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_is_a_stage(preset: str) -> None:
+    ((kind, fields),) = PRESETS[preset].items()
+    assert stage_class(kind).model_validate(fields)
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(OptkitError, match="there is no stage 'gtpq'. Did you mean 'gptq'?"):
+        stage_class("gtpq")
+    with pytest.raises(OptkitError, match=f"there is no eval 'xyz'. Known: {', '.join(eval_names())}."):
+        eval_class("xyz")
+
+
+def test_a_plug_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("smooth", f"{__name__}:Smooth"))
+    assert "smooth" in stage_names()
+    assert "smooth" not in eval_names()
+    assert stage_class("smooth") is Smooth
+    assert summary(Smooth) == "Smooths things."
+
+
+def test_a_name_taken_twice_is_refused_with_both_origins(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("gptq", "elsewhere:Gptq"))
+    with pytest.raises(OptkitError) as caught:
+        stage_names()
+    assert str(caught.value) == (
+        "the stage 'gptq' is there twice: optkit.stages.gptq:Gptq of optkit and elsewhere:Gptq of plugged-in."
+        " A recipe could mean either. Uninstall one of them: pip uninstall plugged-in."
+    )
+
+
+def test_a_preset_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("sdpa", "elsewhere:Sdpa"))
+    with pytest.raises(OptkitError, match="the stage 'sdpa' of plugged-in has the name of a preset. Rename it there."):
+        stage_names()
+
+
+def test_a_plug_in_that_cannot_be_imported_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("smooth", "no_such_module:Smooth"), ("rough", f"{__name__}:Rough"))
+    assert "smooth" in stage_names()
+    with pytest.raises(OptkitError) as caught:
+        stage_class("smooth")
+    assert str(caught.value) == (
+        "the stage 'smooth' cannot be imported (no_such_module:Smooth of plugged-in)."
+        " ModuleNotFoundError: No module named 'no_such_module'. Reinstall the package plugged-in."
+    )
+    with pytest.raises(OptkitError, match="AttributeError: module .* has no attribute 'Rough'"):
+        stage_class("rough")
+
+
+def test_a_plug_in_that_is_no_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("bare", f"{__name__}:Bare"), ("number", f"{__name__}:ROOT"))
+    with pytest.raises(OptkitError, match="the stage 'bare' .* is no Transform or Setting of optkit"):
+        stage_class("bare")
+    with pytest.raises(OptkitError, match="is no Transform or Setting of optkit"):
+        stage_class("number")
+    plug_in(monkeypatch, ("bare", f"{__name__}:Bare"), group="optkit.evals")
+    with pytest.raises(OptkitError, match="is no Eval of optkit"):
+        eval_class("bare")

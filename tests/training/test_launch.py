@@ -1,0 +1,164 @@
+"""A stage in several processes: what comes back, and what becomes of the others when one is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from optkit.errors import OptkitError, ResourceError, StageError
+from optkit.progress import SilentProgress
+from optkit.stage import Context
+from optkit.training.launch import _error, launch
+from tests.support.rank_stages import Together
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
+
+
+class Told(SilentProgress):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def together(how: str, place: Path, progress: SilentProgress | None = None) -> object:
+    (place / "target").mkdir()
+    context = Context(seed=7, workspace=place / "work", progress=progress or SilentProgress())
+    return launch(Together(how=how), place, place / "target", context, 2, "ddp", "together")
+
+
+def failure(how: str, place: Path) -> OptkitError:
+    with pytest.raises(OptkitError) as caught:
+        together(how, place)
+    return caught.value
+
+
+def alive(place: Path) -> list[int]:
+    pids = [int(path.read_text()) for path in (place / "target").glob("*.pid")]
+    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()]
+
+
+def test_the_report_of_the_first_process_comes_back(tmp_path: Path) -> None:
+    progress = Told()
+    report = together("sum", tmp_path, progress)
+    assert report.changed == 3
+    assert report.skipped == {"a": "b"}
+    assert report.details == {"seed": 7}
+    assert progress.lines == ["on cpu"]
+    assert not list((tmp_path / "work").iterdir())
+
+
+def told(place: Path, rank: int, time: float, kind: str, log: str = "", **sentences: str) -> None:
+    (place / f"rank-{rank}.json").write_text(json.dumps({"time": time, "kind": kind, **sentences}))
+    (place / f"rank-{rank}.log").write_text(log)
+
+
+MEMORY = {"what": "no memory", "where": "together", "why": "It is full", "remedy": "Buy some"}
+BROKEN = {"what": "Connection closed by peer"}
+
+
+def test_what_all_refuse_is_refused_as_on_one_device(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        told(tmp_path, rank, 10.0 - rank, "ResourceError", **MEMORY)
+    error = _error(tmp_path, 2, "together")
+    assert isinstance(error, ResourceError)
+    assert str(error) == "together: no memory. It is full. Buy some."
+
+
+def test_what_one_refuses_names_it_though_others_miss_it_before(tmp_path: Path) -> None:
+    told(tmp_path, 0, 1.0, "RuntimeError", **BROKEN)
+    told(tmp_path, 1, 2.0, "ResourceError", **MEMORY)
+    error = _error(tmp_path, 3, "together")
+    assert isinstance(error, ResourceError)
+    assert str(error) == "together, rank 1 of 3: no memory. It is full. Buy some."
+
+
+def test_a_mistake_of_the_code_names_the_first_rank_and_its_last_lines(tmp_path: Path) -> None:
+    told(tmp_path, 0, 2.0, "RuntimeError", "lost", **BROKEN)
+    told(tmp_path, 1, 1.0, "ValueError", "one\ntwo\n\nthree\nfour\n", what="ValueError at x.py:3: a mistake", trace="Traceback: all of it")
+    error = _error(tmp_path, 2, "together")
+    assert str(error).startswith(
+        "together: rank 1 of 2 failed with ValueError at x.py:3: a mistake. Its last lines: two / three / four. What they"
+    )
+    assert "Traceback: all of it" in error.__notes__[0]
+
+
+def test_processes_that_do_not_start_are_told_by_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "launcher.log").write_text("No module named accelerate\n")
+    expected = (
+        f"together: 2 processes could not be started. Its last lines: No module named accelerate. The launcher's output is in {tmp_path}."
+    )
+    assert str(_error(tmp_path, 2, "together")) == expected
+    (tmp_path / "launcher.log").unlink()
+    assert "It said nothing" in str(_error(tmp_path, 2, "together"))
+
+
+def test_a_lost_process_is_named_with_its_last_lines_and_the_other_is_ended(tmp_path: Path) -> None:
+    started = time.monotonic()
+    error = failure("killed", tmp_path)
+    assert isinstance(error, StageError)
+    assert str(error).startswith("together: rank 1 of 2 was ended by SIGKILL (the system ends a process so when memory runs out).")
+    assert "Its last lines: a line of rank 1." in str(error)
+    assert f"is in {tmp_path / 'work' / 'ranks'}; the training goes on from its last checkpoint" in str(error)
+    assert time.monotonic() - started < 40
+    assert not alive(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("refuse", "together: no memory. It is full. Buy some."),
+        ("refuse_alone", "together, rank 1 of 2: no memory. It is full. Buy some."),
+        ("crash", "together: rank 1 of 2 failed with ValueError at "),
+    ],
+)
+def test_a_failure_is_told_as_it_was(tmp_path: Path, how: str, expected: str) -> None:
+    assert str(failure(how, tmp_path)).startswith(expected)
+
+
+def wait_for(place: Path, count: int = 2) -> None:
+    for _ in range(300):
+        if len(list((place / "target").glob("*.pid"))) == count and len(list((place / "work" / "ranks").glob("messages.jsonl"))):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the processes did not start")
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_all(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        wait_for(tmp_path)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        together("sleep", tmp_path)
+    thread.join()
+    assert not alive(tmp_path)
+
+
+@pytest.mark.slow
+def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from tests.training.test_launch import together; together('sleep', Path({str(tmp_path)!r}))"
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}) as process:
+        wait_for(tmp_path)
+        process.kill()
+    for _ in range(100):
+        if not alive(tmp_path):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{alive(tmp_path)} are left")

@@ -1,0 +1,18 @@
+"""A breeze of the storm (`make storm`): a few runs of a tiny model that are killed or signalled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_a_few_cases_of_the_storm() -> None:
+    command = [sys.executable, "-m", "tests.storm", "--only", "kills", "signals", "--cases", "2"]
+    cache = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")}  # with kernels that tests have compiled
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=os.environ | cache, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [[name, "2", "0"] for name in ("kills", "signals")]
