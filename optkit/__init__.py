@@ -1,4 +1,5 @@
-"""optkit: optimize Hugging Face language models by recipe, and prove what it cost and what it bought.
+"""optkit: optimize Hugging Face language models by recipe, and prove what it cost and what it
+bought.
 
 scorecard = optkit.run("recipes/llama_int4.yaml", model="smollm2-135m")
 session = optkit.open_artifact("artifacts/llama_int4")
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 if find_spec("fcntl") is None:
     raise ImportError(
-        "optkit runs on Linux and macOS. This system has no `fcntl`, by which runs keep out of each other's way. On Windows use WSL.",
+        "optkit runs on Linux and macOS. This system has no `fcntl`, by which runs keep out of each "
+        "other's way. On Windows use WSL.",
         name="fcntl",
     )
 __version__ = "0.1.0"

@@ -1,4 +1,6 @@
-"""An artifact: a directory that deploys as it is, with `optkit.json` (how it was made) and the scorecard beside the weights."""
+"""An artifact: a directory that deploys as it is, with `optkit.json` (how it was made) and the
+scorecard beside the weights.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
 
 
 class ArtifactRecord(Frozen):
-    """What `optkit.json` says: enough to open the artifact as it was measured, and to make it again."""
+    """What `optkit.json` says: enough to open the artifact as it was measured, and to make it
+    again.
+    """
 
     optkit_artifact: int = SCHEMA
     """Version of this schema."""
@@ -52,7 +56,9 @@ class ArtifactRecord(Frozen):
     calibrated_on: tuple[dict[str, str], ...] = ()
     """Texts that shaped the weights; evals refuse them."""
     finished: bool | None = None
-    """The scorecard is there; None of an artifact that is older than this field, which is finished if it has one."""
+    """The scorecard is there; None of an artifact that is older than this field, which is finished
+    if it has one.
+    """
     files: dict[str, dict[str, Any]]
     """Size, time and SHA-256 of every file of the model."""
 
@@ -77,7 +83,8 @@ class Artifact(Frozen):
         changed = [name for name, known in self.record.files.items() if not is_unchanged(self.directory / name, known)]
         if changed:
             raise ArtifactError(
-                f"{len(changed)} of {len(self.record.files)} files are missing or were changed: {', '.join(changed[:3])}",
+                f"{len(changed)} of {len(self.record.files)} files are missing or were changed: "
+                f"{', '.join(changed[:3])}",
                 where=str(self.directory),
                 remedy="Run its recipe again",
             )
@@ -107,9 +114,11 @@ class Artifact(Frozen):
 
 
 def measured_weights(artifact: Artifact, store: Store) -> str:
-    """Return the key under which an artifact's weights are measured: its own where this store holds the same files, else their digest.
+    """Return the key under which an artifact's weights are measured: its own where this store holds
+    the same files, else their digest.
 
-    A record alone proves nothing: another version, machine or author leaves other weights under the same key.
+    A record alone proves nothing: another version, machine or author leaves other weights under the
+    same key.
     """
 
     def contents(files: Mapping[str, dict[str, Any]]) -> dict[str, str]:
@@ -128,7 +137,9 @@ def is_artifact(directory: Path) -> bool:
 
 
 def read_artifact(directory: Path) -> Artifact:
-    """Return a published artifact. Raises ArtifactError where the directory is none, or its record cannot be read."""
+    """Return a published artifact. Raises ArtifactError where the directory is none, or its record
+    cannot be read.
+    """
     path = directory / RECORD
     if not directory.is_dir():
         raise ArtifactError("no such directory", where=str(directory))
@@ -143,23 +154,29 @@ def read_artifact(directory: Path) -> Artifact:
 
 
 def read_finished(directory: Path) -> Artifact:
-    """Return a published artifact as `read_artifact` does; raises ArtifactError where its run did not finish, too."""
+    """Return a published artifact as `read_artifact` does; raises ArtifactError where its run did
+    not finish, too.
+    """
     found = read_artifact(directory)
     found.require_finished()
     return found
 
 
 def settle(out: Path) -> Path:
-    """Return the directory that a path to write to means: what a link leads to, and `.` and `..` by their names."""
+    """Return the directory that a path to write to means: what a link leads to, and `.` and `..` by
+    their names.
+    """
     return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
 
 
 @contextlib.contextmanager
 def reserve(out: Path, store: Path) -> Iterator[None]:
-    """Hold an output directory for this process, so that two runs never write one artifact; mends what a killed one left there.
+    """Hold an output directory for this process, so that two runs never write one artifact; mends
+    what a killed one left there.
 
-    Raises StoreError where another run holds it, where it holds files that are not ours, where one of it and the store lies inside the
-    other, where the process stands in it, or where it cannot be written.
+    Raises StoreError where another run holds it, where it holds files that are not ours, where one
+    of it and the store lies inside the other, where the process stands in it, or where it cannot be
+    written.
     """
     _check_place(out, store)
     lock = out.with_name(f".{out.name}.lock")
@@ -168,7 +185,9 @@ def reserve(out: Path, store: Path) -> Iterator[None]:
         held = hold(lock)
     except BlockingIOError as error:
         raise StoreError(
-            "another optkit run is writing there", where=str(out), remedy="Wait for it, or name another directory with --out"
+            "another optkit run is writing there",
+            where=str(out),
+            remedy="Wait for it, or name another directory with --out",
         ) from error
     except OSError as error:
         raise explain_os_error(error, "the artifact", out.parent) from error
@@ -184,7 +203,13 @@ def _check_place(out: Path, store: Path) -> None:
         raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
     place, shelf = out.resolve(), store.resolve()
     if place.is_relative_to(shelf) or shelf.is_relative_to(place):
-        how = "is the store itself" if place == shelf else "lies in the store" if place.is_relative_to(shelf) else "holds the store"
+        how = (
+            "is the store itself"
+            if place == shelf
+            else "lies in the store"
+            if place.is_relative_to(shelf)
+            else "holds the store"
+        )
         raise StoreError(
             f"{how} ({shelf})",
             where=str(out),
@@ -199,11 +224,18 @@ def _check_place(out: Path, store: Path) -> None:
             remedy="Empty it, or name another directory with --out",
         )
     if Path.cwd().is_relative_to(place):
-        raise StoreError("is the directory that you are in", where=str(out), why="It would be replaced", remedy="Name another with --out")
+        raise StoreError(
+            "is the directory that you are in",
+            where=str(out),
+            why="It would be replaced",
+            remedy="Name another with --out",
+        )
 
 
 def _settle_beside(out: Path) -> None:
-    """Put the artifact back that a run moved aside and never replaced, and delete what else unfinished runs left beside `out`."""
+    """Put the artifact back that a run moved aside and never replaced, and delete what else
+    unfinished runs left beside `out`.
+    """
     for each in list(out.parent.iterdir()):
         if each.name.startswith(f".{out.name}.old-") and not out.exists():
             with contextlib.suppress(OSError):
@@ -213,9 +245,11 @@ def _settle_beside(out: Path) -> None:
 
 
 def standing(out: Path, key: str) -> Artifact | None:
-    """Return the artifact of this key that stands at `out`, whole; None where it has to be written, in place of another or of none.
+    """Return the artifact of this key that stands at `out`, whole; None where it has to be written,
+    in place of another or of none.
 
-    Raises StoreError where files that optkit did not write would be lost by that, ArtifactError where nobody can tell.
+    Raises StoreError where files that optkit did not write would be lost by that, ArtifactError
+    where nobody can tell.
     """
     if not is_artifact(out):
         return None
@@ -229,20 +263,25 @@ def standing(out: Path, key: str) -> Artifact | None:
     foreign = [name for name in list_files(out) if name not in ours and not name.startswith(drafts)]
     if foreign:
         raise StoreError(
-            f"the artifact there would be replaced, and with it files that optkit did not write: {', '.join(foreign[:3])}",
+            "the artifact there would be replaced, and with it files that optkit did not write: "
+            f"{', '.join(foreign[:3])}",
             where=str(out),
             remedy="Move them away, or name another directory with --out",
         )
     return None
 
 
-def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping[str, dict[str, Any]] | None = None) -> Artifact:
+def publish(
+    weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping[str, dict[str, Any]] | None = None
+) -> Artifact:
     """Make `out` the artifact with these weights, by a rename; call it inside `reserve(out)`.
 
-    `stored`: the files of the store's record when a stage left the weights there; they become hard links where the disk allows it, which
-    costs no space. The files of a user's own directory and of the hub's cache are copied, so that nobody changes both by changing one, and
-    so are those of an ONNX model, because `onnx.load` and onnx.checker refuse data files with several hard links.
-    An artifact of the same key that is still whole stays as it is. `record` holds the fields of `ArtifactRecord` but `files`.
+    `stored`: the files of the store's record when a stage left the weights there; they become hard
+    links where the disk allows it, which costs no space. The files of a user's own directory and of
+    the hub's cache are copied, so that nobody changes both by changing one, and so are those of an
+    ONNX model, because `onnx.load` and onnx.checker refuse data files with several hard links. An
+    artifact of the same key that is still whole stays as it is. `record` holds the fields of
+    `ArtifactRecord` but `files`.
     """
     if known := standing(out, record["key"]):
         return known
@@ -268,7 +307,9 @@ def publish(weights: Path, out: Path, record: Mapping[str, Any], stored: Mapping
 
 
 def place(source: Path, target: Path, *, link: bool) -> bool:
-    """Make `target` the same file as `source`: a hard link where asked for and possible, else a copy; returns whether it is a link."""
+    """Make `target` the same file as `source`: a hard link where asked for and possible, else a
+    copy; returns whether it is a link.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     if link:
         with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""What the numbers were measured on: versions, device, driver, memory, cores. Torch is imported only to describe a GPU."""
+"""What the numbers were measured on: versions, device, driver, memory, cores. Torch is imported
+only to describe a GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,11 @@ def package_version(name: str) -> str | None:
 
 
 def unmet(requires: Iterable[str]) -> list[str]:
-    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed or not in a version that will do.
+    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed or not in a
+    version that will do.
 
-    Of `onnxruntime>=1.22 | onnxruntime-gpu>=1.22`, distributions of one package, any will do; the first is returned where none is there.
+    Of `onnxruntime>=1.22 | onnxruntime-gpu>=1.22`, distributions of one package, any will do; the
+    first is returned where none is there.
     """
     choices = [text.split(" | ") for text in requires]
     return [each[0] for each in choices if not any(_is_met(text) for text in each)]
@@ -57,12 +61,16 @@ def _is_met(requirement: str) -> bool:
 
 
 def best_device() -> str:
-    """Return `cuda` where torch was built for CUDA and the driver shows this process a GPU, else `cpu`; imports no torch."""
+    """Return `cuda` where torch was built for CUDA and the driver shows this process a GPU, else
+    `cpu`; imports no torch.
+    """
     return "cuda" if torch_has_cuda() and visible_gpus() else "cpu"
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch was built for CUDA, from its version file; False where torch is not installed."""
+    """Return whether the installed torch was built for CUDA, from its version file; False where
+    torch is not installed.
+    """
     try:
         version = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
     except metadata.PackageNotFoundError:
@@ -78,7 +86,9 @@ def visible_gpus() -> int:
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
-    """Return that of a GPU, from NVIDIA's driver and without torch, e.g. `(9, 0)`; None for a CPU or without a driver."""
+    """Return that of a GPU, from NVIDIA's driver and without torch, e.g. `(9, 0)`; None for a CPU
+    or without a driver.
+    """
     if (found := _driver_of(device)) is None:
         return None
     driver, number = found
@@ -89,7 +99,9 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 
 
 def gpu_memory_bytes(device: str) -> int | None:
-    """Return the memory of a GPU, from NVIDIA's driver and without torch; None for a CPU or without a driver."""
+    """Return the memory of a GPU, from NVIDIA's driver and without torch; None for a CPU or without
+    a driver.
+    """
     if (found := _driver_of(device)) is None:
         return None
     (driver, number), size = found, ctypes.c_size_t()
@@ -97,7 +109,9 @@ def gpu_memory_bytes(device: str) -> int | None:
 
 
 def only_visible(device: str) -> dict[str, str]:
-    """Return the variable with which another process sees this device alone: no GPU for `cpu`, for `cuda:1` the second that we see."""
+    """Return the variable with which another process sees this device alone: no GPU for `cpu`, for
+    `cuda:1` the second that we see.
+    """
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     index = int(device.partition(":")[2] or 0)
     return {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else (seen[index] if index < len(seen) else str(index))}
@@ -106,14 +120,18 @@ def only_visible(device: str) -> dict[str, str]:
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the CPU's model name, e.g. `AMD EPYC 9654 96-Core Processor`."""
     if cpuinfo.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
 
 
 def device_name(device: str) -> str:
-    """Return the name of a device, e.g. `NVIDIA H200`; torch is imported only where nvidia-smi cannot tell a GPU's."""
+    """Return the name of a device, e.g. `NVIDIA H200`; torch is imported only where nvidia-smi
+    cannot tell a GPU's.
+    """
     if device == "cpu":
         return cpu_name()
     names = set(_nvidia_smi("name"))
@@ -130,8 +148,8 @@ def cpu_cores() -> int:
 
 
 def cpu_threads() -> int:
-    """Return how many threads torch computes with on the CPU, or will where it is not imported yet: as many as asked for or as there are
-    physical cores, whichever is less."""
+    """Return how many threads torch computes with on the CPU, or will where it is not imported yet:
+    as many as asked for or as there are physical cores, whichever is less."""
     if loaded := sys.modules.get("torch"):
         return int(loaded.get_num_threads())
     # torch takes over what Intel's MKL decides; its own variable goes before that of OpenMP.
@@ -141,18 +159,24 @@ def cpu_threads() -> int:
 
 
 def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return how many physical cores this process may run on; where the kernel does not say, each is one."""
+    """Return how many physical cores this process may run on; where the kernel does not say, each
+    is one.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return cpu_cores()
     places = [cpus / f"cpu{index}" / "topology" for index in os.sched_getaffinity(0)]
     try:
-        return len({tuple((place / name).read_text() for name in ("physical_package_id", "core_id")) for place in places})
+        return len(
+            {tuple((place / name).read_text() for name in ("physical_package_id", "core_id")) for place in places}
+        )
     except OSError:
         return cpu_cores()
 
 
 def memory(device: str = "cpu") -> Memory:
-    """Return the memory of a device; main memory is what the container's limit (cgroup v2) leaves of it."""
+    """Return the memory of a device; main memory is what the container's limit (cgroup v2) leaves
+    of it.
+    """
     if device != "cpu":
         import torch
 
@@ -169,7 +193,9 @@ def memory(device: str = "cpu") -> Memory:
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """Return what a scorecard records about the machine, as JSON values; a version that is not installed is left out."""
+    """Return what a scorecard records about the machine, as JSON values; a version that is not
+    installed is left out.
+    """
     described: dict[str, Any] = {
         "optkit": __version__,
         "python": platform.python_version(),
@@ -216,7 +242,9 @@ def _driver() -> Any:
 
 
 def _driver_of(device: str) -> tuple[Any, ctypes.c_int] | None:
-    """Return NVIDIA's driver and its number of a GPU; None for a CPU, without a driver, or where it has no such GPU."""
+    """Return NVIDIA's driver and its number of a GPU; None for a CPU, without a driver, or where it
+    has no such GPU.
+    """
     driver = None if device == "cpu" else _driver()
     number = ctypes.c_int()
     if driver is None or driver.cuDeviceGet(ctypes.byref(number), int(device.partition(":")[2] or 0)):

@@ -1,4 +1,6 @@
-"""Run the steps of a plan that are not in the store yet: each reads one directory and fills another."""
+"""Run the steps of a plan that are not in the store yet: each reads one directory and fills
+another.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,29 @@ class Execution:
 
     weights: Path
     stored: Mapping[str, dict[str, Any]] | None
-    """Files of the store's record; None where no stage made them: they are the user's own, or links into the hub's cache."""
+    """Files of the store's record; None where no stage made them: they are the user's own, or links
+    into the hub's cache.
+    """
     steps: tuple[StepOutcome, ...]
     calibrated_on: tuple[dict[str, str], ...]
-    """The texts that shaped the weights: those of the model that the recipe starts from, then those of its steps."""
+    """The texts that shaped the weights: those of the model that the recipe starts from, then those
+    of its steps.
+    """
 
 
 def execute(plan: Plan, store: Store, context: Context) -> Execution:
     """Return the weights of the last transform, running only what the store does not hold.
 
-    Raises MissingPackageError, ResourceError and StageError before anything runs, StageError and SourceError from the stages.
+    Raises MissingPackageError, ResourceError and StageError before anything runs, StageError and
+    SourceError from the stages.
     """
     check_packages(plan)
     check_disk(plan, store)
     made: set[str] = set()
     last = len(plan.steps) - 1
-    first = next((index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), len(plan.steps))
+    first = next(
+        (index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), len(plan.steps)
+    )
     check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
     inherited = _lineage(locate_model(plan.recipe.model))
     weights = materialize(plan, last, store, context, made)
@@ -73,7 +82,8 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
 
 
 def materialize(plan: Plan, index: int, store: Store, context: Context, made: set[str]) -> Path:
-    """Return the directory that step `index` leaves, running it and what it stands on where the store does not hold it.
+    """Return the directory that step `index` leaves, running it and what it stands on where the
+    store does not hold it.
 
     The keys of the steps that ran are added to `made`.
     """
@@ -84,7 +94,10 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
     if found := store.get(step.key):
         return found
     source = materialize(plan, index - 1, store, context, made) if index else None
-    with store.lock(step.key, waiting=lambda: context.progress.say(f"{step.kind}: another run is at work on this step; waiting for it")):
+    with store.lock(
+        step.key,
+        waiting=lambda: context.progress.say(f"{step.kind}: another run is at work on this step; waiting for it"),
+    ):
         if found := store.get(step.key):
             return found
         if store.is_damaged(step.key):
@@ -93,7 +106,11 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             start = time.perf_counter()
             origin = materialize(plan, 0, store, context, made) if step.stage and step.stage.reads_origin else None
             report = run_step(
-                plan, step, source, draft.model, replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1)
+                plan,
+                step,
+                source,
+                draft.model,
+                replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1),
             )
             draft.record.update(
                 kind=step.kind,
@@ -106,7 +123,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 report=asdict(report),
                 earlier=[asdict(each) for each in _outcomes(plan.steps[1:index], store, set())],
             )
-        # Only now: a kill before the step lies in the store loses it, however many of its blocks were done.
+        # Only now: a kill before the step lies in the store loses it, however many of its blocks
+        # were done.
         context.progress.say(f"{step.kind}: kept in the store")
         read = plan.steps[max(0, index - 1)].size_bytes
         Durations(store.root, plan.device).note(step.kind, step.stage or plan.recipe.model, read, seconds)
@@ -116,16 +134,22 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
 
 
 def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context: Context) -> Report:
-    """Run one step into `target` and prove its effect: something changed, and what was written can be read."""
+    """Run one step into `target` and prove its effect: something changed, and what was written can
+    be read.
+    """
     if step.stage is None or source is None:
         details = import_model(plan.recipe.model, target, context.progress)
         return Report(changed=len(Checkpoint(target).tensors), details=details)
     try:
         report = step.stage.run(source, target, context)
     except MemoryError as error:
-        raise ResourceError("memory ran out", where=step.kind, remedy="Lower the samples or the sequence length") from error
+        raise ResourceError(
+            "memory ran out", where=step.kind, remedy="Lower the samples or the sequence length"
+        ) from error
     if report.changed == 0:
-        raise StageError("the stage changed nothing", where=step.kind, why=f"{len(report.skipped)} modules were skipped")
+        raise StageError(
+            "the stage changed nothing", where=step.kind, why=f"{len(report.skipped)} modules were skipped"
+        )
     if step.format is Format.ONNX:
         OnnxFile(target / MODEL)
     else:
@@ -135,9 +159,13 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
 
 
 def check_packages(plan: Plan) -> None:
-    """Raise MissingPackageError for the first stage or eval that needs a package which is not installed or too old."""
+    """Raise MissingPackageError for the first stage or eval that needs a package which is not
+    installed or too old.
+    """
     wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.requires]
-    wanted += [(entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires]
+    wanted += [
+        (entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires
+    ]
     for kind, need in wanted:
         for missing in unmet([need]):
             raise MissingPackageError(missing, where=kind)
@@ -157,20 +185,29 @@ def check_disk(plan: Plan, store: Store) -> None:
 
 
 def _lineage(directory: Path | None) -> Sequence[dict[str, str]]:
-    """Return the texts that shaped a model before the recipe begins: of an artifact, those that it remembers."""
+    """Return the texts that shaped a model before the recipe begins: of an artifact, those that it
+    remembers.
+    """
     return read_artifact(directory).record.calibrated_on if directory and is_artifact(directory) else ()
 
 
 def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepOutcome]:
-    """Return what the transforms did; of one that was pruned, what the record of a step after it says."""
+    """Return what the transforms did; of one that was pruned, what the record of a step after it
+    says.
+    """
     told: dict[str, Mapping[str, Any]] = {}
     for step in reversed(steps):
         if store.get(step.key):
             record = store.record(step.key)
             told[step.key] = record
             told |= {each["key"]: each for each in record.get("earlier", ()) if each["key"] not in told}
-    return [StepOutcome(step.kind, step.key, step.key not in made, told[step.key]["seconds"], told[step.key]["report"]) for step in steps]
+    return [
+        StepOutcome(step.kind, step.key, step.key not in made, told[step.key]["seconds"], told[step.key]["report"])
+        for step in steps
+    ]
 
 
 def _lost(step: Step) -> Path:
-    raise StageError("what the step left is gone again", where=step.kind, why="Its files changed right after they were written")
+    raise StageError(
+        "what the step left is gone again", where=step.kind, why="Its files changed right after they were written"
+    )

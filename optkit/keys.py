@@ -22,7 +22,9 @@ from optkit.common.frozen import digest
 from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry
 
 SCHEMA = 1
-"""Raised when the meaning of keys, or of what lies under them, changes: then nothing that was stored is found again."""
+"""Raised when the meaning of keys, or of what lies under them, changes: then nothing that was
+stored is found again.
+"""
 
 
 def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:
@@ -36,7 +38,11 @@ def make_artifact_key(weights_key: str, settings: Sequence[dict[str, Any]]) -> s
 
 
 def make_metric_key(
-    entry: EvalEntry, seed: int, weights_key: str, settings: Sequence[dict[str, Any]], circumstances: dict[str, Any] | None = None
+    entry: EvalEntry,
+    seed: int,
+    weights_key: str,
+    settings: Sequence[dict[str, Any]],
+    circumstances: dict[str, Any] | None = None,
 ) -> str:
     """Return the key of an eval's metrics; `circumstances` are the further things that decide them."""
     return digest(
@@ -59,4 +65,9 @@ def settings_identity(settings: Sequence[SettingEntry]) -> list[dict[str, Any]]:
 
 
 def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
-    return {"kind": entry.kind, "version": entry.value.version, "fields": entry.value.model_dump(mode="json"), **entry.value.made_with()}
+    return {
+        "kind": entry.kind,
+        "version": entry.value.version,
+        "fields": entry.value.model_dump(mode="json"),
+        **entry.value.made_with(),
+    }

@@ -1,4 +1,6 @@
-"""What a measurement is: a `Session` to measure, an `Eval` that measures it, and the `Metric`s that come out."""
+"""What a measurement is: a `Session` to measure, an `Eval` that measures it, and the `Metric`s that
+come out.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ class Opened(Protocol):
     positions: int
     """Longest sequence that the model was built for, in tokens."""
     hidden_memory: str
-    """Why torch does not know how much of the device's memory the session takes; empty where it does."""
+    """Why torch does not know how much of the device's memory the session takes; empty where it
+    does.
+    """
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210 layers use torch's CPU kernel`."""
+        """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210
+        layers use torch's CPU kernel`.
+        """
         ...
 
     def close(self) -> None:
@@ -49,11 +55,15 @@ class Session(Opened, Protocol):
     """An opened causal language model: its evals see nothing else."""
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the
+        tokenizer itself adds.
+        """
         ...
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the session's device."""
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the session's
+        device.
+        """
         ...
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
@@ -61,16 +71,22 @@ class Session(Opened, Protocol):
         ...
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], one at a time, each when the device has finished it."""
+        """Yield the `new_tokens` greedy tokens, int64 [batch], one at a time, each when the device
+        has finished it.
+        """
         ...
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
+        """Return the fewest bytes of weights and KV cache that one decode step must read at this
+        batch and context length.
+        """
         ...
 
 
 class EncoderSession(Opened, Protocol):
-    """An opened encoder of text: its evals see nothing else. A mask is 1 where a token is and 0 where a row is padded, at its end."""
+    """An opened encoder of text: its evals see nothing else. A mask is 1 where a token is and 0
+    where a row is padded, at its end.
+    """
 
     @property
     def pooling(self) -> str:
@@ -78,13 +94,16 @@ class EncoderSession(Opened, Protocol):
         ...
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask, int64 [texts, tokens of the longest], each text cut where the model's own tokenizer cuts it."""
+        """Return token ids and mask, int64 [texts, tokens of the longest], each text cut where the
+        model's own tokenizer cuts it.
+        """
         ...
 
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """int64 [batch, sequence] twice -> float32 on the CPU.
 
-        Features [batch, sequence, hidden], logits of labels [batch, labels], or of the labels of tokens [batch, sequence, labels].
+        Features [batch, sequence, hidden], logits of labels [batch, labels], or of the labels of
+        tokens [batch, sequence, labels].
         """
         ...
 
@@ -98,7 +117,9 @@ class AttendingSession(Protocol):
     """A session that can say which kernels compute its attention."""
 
     def attention_kernels(self, tokens: Tensor) -> str:
-        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step after it."""
+        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step
+        after it.
+        """
         ...
 
 
@@ -110,7 +131,9 @@ class ProposingSession(Protocol):
     """Counts of what was proposed and kept, with `reset`; None where it decodes token by token."""
 
     def token_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that a new token of each sequence makes read, on the average since `speculation` was reset."""
+        """Return the fewest bytes that a new token of each sequence makes read, on the average
+        since `speculation` was reset.
+        """
         ...
 
 
@@ -119,7 +142,9 @@ class SteppingSession(Protocol):
     """A session that can say what its decode steps compute for given tokens."""
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each token behind a prompt, one at a time."""
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
+        token behind a prompt, one at a time.
+        """
         ...
 
 
@@ -130,12 +155,16 @@ class QueueingSession(Protocol):
     device: str
 
     def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield what `stream` yields, each when its work is queued on the current CUDA stream, without waiting for the device."""
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream,
+        without waiting for the device.
+        """
         ...
 
 
 TURNS = 4
-"""In how many turns each model is timed: the interval of four values is 3.2 standard errors to each side, of two 12.7."""
+"""In how many turns each model is timed: the interval of four values is 3.2 standard errors to each
+side, of two 12.7.
+"""
 
 
 class Metric(Frozen):
@@ -152,17 +181,21 @@ class Metric(Frozen):
     protocol: str
     """Everything that must be equal for two numbers to be compared."""
     samples: tuple[float, ...] = ()
-    """Raw samples behind the value: window losses in nats, ...; of a timed eval the value of each turn, and within a turn its repeats."""
+    """Raw samples behind the value: window losses in nats, ...; of a timed eval the value of each
+    turn, and within a turn its repeats.
+    """
     repeats: tuple[tuple[float, ...], ...] = ()
     """Of a timed eval, the repeats of each turn."""
     trials: tuple[int, ...] = ()
     """Of a share, of how many trials each sample is the share."""
     pairing: Literal["exact", "paired_log", "paired_turns", "independent"] = "exact"
-    """How a ratio to the baseline is formed: `exact` divides the values; `paired_log` takes exp of the mean difference of samples
-    that lie on the same tokens; `paired_turns` divides values whose samples are of neighbouring turns; `independent` divides values
-    whose intervals say all."""
+    """How a ratio to the baseline is formed: `exact` divides the values; `paired_log` takes exp of
+    the mean difference of samples that lie on the same tokens; `paired_turns` divides values whose
+    samples are of neighbouring turns; `independent` divides values whose intervals say all."""
     failure: str = ""
-    """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing, and gates on it fail."""
+    """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing,
+    and gates on it fail.
+    """
 
 
 @dataclass(frozen=True)
@@ -173,7 +206,9 @@ class Turn:
     count: int = 1
 
     def share(self, repeats: int) -> int:
-        """Return how many of the repeats belong to this turn; as many as to every other one, so that a few more may be made."""
+        """Return how many of the repeats belong to this turn; as many as to every other one, so
+        that a few more may be made.
+        """
         return math.ceil(repeats / self.count)
 
     @property
@@ -191,9 +226,13 @@ class EvalContext:
     data: Path | None = None
     """Directory with local copies of data sets, if the user named one."""
     baseline: Any = None
-    """The unmodified model, opened as well, a session of the same kind; None for evals without `compares = True`."""
+    """The unmodified model, opened as well, a session of the same kind; None for evals without
+    `compares = True`.
+    """
     calibrated_on: tuple[Mapping[str, str], ...] = ()
-    """The texts that shaped the weights (`TextSource.identity()`); an eval refuses to measure on them."""
+    """The texts that shaped the weights (`TextSource.identity()`); an eval refuses to measure on
+    them.
+    """
     turn: Turn = Turn()
     """Which share of its repeats a timed eval makes now."""
     notes: list[str] = field(default_factory=list)
@@ -207,29 +246,41 @@ class EvalContext:
 
 
 class Eval(Frozen):
-    """A measurement: fields are its YAML keys. `version` is raised when equal fields begin to measure differently."""
+    """A measurement: fields are its YAML keys. `version` is raised when equal fields begin to
+    measure differently.
+    """
 
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
-    """The models that it can measure; the session is a `Session` for those that generate, an `EncoderSession` for the others."""
+    """The models that it can measure; the session is a `Session` for those that generate, an
+    `EncoderSession` for the others.
+    """
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
     timed: ClassVar[bool] = False
-    """Depends on the device and library versions, and is measured for artifact and baseline in the same run, in turns; see `TimedEval`."""
+    """Depends on the device and library versions, and is measured for artifact and baseline in the
+    same run, in turns; see `TimedEval`.
+    """
     draws: ClassVar[bool] = True
     """Its numbers depend on the recipe's seed, which is part of their key then."""
     reads_weights: ClassVar[bool] = False
     """Reads the tensors of a checkpoint, so that it cannot measure an ONNX model."""
     layers_alone: ClassVar[bool] = False
-    """Says what each layer does alone, so that it cannot measure an adapter beside packed weights, which makes up for all of them."""
+    """Says what each layer does alone, so that it cannot measure an adapter beside packed weights,
+    which makes up for all of them.
+    """
     attributed: ClassVar[bool] = False
     """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
     metrics: ClassVar[Mapping[str, str]] = {}
-    """Name and unit of the metrics that `run` returns, so that a recipe's gates can be checked before anything runs."""
+    """Name and unit of the metrics that `run` returns, so that a recipe's gates can be checked
+    before anything runs.
+    """
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return the labels of each row that a metric of this eval will have; one row without labels unless an eval says more."""
+        """Return the labels of each row that a metric of this eval will have; one row without
+        labels unless an eval says more.
+        """
         return ({},)
 
     def unmeasured(self, device: str) -> Mapping[str, str]:
@@ -245,11 +296,15 @@ class Eval(Frozen):
         return 0
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what computing needs on the device beside the opened models; nothing unless an eval says more."""
+        """Return what computing needs on the device beside the opened models; nothing unless an
+        eval says more.
+        """
         return 0
 
     def predict(self, model: SessionMemory, beside: SessionMemory | None = None) -> Cost:
-        """Return what measuring a model needs, while another one is open `beside` it: to open it, or to compute with it."""
+        """Return what measuring a model needs, while another one is open `beside` it: to open it,
+        or to compute with it.
+        """
         held, opened = (beside.weights, beside.opening) if beside else (0, 0)
         peak = model.weights + held + self.working_bytes(model)
         if model.device == "cpu":
@@ -257,13 +312,15 @@ class Eval(Frozen):
         return Cost(ram_bytes=max(opened, model.opening), gpu_bytes=peak)
 
     def check(self, device: str) -> None:
-        """Refuse, before anything runs and without torch, what the device or the installed packages cannot measure.
+        """Refuse, before anything runs and without torch, what the device or the installed packages
+        cannot measure.
 
         Raises MissingPackageError, EvalError.
         """
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse, before anything is computed, a tokenizer that cannot be opened and texts that are too short.
+        """Refuse, before anything is computed, a tokenizer that cannot be opened and texts that are
+        too short.
 
         Raises SourceError, EvalError.
         """
@@ -273,22 +330,29 @@ class Eval(Frozen):
         return TURNS
 
     def apart(self) -> bool:
-        """Say whether a timed eval takes each turn in a fresh process, which opens the model for it and ends."""
+        """Say whether a timed eval takes each turn in a fresh process, which opens the model for it
+        and ends.
+        """
         return False
 
     def circumstances(self, device: str) -> dict[str, Any]:
-        """Return, as JSON values and without torch, what else decides a timed eval's numbers beside device, threads and library versions.
+        """Return, as JSON values and without torch, what else decides a timed eval's numbers beside
+        device, threads and library versions.
 
         It is part of their key, and belongs into their protocol.
         """
         return {}
 
     def run(self, session: Any, context: EvalContext) -> list[Metric]:
-        """Measure the session. Raises EvalError where the number could not be had or would not be honest."""
+        """Measure the session. Raises EvalError where the number could not be had or would not be
+        honest.
+        """
         raise NotImplementedError
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns of a timed eval as those of one measurement; what failed in one turn has failed."""
+        """Return the metrics of all turns of a timed eval as those of one measurement; what failed
+        in one turn has failed.
+        """
         alike: dict[str, list[Metric]] = {}
         for metric in (metric for turn in turns for metric in turn):
             alike.setdefault(f"{metric.name} {sorted(metric.labels.items())}", []).append(metric)
@@ -296,21 +360,25 @@ class Eval(Frozen):
 
 
 class TimedEval(Eval):
-    """An eval whose numbers differ from process to process: each model is opened anew in each of several turns, and the turns are pooled.
+    """An eval whose numbers differ from process to process: each model is opened anew in each of
+    several turns, and the turns are pooled.
 
-    `run` measures in one turn, `context.turn`. The value of a metric there, the mean of its repeats, is one sample of the pooled metric:
-    turns are independent of each other, repeats within a turn are not. A metric with `trials` is a share of what all turns tried, and
-    an `exact` one has no error.
+    `run` measures in one turn, `context.turn`. The value of a metric there, the mean of its
+    repeats, is one sample of the pooled metric: turns are independent of each other, repeats within
+    a turn are not. A metric with `trials` is a share of what all turns tried, and an `exact` one
+    has no error.
     """
 
     timed: ClassVar[bool] = True
 
     processes: Several = TURNS
-    """Turns of each model, at most; the two models take them alternately. Each opens the model anew, and its value is one sample."""
+    """Turns of each model, at most; the two models take them alternately. Each opens the model
+    anew, and its value is one sample.
+    """
     isolated: bool = True
-    """Take each turn in a fresh Python process, so that nothing that was left in this one (memory that it keeps, compiled code, settings
-    of libraries) is in the numbers, and what differs from process to process is in the interval. Each costs the seconds that torch takes
-    to import."""
+    """Take each turn in a fresh Python process, so that nothing that was left in this one (memory
+    that it keeps, compiled code, settings of libraries) is in the numbers, and what differs from
+    process to process is in the interval. Each costs the seconds that torch takes to import."""
 
     def turns(self) -> int:
         """Return `processes`."""
@@ -337,8 +405,12 @@ def _pooled(metrics: Sequence[Metric]) -> Metric:
         samples = tuple(sample for metric in metrics for sample in metric.samples)
         trials = tuple(count for metric in metrics for count in metric.trials)
         share = share_estimate(samples, trials)
-        return first.model_copy(update={"value": share.value, "interval": share.interval, "samples": samples, "trials": trials})
+        return first.model_copy(
+            update={"value": share.value, "interval": share.interval, "samples": samples, "trials": trials}
+        )
     most = 1.0 if first.unit == "fraction" else math.inf
     pooled = mean_estimate(values, 0.0, most) if len(values) > 1 else Estimate(values[0])
     repeats = tuple(metric.samples for metric in metrics if metric.samples)
-    return first.model_copy(update={"value": pooled.value, "interval": pooled.interval, "samples": values, "repeats": repeats})
+    return first.model_copy(
+        update={"value": pooled.value, "interval": pooled.interval, "samples": values, "repeats": repeats}
+    )

@@ -1,4 +1,6 @@
-"""From a recipe to a scorecard: pin, plan, execute, publish, measure; and the same without making anything, for what is there."""
+"""From a recipe to a scorecard: pin, plan, execute, publish, measure; and the same without making
+anything, for what is there.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def plan(
     store: Path | None = None,
     data: Path | None = None,
 ) -> Plan:
-    """Return what `run` would do: every step with its key, whether the store holds it, and what it will need; computes nothing."""
+    """Return what `run` would do: every step with its key, whether the store holds it, and what it
+    will need; computes nothing.
+    """
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = _usable(device)
     shelf = Store(store or default_store())
@@ -87,12 +91,14 @@ def run(
     verified: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
-    """Make a recipe's artifact in `out` (`artifacts/NAME`), measure it beside the unmodified model, and return its scorecard.
+    """Make a recipe's artifact in `out` (`artifacts/NAME`), measure it beside the unmodified model,
+    and return its scorecard.
 
-    `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`, `data` is a directory with local copies of
-    data sets. What the store holds is not done again, but for timings where `retime` is true. `verified`: every engine that is installed
-    opens the artifact at the end; UnsoundError where its files do not pass the checks. Raises an OptkitError for everything that a user
-    can cause.
+    `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`,
+    `data` is a directory with local copies of data sets. What the store holds is not done again,
+    but for timings where `retime` is true. `verified`: every engine that is installed opens the
+    artifact at the end; UnsoundError where its files do not pass the checks. Raises an OptkitError
+    for everything that a user can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
@@ -102,7 +108,9 @@ def run(
     with reserve(target, shelf.root), ExitStack() as held:
         todo = make_plan(wanted.pinned(data), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
-        held.enter_context(shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)]))
+        held.enter_context(
+            shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)])
+        )
         standing(target, todo.artifact_key)
         say_code(todo.recipe, progress)
         for gate in todo.doomed:
@@ -123,12 +131,16 @@ def run(
         scorecard = _scorecard(todo, measured, [asdict(step) for step in execution.steps])
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         notes = (*scorecard.notes, *_left_out(todo))
-        scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "attribution": added, "notes": notes})
+        scorecard = scorecard.model_copy(
+            update={"loading": read_loading(artifact), "attribution": added, "notes": notes}
+        )
         scorecard = published_scorecard(scorecard, todo.recipe)
         _attach(artifact, scorecard)
         artifact.finish()
         if verified:
-            _refuse_damaged(verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress))
+            _refuse_damaged(
+                verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress)
+            )
             return read_scorecard(target)
     return scorecard
 
@@ -144,11 +156,13 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
-    """Check an artifact's files and what each engine makes of it beside optkit's own session; the result is kept in its scorecard.
+    """Check an artifact's files and what each engine makes of it beside optkit's own session; the
+    result is kept in its scorecard.
 
-    `pythons` says in which interpreter an engine is installed, where it is not our own. The logits after `tokens` tokens of a fixed text
-    are compared. Raises UsageError for an interpreter that is not there, ArtifactError where the directory is no artifact or its run did
-    not finish, SourceError where opening it would run code of others without `trust_remote_code`.
+    `pythons` says in which interpreter an engine is installed, where it is not our own. The logits
+    after `tokens` tokens of a fixed text are compared. Raises UsageError for an interpreter that is
+    not there, ArtifactError where the directory is no artifact or its run did not finish,
+    SourceError where opening it would run code of others without `trust_remote_code`.
     """
     progress = progress or SilentProgress()
     found = read_finished(Path(artifact))
@@ -182,18 +196,22 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
-    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a YAML file; makes and changes nothing.
+    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a
+    YAML file; makes and changes nothing.
 
-    What the store holds is not measured again, but for timings where `retime` is true. `unmodified` is the place of the model that the
-    artifact was made from, which its record does not say; SourceError where it is neither named nor found. Code that comes with the
-    model is run only with `trust_remote_code`, whatever an artifact says of itself; SourceError where it needs that.
+    What the store holds is not measured again, but for timings where `retime` is true. `unmodified`
+    is the place of the model that the artifact was made from, which its record does not say;
+    SourceError where it is neither named nor found. Code that comes with the model is run only with
+    `trust_remote_code`, whatever an artifact says of itself; SourceError where it needs that.
     """
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
     chosen = _usable(device)
     if not is_artifact(Path(model)):
         if unmodified is not None:
-            raise UsageError(f"{model} is no artifact", where="--model", why="It is measured alone", remedy="Leave --model out")
+            raise UsageError(
+                f"{model} is no artifact", where="--model", why="It is measured alone", remedy="Leave --model out"
+            )
         asked = load_recipe(evals, model=model).trusting(trust_remote_code)
         todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
         if asked.stages:
@@ -201,16 +219,22 @@ def evaluate(
         say_code(todo.recipe, progress)
         context = _context(todo, progress, data)
         with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
-            found = measure(todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime)
+            found = measure(
+                todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime
+            )
         return published_scorecard(_scorecard(todo, found, []), todo.recipe)
     artifact = read_finished(Path(model))
     artifact.check()
     allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
     steps = steps_of(artifact)
     made = located(load_recipe(artifact.record.recipe), artifact.directory.parent, unmodified)
-    asked = load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
+    asked = (
+        load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
+    )
     wanted = made.model_copy(update={"evals": asked.evals, "gates": asked.gates})
-    todo = make_plan(wanted, shelf, chosen, measured_weights(artifact, shelf)).model_copy(update={"artifact_key": artifact.record.key})
+    todo = make_plan(wanted, shelf, chosen, measured_weights(artifact, shelf)).model_copy(
+        update={"artifact_key": artifact.record.key}
+    )
     context = _context(todo, progress, data)
     with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
         measured = measure(
@@ -227,10 +251,14 @@ def evaluate(
 
 
 def read_scorecard(artifact: Path) -> Scorecard:
-    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError where there is none."""
+    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError where
+    there is none.
+    """
     found = read_finished(artifact)
     if not (artifact / SCORECARD_JSON).is_file():
-        raise ArtifactError("there is no scorecard", where=str(artifact), why="It was deleted", remedy="Run its recipe again")
+        raise ArtifactError(
+            "there is no scorecard", where=str(artifact), why="It was deleted", remedy="Run its recipe again"
+        )
     return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
 
 
@@ -247,10 +275,12 @@ def open_artifact(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> AnySession:
-    """Open an artifact, or a plain model directory, as it was measured: with its settings applied and its packed weights used as they are.
+    """Open an artifact, or a plain model directory, as it was measured: with its settings applied
+    and its packed weights used as they are.
 
-    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of the artifact were lost or changed, or its
-    run did not finish, SourceError where opening it would run code of others without `trust_remote_code`.
+    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of
+    the artifact were lost or changed, or its run did not finish, SourceError where opening it would
+    run code of others without `trust_remote_code`.
     """
     from optkit.session import open_session
 
@@ -298,7 +328,9 @@ def _refuse_damaged(done: Verified) -> None:
 
 
 def _usable(device: str | None) -> str:
-    """Return the device, the best one where None; raises UsageError for a GPU that torch does not see."""
+    """Return the device, the best one where None; raises UsageError for a GPU that torch does not
+    see.
+    """
     if device is None or device == "cpu":
         return device or best_device()
     import torch

@@ -1,4 +1,5 @@
-"""What a run would do, known before it runs: steps and measurements, their keys, and whether the store has them.
+"""What a run would do, known before it runs: steps and measurements, their keys, and whether the
+store has them.
 
 Nothing here imports torch or reaches for the network.
 """
@@ -41,7 +42,9 @@ _REASONS = {
 
 
 class Step(Frozen):
-    """One directory of weights on the way to the artifact: the model itself, then what each transform leaves."""
+    """One directory of weights on the way to the artifact: the model itself, then what each
+    transform leaves.
+    """
 
     kind: str
     """Name of the stage; `model` for the model that the recipe starts from."""
@@ -60,7 +63,9 @@ class Step(Frozen):
     size_bytes: int
     """Bytes of the weights that it leaves."""
     seconds: float | None = None
-    """How long it will take, by what such steps took on this machine; None where it is a hit, or none was made here."""
+    """How long it will take, by what such steps took on this machine; None where it is a hit, or
+    none was made here.
+    """
 
 
 class PlannedEval(Frozen):
@@ -71,15 +76,21 @@ class PlannedEval(Frozen):
     key: str
     """Key of the artifact's metrics."""
     baseline_key: str | None
-    """Key of the unmodified model's metrics; None where the eval compares the two and has only one result."""
+    """Key of the unmodified model's metrics; None where the eval compares the two and has only one
+    result.
+    """
     hit: bool
-    """The store has the artifact's metrics, and for a timed eval also those of the model that was timed beside it."""
+    """The store has the artifact's metrics, and for a timed eval also those of the model that was
+    timed beside it.
+    """
     baseline_hit: bool
     """The store has the unmodified model's metrics, or none are needed."""
     cost: Cost = Cost()
     """What measuring needs where it is no hit."""
     seconds: float | None = None
-    """How long the artifact and the unmodified model will take to measure, as far as they are no hit; None where nobody knows."""
+    """How long the artifact and the unmodified model will take to measure, as far as they are no
+    hit; None where nobody knows.
+    """
 
     def duration_of(self, key: str) -> str:
         """Return what its duration is remembered as, for the model whose metrics have a key."""
@@ -102,14 +113,20 @@ class Plan(Frozen):
     artifact_key: str
     """The weights together with the settings."""
     baseline_key: str
-    """The unmodified model, without settings but for `baseline_settings`; equal to `artifact_key` where the recipe changes nothing."""
+    """The unmodified model, without settings but for `baseline_settings`; equal to `artifact_key`
+    where the recipe changes nothing.
+    """
     evals: tuple[PlannedEval, ...]
     baseline_settings: tuple[SettingEntry, ...] = ()
-    """What the unmodified model is opened with too, because the device has no room for its weights alone."""
+    """What the unmodified model is opened with too, because the device has no room for its weights
+    alone.
+    """
     doomed: tuple[str, ...] = ()
     """Gates of which it is known that they cannot pass, one sentence each."""
     forecasts: tuple[str, ...] = ()
-    """What opening the artifact will need where a setting says where its weights lie, one line each."""
+    """What opening the artifact will need where a setting says where its weights lie, one line
+    each.
+    """
 
     @property
     def weights_key(self) -> str:
@@ -118,7 +135,9 @@ class Plan(Frozen):
 
     @property
     def pending(self) -> tuple[Step, ...]:
-        """The steps that have to run: the transforms after the last hit, and the model where it is not there yet."""
+        """The steps that have to run: the transforms after the last hit, and the model where it is
+        not there yet.
+        """
         last = max((index for index, step in enumerate(self.steps) if step.hit), default=-1)
         return tuple(step for index, step in enumerate(self.steps) if not step.hit and (index > last or index == 0))
 
@@ -143,10 +162,12 @@ class Plan(Frozen):
 
 
 def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None = None) -> Plan:
-    """Return the plan of a pinned recipe; `weights_key` is that of its weights where they are there, whatever its stages leave today.
+    """Return the plan of a pinned recipe; `weights_key` is that of its weights where they are
+    there, whatever its stages leave today.
 
-    Raises StageError where a transform cannot read what the model or the stage before it is, EvalError where an eval needs longer sequences
-    than the model was built for, SourceError where the model is gone, and what `Setting.check` raises.
+    Raises StageError where a transform cannot read what the model or the stage before it is,
+    EvalError where an eval needs longer sequences than the model was built for, SourceError where
+    the model is gone, and what `Setting.check` raises.
     """
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
@@ -162,13 +183,17 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
         measured.value.check(device)
     weights_key = weights_key or steps[-1].key
     settings = settings_identity(recipe.settings)
-    placing = () if _has_room(shape, device) else tuple(entry for entry in recipe.settings if entry.value.places_weights)
+    placing = (
+        () if _has_room(shape, device) else tuple(entry for entry in recipe.settings if entry.value.places_weights)
+    )
     beside = settings_identity(placing)
     told = [entry.value.forecast(left, device) for entry in recipe.settings]
     told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
     sessions = _session_memories(recipe, device, steps, left, shape)
     durations = Durations(store.root, device)
-    planned = tuple(_plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals)
+    planned = tuple(
+        _plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals
+    )
     return Plan(
         recipe=recipe,
         device=device,
@@ -186,10 +211,11 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
 
 
 def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
-    """Let the stages and evals that will run refuse what they cannot read, where the texts and the tokenizer are here already.
+    """Let the stages and evals that will run refuse what they cannot read, where the texts and the
+    tokenizer are here already.
 
-    `directory` is what the first of them reads, in a run, which imports transformers; left out, it is looked for. Raises StageError,
-    EvalError, SourceError.
+    `directory` is what the first of them reads, in a run, which imports transformers; left out, it
+    is looked for. Raises StageError, EvalError, SourceError.
     """
     running = directory is not None
     there = [step.directory for step in plan.steps if step.directory]
@@ -224,14 +250,19 @@ def _plan_steps(
         before = steps[-1]
         if before.format not in entry.value.accepts:
             raise StageError(
-                f"reads {' or '.join(FORMATS[each] for each in sorted(entry.value.accepts))} and gets {FORMATS[before.format]}",
+                f"reads {' or '.join(FORMATS[each] for each in sorted(entry.value.accepts))} and "
+                f"gets {FORMATS[before.format]}",
                 where=entry.kind,
                 why=f"{recipe.model.name if before.stage is None else before.kind} {_REASONS[before.format]}",
                 remedy=_remedy(entry.value, before.format),
             )
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict_beside(shape, device, origin)
-        steps.append(_step(entry.kind, entry.value, key, before.key, store.get(key), entry.value.leaves(before.format), cost, shape))
+        steps.append(
+            _step(
+                entry.kind, entry.value, key, before.key, store.get(key), entry.value.leaves(before.format), cost, shape
+            )
+        )
     return tuple(steps), shape
 
 
@@ -261,7 +292,11 @@ def _step(
 def _remedy(stage: Transform, found: Format) -> str:
     if stage.accepts == {Format.ONNX}:
         return "Put the stage `onnx` before it"
-    return "Start from the checkpoint that it was exported from" if found is Format.ONNX else "Start from the model's float weights"
+    return (
+        "Start from the checkpoint that it was exported from"
+        if found is Format.ONNX
+        else "Start from the model's float weights"
+    )
 
 
 def _format_of(shape: ModelShape, directory: Path | None) -> Format:
@@ -292,7 +327,9 @@ def _plan_eval(
         return make_metric_key(entry, seed, of, applied, circumstances)
 
     key = metric_key(weights, settings, make_artifact_key(model, of_baseline))
-    baseline_key = None if entry.value.compares else metric_key(model, of_baseline, make_artifact_key(weights, settings))
+    baseline_key = (
+        None if entry.value.compares else metric_key(model, of_baseline, make_artifact_key(weights, settings))
+    )
     hit = store.get_json(key) is not None
     baseline_hit = baseline_key is None or store.get_json(baseline_key) is not None
     both = hit and baseline_hit
@@ -317,7 +354,9 @@ def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) ->
 def _session_memories(
     recipe: Recipe, device: str, steps: Sequence[Step], left: ModelShape, shape: ModelShape
 ) -> tuple[SessionMemory, SessionMemory] | None:
-    """Return what the artifact and the unmodified model take when they are open; None where a setting says where their weights lie."""
+    """Return what the artifact and the unmodified model take when they are open; None where a
+    setting says where their weights lie.
+    """
     settings = [entry.value for entry in recipe.settings]
     if any(setting.places_weights for setting in settings):
         return None
@@ -327,7 +366,9 @@ def _session_memories(
 
 
 def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, SessionMemory] | None) -> Iterator[Cost]:
-    """Yield what each eval needs where it has to be measured; the unmodified model stays open while others compare with it."""
+    """Yield what each eval needs where it has to be measured; the unmodified model stays open while
+    others compare with it.
+    """
     comparing = any(each.eval.compares and each.pending for each in planned)
     for each in planned:
         if sessions is None or not each.pending:

@@ -1,4 +1,6 @@
-"""How long work reports that it is getting on; the command line draws it, the library is silent by default."""
+"""How long work reports that it is getting on; the command line draws it, the library is silent by
+default.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ class Task(Protocol):
     """One bar: entered when the work starts, left when it ends."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count `steps` of the total as done; `note` says what was just finished, or is under way."""
         ...
@@ -38,7 +42,9 @@ class SilentTask:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def advance(self, steps: int = 1, note: str = "") -> None:

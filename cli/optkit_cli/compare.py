@@ -13,13 +13,18 @@ from optkit_cli.options import Command, json_option
 @click.argument("artifacts", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
 @json_option
 def command(artifacts: tuple[Path, ...], as_json: bool) -> None:
-    """Print the scorecards of several artifacts side by side; numbers of different protocols stand in rows of their own."""
+    """Print the scorecards of several artifacts side by side; numbers of different protocols stand
+    in rows of their own.
+    """
     from optkit import pipeline
     from optkit_cli.compare_view import comparison_view
     from optkit_cli.output import print_json, show
 
     if as_json:
-        cards = {str(artifact): pipeline.read_scorecard(artifact).model_dump(mode="json", by_alias=True) for artifact in artifacts}
+        cards = {
+            str(artifact): pipeline.read_scorecard(artifact).model_dump(mode="json", by_alias=True)
+            for artifact in artifacts
+        }
         print_json([{"artifact": artifact, **card} for artifact, card in cards.items()])
     else:
         show(*comparison_view(pipeline.compare(artifacts)))

@@ -1,4 +1,6 @@
-"""Several scorecards on the terminal: a column for each artifact where they fit, else a line for each."""
+"""Several scorecards on the terminal: a column for each artifact where they fit, else a line for
+each.
+"""
 
 from __future__ import annotations
 
@@ -46,4 +48,7 @@ class SideBySide:
 
     def _lines(self) -> list[tuple[Text, ComparisonRow | None]]:
         lines = grouped(self.comparison.rows, metric=lambda row: row.metric)
-        return [(Text(label) if row is None else Text.assemble(label, (f" [{row.protocol}]", "dim")), row) for label, row in lines]
+        return [
+            (Text(label) if row is None else Text.assemble(label, (f" [{row.protocol}]", "dim")), row)
+            for label, row in lines
+        ]

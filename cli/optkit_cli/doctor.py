@@ -10,12 +10,18 @@ from optkit_cli.options import Command, json_option, store_option
 
 
 @click.command(cls=Command, short_help="Say what can run here, and what is missing.")
-@click.option("--model", metavar="MODEL", help="Also say which of its matrices tensor cores and packed kernels do not like.")
-@click.option("--links", is_flag=True, help="Also measure how fast the GPUs of this host exchange data (NCCL all-reduce).")
+@click.option(
+    "--model", metavar="MODEL", help="Also say which of its matrices tensor cores and packed kernels do not like."
+)
+@click.option(
+    "--links", is_flag=True, help="Also measure how fast the GPUs of this host exchange data (NCCL all-reduce)."
+)
 @store_option
 @json_option
 def command(model: str | None, links: bool, store: Path | None, as_json: bool) -> None:
-    """Print versions, devices, memory, disk, and which stages, evals, engines and kernels can run here."""
+    """Print versions, devices, memory, disk, and which stages, evals, engines and kernels can run
+    here.
+    """
     from optkit.reports.doctor.doctor import diagnose
     from optkit.reports.doctor.gpu_links import gpu_links
     from optkit.reports.doctor.shapes import shape_problems

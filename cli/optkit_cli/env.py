@@ -14,19 +14,25 @@ if TYPE_CHECKING:
 name_argument = click.argument("name", metavar="NAME")
 
 
-@click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="Environments of other quantizers: list, build, remove.")
+@click.group(
+    cls=Group, context_settings=CONTEXT_SETTINGS, short_help="Environments of other quantizers: list, build, remove."
+)
 def command() -> None:
-    """Show, build and remove the environments in which `backend: NAME` runs other people's quantizers.
+    """Show, build and remove the environments in which `backend: NAME` runs other people's
+    quantizers.
 
-    A recipe that names a backend builds its environment when it is needed. Each holds one library with its own versions of everything but
-    torch, which it shares with optkit. They lie in $OPTKIT_ENVS, else in ~/.cache/optkit/envs.
+    A recipe that names a backend builds its environment when it is needed. Each holds one library
+    with its own versions of everything but torch, which it shares with optkit. They lie in
+    $OPTKIT_ENVS, else in ~/.cache/optkit/envs.
     """
 
 
 @command.command("list", cls=Command, short_help="Show every library, and what is built.")
 @json_option
 def list_environments(as_json: bool) -> None:
-    """Show every library that can be a backend: versions, size and place of its environment, and whether it is in use."""
+    """Show every library that can be a backend: versions, size and place of its environment, and
+    whether it is in use.
+    """
     from optkit.backends.environments import Environments
     from optkit.backends.libraries import LIBRARIES
     from optkit_cli.output import print_json, show
@@ -35,14 +41,18 @@ def list_environments(as_json: bool) -> None:
     if as_json:
         print_json([each.model_dump(mode="json") for each in found])
         return
-    show(_table(found, [library for name, library in LIBRARIES.items() if not any(each.name == name for each in found)]))
+    show(
+        _table(found, [library for name, library in LIBRARIES.items() if not any(each.name == name for each in found)])
+    )
 
 
 @command.command("build", cls=Command, short_help="Build the environment of a library now.")
 @name_argument
 @quiet_option
 def build(name: str, quiet: bool) -> None:
-    """Build the environment of library NAME now, for later runs without a network; nothing is done where it is there."""
+    """Build the environment of library NAME now, for later runs without a network; nothing is done
+    where it is there.
+    """
     from optkit.backends.environments import Environments
     from optkit_cli.output import show
     from optkit_cli.progress import open_progress
@@ -74,7 +84,13 @@ def _table(found: list[Environment], missing: list[Any]) -> Any:
     lines: list[tuple[Text | str, Text | str]] = []
     for each in found:
         versions = ", ".join(f"{name} {version}" for name, version in each.told_versions.items() if name != "python")
-        outdated = "" if each.state == "ready" else " (for another Python, torch or set of requirements; `optkit env remove` deletes it)"
-        lines.append((each.name, f"{each.state}{outdated}: {versions}; {size_text(each.size_bytes)} in {each.directory}"))
+        outdated = (
+            ""
+            if each.state == "ready"
+            else " (for another Python, torch or set of requirements; `optkit env remove` deletes it)"
+        )
+        lines.append(
+            (each.name, f"{each.state}{outdated}: {versions}; {size_text(each.size_bytes)} in {each.directory}")
+        )
     lines += [(library.name, f"not built: {library.summary}") for library in missing]
     return definition_list(lines)

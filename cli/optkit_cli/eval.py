@@ -22,7 +22,12 @@ from optkit_cli.options import (
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
-@click.option("--model", "unmodified", metavar="MODEL", help="Where the model lies that the artifact was made from, if it is not found.")
+@click.option(
+    "--model",
+    "unmodified",
+    metavar="MODEL",
+    help="Where the model lies that the artifact was made from, if it is not found.",
+)
 @retime_option
 @all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
@@ -37,9 +42,11 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals of FILE.
+    """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals
+    of FILE.
 
-    An artifact is measured beside its unmodified model. Exit status: as for `optkit run`, by the gates of FILE.
+    An artifact is measured beside its unmodified model. Exit status: as for `optkit run`, by the
+    gates of FILE.
     """
     from optkit import pipeline
     from optkit_cli.output import only_the_result_on_stdout, print_scorecard

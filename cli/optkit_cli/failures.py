@@ -17,10 +17,14 @@ from optkit.processes.stopping import KEPT, said_of
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a command did not end well: what stderr says of it, and what the document of `--json` says."""
+    """Why a command did not end well: what stderr says of it, and what the document of `--json`
+    says.
+    """
 
     kind: str
-    """The class of an optkit error, else UsageError, Interrupted, Terminated, ResourceError, OSError or Bug."""
+    """The class of an optkit error, else UsageError, Interrupted, Terminated, ResourceError,
+    OSError or Bug.
+    """
     exit_status: int
     message: str
     where: str = ""
@@ -56,12 +60,17 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(word.capitalize(), status, f"{word}; {KEPT}", spoken=(f"{word}; {KEPT}",))
         case OptkitError():
             problems = getattr(error, "problems", ())
-            return Failure(type(error).__name__, error.exit_status, str(error), error.where, error.why, error.remedy, problems)
+            return Failure(
+                type(error).__name__, error.exit_status, str(error), error.where, error.why, error.remedy, problems
+            )
         case _ if is_out_of_memory(error):
             remedy = "Run on a machine with more of it, or a recipe with smaller batches."
             return Failure("ResourceError", failed, f"out of memory. {remedy}", remedy=remedy)
         case _ if (number := errno_of(error)) in NO_ROOM:
-            where, remedy = str(getattr(error, "filename", None) or "the output"), "Free some space and run the same command again."
+            where, remedy = (
+                str(getattr(error, "filename", None) or "the output"),
+                "Free some space and run the same command again.",
+            )
             return Failure("ResourceError", failed, f"{where}: {NO_ROOM[number]}. {remedy}", where, remedy=remedy)
         case OSError() if error.filename is not None:
             return Failure("OSError", failed, f"{error.filename}: {error.strerror}.", str(error.filename))
@@ -76,4 +85,10 @@ def _usage_error(error: click.ClickException) -> Failure:
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return Failure("UsageError", error.exit_code, message)
     remedy = f"Try: {error.ctx.command_path} --help"
-    return Failure("UsageError", error.exit_code, message, remedy=remedy, spoken=(f"error: {message}", error.ctx.get_usage(), remedy))
+    return Failure(
+        "UsageError",
+        error.exit_code,
+        message,
+        remedy=remedy,
+        spoken=(f"error: {message}", error.ctx.get_usage(), remedy),
+    )

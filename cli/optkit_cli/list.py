@@ -30,7 +30,9 @@ def _evals() -> dict[str, str]:
 
 
 def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
-    """Return a class's summary, or why it cannot be loaded: one broken plug-in must not hide the others."""
+    """Return a class's summary, or why it cannot be loaded: one broken plug-in must not hide the
+    others.
+    """
     from optkit.recipe.registry import summary
 
     try:
@@ -65,7 +67,9 @@ LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _d
 @click.argument("what", metavar="|".join(LISTS), type=click.Choice(list(LISTS)))
 @json_option
 def command(what: str, as_json: bool) -> None:
-    """List the stages, evals, recipes, data sets or models that optkit knows by name, plug-ins included."""
+    """List the stages, evals, recipes, data sets or models that optkit knows by name, plug-ins
+    included.
+    """
     from optkit_cli.output import print_json, show
     from optkit_cli.tables import definition_list
 

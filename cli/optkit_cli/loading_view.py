@@ -1,4 +1,6 @@
-"""The loading table on the terminal: which engines open an artifact, and how near they come to what optkit measured."""
+"""The loading table on the terminal: which engines open an artifact, and how near they come to what
+optkit measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`optkit`: the group that finds a command, and the entry point that turns what happens into an exit status."""
+"""`optkit`: the group that finds a command, and the entry point that turns what happens into an
+exit status.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,14 @@ def _print_version(context: click.Context, _parameter: click.Parameter, wanted: 
 
 
 @click.group(cls=Commands, context_settings=CONTEXT_SETTINGS)
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
 def optkit() -> None:
     """Optimize a language model by recipe, and prove what it cost and what it bought.
 
@@ -68,17 +77,24 @@ def optkit() -> None:
     optkit run recipes/llama_int4.yaml       make the artifact, measure it, print the scorecard
     optkit list stages                       what a recipe can say
 
-    Exit status: 0 pass, 1 error, 2 usage or recipe error, 3 a gate or a proof failed, 4 a gate is inconclusive.
+    Exit status: 0 pass, 1 error, 2 usage or recipe error, 3 a gate or a proof failed, 4 a gate is
+    inconclusive.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; with `--json`, stdout is one document, whatever happens."""
+    """Run the command line and return its exit status; with `--json`, stdout is one document,
+    whatever happens.
+    """
     _quiet_libraries()
     words = sys.argv[1:] if arguments is None else list(arguments)
     invocation = Invocation()
     as_json = "--json" in words and not {"-h", "--help", "--version"} & {*words}
-    with only_the_result_on_stdout() if as_json else contextlib.nullcontext() as stdout, stopping.listening(), safe_children():
+    with (
+        only_the_result_on_stdout() if as_json else contextlib.nullcontext() as stdout,
+        stopping.listening(),
+        safe_children(),
+    ):
         if stdout is not None:
             stopping.before_the_end(lambda: _say_the_end(invocation, stdout))
         status = _status_of(words, invocation, as_json)
@@ -94,7 +110,8 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
     except BaseException as caught:
         if isinstance(caught, SystemExit) and isinstance(caught.__context__, BrokenPipeError):
             raise  # click's, where nobody reads stdout any more
-        error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught  # click hides which it was
+        # click hides which it was
+        error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught
     if stopping.asked() and not isinstance(error, KeyboardInterrupt):
         error = stopping.request()
     if error is None:
@@ -121,7 +138,9 @@ def _say_the_end(invocation: Invocation, stdout: int) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Keep the chatter of transformers and the hub away from our own lines, unless the user's environment asks for it."""
+    """Keep the chatter of transformers and the hub away from our own lines, unless the user's
+    environment asks for it.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -32,7 +32,12 @@ def _want_debug(context: click.Context, _parameter: click.Parameter, wanted: boo
 
 
 debug_option = click.option(
-    "--debug", is_flag=True, expose_value=False, is_eager=True, callback=_want_debug, help="Show the traceback of an error."
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_want_debug,
+    help="Show the traceback of an error.",
 )
 
 
@@ -52,7 +57,9 @@ class Group(click.Group):
         debug_option(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words before a command's name; an option of the command that stands there is told its place."""
+        """Read the words before a command's name; an option of the command that stands there is
+        told its place.
+        """
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -60,11 +67,15 @@ class Group(click.Group):
             name = next((word for word in words if word in self.list_commands(ctx)), None)
             found = self.get_command(ctx, name) if name else None
             if found and any(error.option_name in parameter.opts for parameter in found.params):
-                message = f"{error.option_name} belongs behind the command: {ctx.command_path} {name} {error.option_name} ..."
+                message = (
+                    f"{error.option_name} belongs behind the command: {ctx.command_path} {name} {error.option_name} ..."
+                )
                 raise click.UsageError(message, ctx) from error
             raise
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the first word names, or say which one was probably meant."""
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
@@ -99,7 +110,9 @@ class Assignment(click.ParamType[str]):
 
 recipe_argument = click.argument("recipe", metavar="RECIPE")
 model_option = click.option(
-    "--model", metavar="MODEL", help="Take this model instead of the recipe's: a built-in name, a directory, a .gguf file or a hub id."
+    "--model",
+    metavar="MODEL",
+    help="Take this model instead of the recipe's: a built-in name, a directory, a .gguf file or a hub id.",
 )
 set_option = click.option(
     "--set",
@@ -109,7 +122,9 @@ set_option = click.option(
     multiple=True,
     help="Change one value of the recipe, e.g. seed=1; repeatable.",
 )
-device_option = click.option("--device", metavar="DEVICE", type=Device(), help="cpu, cuda or cuda:N; by default the best that is here.")
+device_option = click.option(
+    "--device", metavar="DEVICE", type=Device(), help="cpu, cuda or cuda:N; by default the best that is here."
+)
 data_option = click.option(
     "--data",
     metavar="DIR",
@@ -124,9 +139,15 @@ store_option = click.option(
     envvar="OPTKIT_STORE",
     help="Where finished steps are kept [$OPTKIT_STORE, ~/.cache/optkit].",
 )
-retime_option = click.option("--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr.")
-trust_option = click.option("--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first.")
+retime_option = click.option(
+    "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr."
+)
+trust_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first."
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
 
 

@@ -41,7 +41,9 @@ def _leave(document: str) -> None:
 
 
 def print_document(document: str) -> bool:
-    """Print a document on stdout, and return whether it arrived; nobody to read it is no error to speak of."""
+    """Print a document on stdout, and return whether it arrived; nobody to read it is no error to
+    speak of.
+    """
     try:
         document.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -56,7 +58,9 @@ def print_document(document: str) -> bool:
 
 
 def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bool) -> None:
-    """Print a scorecard, as scorecard.json holds it or as a table; `directory` is where the artifact lies."""
+    """Print a scorecard, as scorecard.json holds it or as a table; `directory` is where the
+    artifact lies.
+    """
     from optkit.scorecard import to_json
     from optkit_cli.scorecard_view import scorecard_view
 
@@ -67,7 +71,9 @@ def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bo
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines: as wide as the terminal, else `WIDTH` columns of plain text without spaces at the ends of lines."""
+    """Print tables and lines: as wide as the terminal, else `WIDTH` columns of plain text without
+    spaces at the ends of lines.
+    """
     if sys.stdout is not None and sys.stdout.isatty():
         console = _console(highlight=False)
         for part in parts:
@@ -77,7 +83,9 @@ def show(*parts: RenderableType) -> None:
 
 
 def _console(**settings: Any) -> Console:
-    """Return a console that shows the control characters of texts; it sends its own for colours alone."""
+    """Return a console that shows the control characters of texts; it sends its own for colours
+    alone.
+    """
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
 
@@ -100,7 +108,8 @@ def plain_text(*parts: RenderableType, width: int = WIDTH) -> str:
 
 @contextlib.contextmanager
 def only_the_result_on_stdout() -> Iterator[int | None]:
-    """Send whatever libraries print while they work to stderr: of Python, of C, and of the processes that they start.
+    """Send whatever libraries print while they work to stderr: of Python, of C, and of the
+    processes that they start.
 
     Gives the descriptor of stdout itself, where there is one.
     """

@@ -33,7 +33,9 @@ def command(
     as_json: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Print the steps of RECIPE, hit or miss, with the disk and memory that they will need; computes nothing."""
+    """Print the steps of RECIPE, hit or miss, with the disk and memory that they will need;
+    computes nothing.
+    """
     from optkit import pipeline
     from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import print_json, show

@@ -32,7 +32,9 @@ def _steps(plan: Plan) -> Table:
     for step in plan.steps:
         needs = (step.cost.disk_bytes, step.cost.ram_bytes, step.cost.gpu_bytes) if step in plan.pending else (0, 0, 0)
         sizes = [Text(size_text(size)) for size in (step.size_bytes, *needs)]
-        table.add_row(Text(step.kind), _hit(step.hit), Text(step.format), *sizes, _time(step.seconds, step in plan.pending))
+        table.add_row(
+            Text(step.kind), _hit(step.hit), Text(step.format), *sizes, _time(step.seconds, step in plan.pending)
+        )
     for entry in plan.recipe.settings:
         table.add_row(Text(entry.kind), Text("setting", style="dim"))
     return table
@@ -41,15 +43,28 @@ def _steps(plan: Plan) -> Table:
 def _memory(plan: Plan) -> list[RenderableType]:
     """Return what the peak memory of steps is for, where they say it."""
     told = [step for step in plan.pending if step.cost.by_kind]
-    lines = [f"{step.kind}: {', '.join(f'{name} {size_text(size)}' for name, size in step.cost.by_kind.items())}" for step in told]
+    lines = [
+        f"{step.kind}: {', '.join(f'{name} {size_text(size)}' for name, size in step.cost.by_kind.items())}"
+        for step in told
+    ]
     return [Text("\n".join(["peak memory by kind", *(f"  {line}" for line in lines)]), style="dim")] if lines else []
 
 
 def _evals(plan: Plan) -> Table:
-    table = plain_table(("eval", "left"), ("artifact", "left"), ("baseline", "left"), ("RAM", "right"), ("GPU", "right"), ("time", "right"))
+    table = plain_table(
+        ("eval", "left"),
+        ("artifact", "left"),
+        ("baseline", "left"),
+        ("RAM", "right"),
+        ("GPU", "right"),
+        ("time", "right"),
+    )
     changed = plan.artifact_key != plan.baseline_key
     for each in plan.evals:
-        needs = [*(Text(size_text(size)) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)), _time(each.seconds, each.pending)]
+        needs = [
+            *(Text(size_text(size)) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)),
+            _time(each.seconds, each.pending),
+        ]
         table.add_row(
             Text(each.kind),
             _hit(each.hit),
@@ -73,7 +88,11 @@ def _closing(plan: Plan) -> Text:
     if not plan.pending and not unmeasured:
         return Text("nothing to do: a run ends at once")
     steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} evals to do"
-    needs = {"on disk": plan.disk_bytes, "of RAM at most beside Python and torch": plan.ram_bytes, "of GPU memory at most": plan.gpu_bytes}
+    needs = {
+        "on disk": plan.disk_bytes,
+        "of RAM at most beside Python and torch": plan.ram_bytes,
+        "of GPU memory at most": plan.gpu_bytes,
+    }
     known = [*(step.seconds for step in plan.pending), *(each.seconds for each in plan.evals if each.pending)]
     unknown = known.count(None)
     times = [f"about {duration_text(sum(filter(None, known)))}"] if unknown < len(known) else []

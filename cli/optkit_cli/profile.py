@@ -15,14 +15,32 @@ QUIET_KINETO = "99"
 
 @click.command(cls=Command, short_help="Say where the time of a model goes.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
-@click.option("--batch", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once.")
-@click.option("--prompt", metavar="N", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt.")
-@click.option("--new-tokens", metavar="N", type=click.IntRange(min=2), default=16, show_default=True, help="Tokens generated after it.")
 @click.option(
-    "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="profile", show_default=True, help="Where traces go."
+    "--batch", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."
 )
 @click.option(
-    "--nvtx", is_flag=True, help="Trace nothing; mark ranges for Nsight: nsys profile -c cudaProfilerApi optkit profile MODEL --nvtx"
+    "--prompt", metavar="N", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt."
+)
+@click.option(
+    "--new-tokens",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=16,
+    show_default=True,
+    help="Tokens generated after it.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="profile",
+    show_default=True,
+    help="Where traces go.",
+)
+@click.option(
+    "--nvtx",
+    is_flag=True,
+    help="Trace nothing; mark ranges for Nsight: nsys profile -c cudaProfilerApi optkit profile MODEL --nvtx",
 )
 @all_of(device_option, store_option, json_option, quiet_option, trust_option)
 def command(
@@ -38,10 +56,12 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Trace one request to a model or an artifact, with the artifact's settings: prefill and decode apart.
+    """Trace one request to a model or an artifact, with the artifact's settings: prefill and decode
+    apart.
 
-    Writes prefill.trace.json and decode.trace.json for ui.perfetto.dev, on a GPU also memory.pickle for docs.pytorch.org/memory_viz, and
-    prints time by kind of operation, the kernels that take longest, and one sentence on what to try.
+    Writes prefill.trace.json and decode.trace.json for ui.perfetto.dev, on a GPU also memory.pickle
+    for docs.pytorch.org/memory_viz, and prints time by kind of operation, the kernels that take
+    longest, and one sentence on what to try.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
     from optkit.reports.profiling import profile_model

@@ -1,4 +1,6 @@
-"""How a running command says that it is getting on: bars on a terminal, plain lines elsewhere, always on stderr."""
+"""How a running command says that it is getting on: bars on a terminal, plain lines elsewhere,
+always on stderr.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,32 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL_S = 5.0
 LINE_INTERVAL_SHARE = 0.1
-"""At most one plain line of a task in so many seconds, and in this share of the time that it has taken so far."""
+"""At most one plain line of a task in so many seconds, and in this share of the time that it has
+taken so far.
+"""
 WORTH_A_LINE_S = 1.0
 """A bar that was there for less leaves no line behind."""
 
 
 def open_progress(*, quiet: bool) -> SafePoints:
-    """Return what suits stderr: bars on a terminal, lines elsewhere, nothing but warnings when `quiet`."""
+    """Return what suits stderr: bars on a terminal, lines elsewhere, nothing but warnings when
+    `quiet`.
+    """
     if quiet:
         return SafePoints(WarningsOnly(sys.stderr))
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
-    return SafePoints(BarProgress(console) if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr))
+    return SafePoints(
+        BarProgress(console) if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr)
+    )
 
 
 @dataclass(frozen=True)
 class SafePoints:
-    """Says what another says, each word in one line; it is a point at which a run that is asked to stop does so."""
+    """Says what another says, each word in one line; it is a point at which a run that is asked to
+    stop does so.
+    """
 
     to: Progress
 
@@ -66,7 +76,9 @@ class SafeTask:
         self.to.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.to.__exit__(kind, error, trace)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
@@ -108,16 +120,22 @@ class Pace:
     @property
     def count(self) -> str:
         """How far it is: `12/30 blocks`, or `12 blocks` where nobody knows of how many."""
-        return " ".join(part for part in (f"{self.done}/{self.total}" if self.total else f"{self.done}", self.unit) if part)
+        return " ".join(
+            part for part in (f"{self.done}/{self.total}" if self.total else f"{self.done}", self.unit) if part
+        )
 
     @property
     def left(self) -> str:
-        """`0:31 left` if it goes on like this; empty before the first step is done, and after the last."""
+        """`0:31 left` if it goes on like this; empty before the first step is done, and after the
+        last.
+        """
         remaining = self.total - self.done
         return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if self.done and remaining > 0 else ""
 
     def ending(self, failed: bool) -> str:
-        """Return the last line: `gptq  30/30 blocks  in 4:12`; that what it left is kept is said by whoever kept it."""
+        """Return the last line: `gptq  30/30 blocks  in 4:12`; that what it left is kept is said by
+        whoever kept it.
+        """
         return f"{self.label}  {self.count}  {'stopped after' if failed else 'in'} {clock_text(self.elapsed_s)}"
 
 
@@ -135,7 +153,9 @@ class WarningsOnly(SilentProgress):
 class LineProgress(WarningsOnly):
     """Plain lines, few enough for a log file."""
 
-    def __init__(self, stream: TextIO, interval_s: float = LINE_INTERVAL_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, interval_s: float = LINE_INTERVAL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(stream)
         self.interval_s, self.clock = interval_s, clock
 
@@ -159,7 +179,9 @@ class LineTask(SilentTask):
         self.progress.say(f"{self.pace.label}  {self.pace.count}")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.progress.say(self.pace.ending(failed=kind is not None))
 
     def advance(self, steps: int = 1, note: str = "") -> None:
@@ -207,7 +229,10 @@ class BarProgress:
                 TaskProgressColumn(),
                 TextColumn("{task.fields[left]}", markup=False),
                 TextColumn(
-                    "{task.fields[note]}", style="dim", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+                    "{task.fields[note]}",
+                    style="dim",
+                    markup=False,
+                    table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
                 ),
                 console=self.console,
                 transient=True,
@@ -237,7 +262,9 @@ class BarTask(SilentTask):
         self.bar = self.bars.add_task(self.pace.label, total=self.pace.total, count=self.pace.count, left="", note="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bars.remove_task(self.bar)
         self.progress.bar_closed()
         if kind is not None or self.pace.elapsed_s >= WORTH_A_LINE_S:

@@ -21,7 +21,9 @@ class Counts(click.ParamType[tuple[int, ...]]):
 
     name = "counts"
 
-    def convert(self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         """Return the numbers, sorted, each once."""
         if isinstance(value, tuple):
             return value
@@ -50,7 +52,8 @@ class Picture(click.Path):
 @click.option(
     "--device",
     metavar="DEVICE",
-    help="cpu, cuda or cuda:N, which are measured (the best here by default), or a name from a table: h200, a100, l4, ...",
+    help="cpu, cuda or cuda:N, which are measured (the best here by default), or a name from "
+    "a table: h200, a100, l4, ...",
 )
 @click.option(
     "--batch",
@@ -69,9 +72,16 @@ class Picture(click.Path):
     show_default=True,
     help="Tokens of a prompt, and of the cache while decoding.",
 )
-@click.option("--forms", metavar="FORM,...", help="Forms of the weights: fp32, tf32, bf16, fp16, int8, fp8, int4gN (groups of N), stored.")
 @click.option(
-    "--bandwidth", metavar="TB/s", type=click.FloatRange(min=0, min_open=True), help="Take this memory bandwidth instead of the device's."
+    "--forms",
+    metavar="FORM,...",
+    help="Forms of the weights: fp32, tf32, bf16, fp16, int8, fp8, int4gN (groups of N), stored.",
+)
+@click.option(
+    "--bandwidth",
+    metavar="TB/s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Take this memory bandwidth instead of the device's.",
 )
 @click.option("--plot", metavar="FILE", type=Picture(), help="Draw the limits over the batch, as .svg or .png.")
 @click.option("--remeasure", is_flag=True, help="Measure cpu or cuda again, whatever is kept of it.")
@@ -88,10 +98,12 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the most tokens per second that MODEL can decode and prefill, for several forms of its weights, and what binds.
+    """Print the most tokens per second that MODEL can decode and prefill, for several forms of its
+    weights, and what binds.
 
-    MODEL is a built-in name, a directory, a .gguf file or a hub id; its headers are read and nothing else. Limits follow from memory
-    bandwidth and matrix rates alone: docs/measuring.md has the formulas and the datasheets.
+    MODEL is a built-in name, a directory, a .gguf file or a hub id; its headers are read and
+    nothing else. Limits follow from memory bandwidth and matrix rates alone: docs/measuring.md has
+    the formulas and the datasheets.
     """
     from dataclasses import replace
 
@@ -128,7 +140,9 @@ def _measured(device: str, again: bool, quiet: bool) -> tuple[Device, tuple[str,
     found, roof = measured_device(device, progress=open_progress(quiet=quiet), again=again)
     if not roof.unsteady:
         return found, ()
-    return found, (f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure",)
+    return found, (
+        f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure",
+    )
 
 
 def _draw(svg: str, path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A roofline on the terminal: the device, limits of decoding and of prompts, and where each form stops paying."""
+"""A roofline on the terminal: the device, limits of decoding and of prompts, and where each form
+stops paying.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from optkit.reports.roofline.report import Cell
 from optkit_cli.tables import heading, plain_table, size_text
 
 SIDES = {"weights": "w", "KV cache": "k", "compute": "c"}
-LEGEND = "w: reading weights binds, k: reading the KV cache, c: arithmetic; (): weights and cache do not fit in its memory"
+LEGEND = (
+    "w: reading weights binds, k: reading the KV cache, c: arithmetic; (): weights and cache do not fit in its memory"
+)
 
 
 def roofline_view(report: RooflineReport, picture: Path | None) -> list[RenderableType]:

@@ -1,4 +1,6 @@
-"""`optkit run`: make the artifact of a recipe, measure it beside the unmodified model, and print the scorecard."""
+"""`optkit run`: make the artifact of a recipe, measure it beside the unmodified model, and print
+the scorecard.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,19 @@ from optkit_cli.options import (
 @click.command(cls=Command, short_help="Make an artifact, measure it, print its scorecard.")
 @recipe_argument
 @all_of(model_option, set_option)
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Where the artifact goes [artifacts/RECIPE].")
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the artifact goes [artifacts/RECIPE].",
+)
 @retime_option
-@click.option("--verify", "verified", is_flag=True, help="Open the artifact in every installed engine at the end, as `optkit verify` does.")
+@click.option(
+    "--verify",
+    "verified",
+    is_flag=True,
+    help="Open the artifact in every installed engine at the end, as `optkit verify` does.",
+)
 @all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
     recipe: str,
@@ -43,9 +55,11 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Run RECIPE (a file, or a name from `optkit list recipes`): make the artifact, measure it, print the scorecard.
+    """Run RECIPE (a file, or a name from `optkit list recipes`): make the artifact, measure it,
+    print the scorecard.
 
-    What was finished before is not done again. Exit status: 0 all gates pass, 3 a gate failed, 4 a gate is inconclusive.
+    What was finished before is not done again. Exit status: 0 all gates pass, 3 a gate failed, 4 a
+    gate is inconclusive.
     """
     from optkit import pipeline
     from optkit.errors import UnsoundError

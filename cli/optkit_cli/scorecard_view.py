@@ -1,4 +1,6 @@
-"""A scorecard on the terminal: how the artifact was made, the numbers beside the baseline's, their protocols, the verdict."""
+"""A scorecard on the terminal: how the artifact was made, the numbers beside the baseline's, their
+protocols, the verdict.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Numbers:
         table = plain_table(("", "left"), *((name, "right") for name in numbers), ("gate", "left"), space=space)
         pairs = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
         for label, pair in grouped(pairs, metric=lambda pair: pair[1].metric):
-            table.add_row(Text(label) if pair is None else _label(label, pair[1]), *(_cells(*pair, narrow=narrow) if pair else ()))
+            table.add_row(
+                Text(label) if pair is None else _label(label, pair[1]), *(_cells(*pair, narrow=narrow) if pair else ())
+            )
         return table
 
 
@@ -89,12 +93,18 @@ def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
         values = [value if len(value) <= WIDEST_VALUE else value.replace(" ", gap) for value in values]
     uncertain = Text("-")
     if measured.ratio is not None:
-        uncertain = Text(format_ratio(measured.ratio, measured.ratio_interval).replace(" [", f"{gap}["), style=RATIO_STYLES[row.change])
+        uncertain = Text(
+            format_ratio(measured.ratio, measured.ratio_interval).replace(" [", f"{gap}["),
+            style=RATIO_STYLES[row.change],
+        )
     elif metric.interval:
         uncertain = Text(f"± {format_value(metric.value, metric.unit, metric.interval).split(' ± ')[1].split(' ')[0]}")
     gates = [
         Text.assemble(
-            gate.limit, "\n" if gate.verdict == LONGEST_VERDICT else gap, verdict_text(gate.verdict), f"\n{gate.why}" if gate.why else ""
+            gate.limit,
+            "\n" if gate.verdict == LONGEST_VERDICT else gap,
+            verdict_text(gate.verdict),
+            f"\n{gate.why}" if gate.why else "",
         )
         for gate in measured.gates
     ]
@@ -104,7 +114,9 @@ def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
 def _title(scorecard: Scorecard) -> Text:
     model = scorecard.recipe.get("model")
     model_name = model.get("name", "") if isinstance(model, dict) else str(model or "")
-    device = " ".join(str(scorecard.environment[key]) for key in ("device", "device_name") if scorecard.environment.get(key))
+    device = " ".join(
+        str(scorecard.environment[key]) for key in ("device", "device_name") if scorecard.environment.get(key)
+    )
     about = " · ".join(part for part in (model_name, device) if part)
     return Text.assemble((scorecard.name, "bold"), (f"  {about}", "dim"))
 
@@ -112,7 +124,9 @@ def _title(scorecard: Scorecard) -> Text:
 def _step(step: StepLine) -> str:
     changed = step.report.get("changed")
     said = [f"{changed} changed" if changed else "", step.skipped]
-    said.append(f"from the store (it took {clock_text(step.seconds)})" if step.cached else f"in {clock_text(step.seconds)}")
+    said.append(
+        f"from the store (it took {clock_text(step.seconds)})" if step.cached else f"in {clock_text(step.seconds)}"
+    )
     return ", ".join(part for part in said if part)
 
 
@@ -129,6 +143,12 @@ def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
 
 
 def _unclear_timings(scorecard: Scorecard) -> list[str]:
-    """Name the timings whose gate is open; repeats on a machine that does nothing else may close it."""
+    """Name the timings whose gate is open; repeats on a machine that does nothing else may close
+    it.
+    """
     timings = [row for row in scorecard.rows if row.metric.pairing in {"paired_turns", "independent"}]
-    return list(dict.fromkeys(gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE" and not gate.why))
+    return list(
+        dict.fromkeys(
+            gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE" and not gate.why
+        )
+    )

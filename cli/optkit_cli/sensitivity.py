@@ -6,14 +6,27 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, data_option, device_option, json_option, quiet_option, store_option, trust_option
+from optkit_cli.options import (
+    Command,
+    all_of,
+    data_option,
+    device_option,
+    json_option,
+    quiet_option,
+    store_option,
+    trust_option,
+)
 
 
 @click.command(cls=Command, short_help="Say which layers suffer most from quantization.")
 @click.argument("model", metavar="MODEL")
-@click.option("--calibration", metavar="TEXT", default="python-reference", show_default=True, help="The text to measure on.")
+@click.option(
+    "--calibration", metavar="TEXT", default="python-reference", show_default=True, help="The text to measure on."
+)
 @click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Windows of the text.")
-@click.option("--sequence-length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window.")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window."
+)
 @click.option(
     "--choices",
     metavar="FORMS",
@@ -21,8 +34,19 @@ from optkit_cli.options import Command, all_of, data_option, device_option, json
     show_default=True,
     help="Forms to try: bits, g and the group size, a for zero points. The first orders the table.",
 )
-@click.option("--rounding", type=click.Choice(["gptq", "rtn"]), default="gptq", show_default=True, help="How the weights would be rounded.")
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), help="Write sensitivity.json, .md and .svg there.")
+@click.option(
+    "--rounding",
+    type=click.Choice(["gptq", "rtn"]),
+    default="gptq",
+    show_default=True,
+    help="How the weights would be rounded.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write sensitivity.json, .md and .svg there.",
+)
 @all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
 def command(
     model: str,
@@ -39,10 +63,12 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Predict how far quantizing each layer of MODEL alone moves its predictions, for several forms, in one pass over a text.
+    """Predict how far quantizing each layer of MODEL alone moves its predictions, for several
+    forms, in one pass over a text.
 
-    MODEL is a built-in name, a directory, a .gguf file or a hub id. Numbers are KL divergences in nats per token; their sum over layers
-    is about what quantizing all of them does. The stage auto_bits chooses by them.
+    MODEL is a built-in name, a directory, a .gguf file or a hub id. Numbers are KL divergences in
+    nats per token; their sum over layers is about what quantizing all of them does. The stage
+    auto_bits chooses by them.
     """
     from optkit.reports.sensitivity import measure_model, parse_choices, to_markdown, to_svg
     from optkit.source.calibration import Calibration

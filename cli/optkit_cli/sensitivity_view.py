@@ -1,4 +1,6 @@
-"""The sensitivity of a model's layers on the terminal: sums, kinds of layers, and the layers that suffer most."""
+"""The sensitivity of a model's layers on the terminal: sums, kinds of layers, and the layers that
+suffer most.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def sensitivity_view(report: SensitivityReport, directory: Path | None) -> list[
     """Return what to print, top to bottom; `directory` is where the files were written."""
     shown = report.layers[:SHOWN]
     parts: list[RenderableType] = [
-        Text(f"{report.model}: predicted KL divergence of quantizing one layer alone ({report.rounding}), nats per token"),
+        Text(
+            f"{report.model}: predicted KL divergence of quantizing one layer alone ({report.rounding}), nats per token"
+        ),
         Text(report.protocol, style="dim"),
         heading("All layers"),
         _forms(report),

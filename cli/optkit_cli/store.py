@@ -51,7 +51,9 @@ def command() -> None:
 @store_option
 @json_option
 def show_command(store: Path | None, as_json: bool) -> None:
-    """Print where the store is, how large, each step with its model, size and last use, and the work that is not finished."""
+    """Print where the store is, how large, each step with its model, size and last use, and the
+    work that is not finished.
+    """
     from optkit.store.contents import survey
     from optkit.store.store import Store, default_store
     from optkit_cli.output import print_json, show
@@ -65,18 +67,30 @@ def show_command(store: Path | None, as_json: bool) -> None:
 
 
 @command.command("prune", cls=Command, short_help="Delete old steps, or until the rest fits.")
-@click.option("--older-than", "older_than_s", metavar="AGE", type=Age(), help="Delete what was not used for so long, e.g. 30d.")
 @click.option(
-    "--max-size", "max_bytes", metavar="SIZE", type=Size(), help="Delete steps, those used longest ago first, until the rest fits."
+    "--older-than", "older_than_s", metavar="AGE", type=Age(), help="Delete what was not used for so long, e.g. 30d."
+)
+@click.option(
+    "--max-size",
+    "max_bytes",
+    metavar="SIZE",
+    type=Size(),
+    help="Delete steps, those used longest ago first, until the rest fits.",
 )
 @click.option("--all", "everything", is_flag=True, help="Delete all steps and numbers.")
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
 @store_option
 @json_option
 def prune_command(
-    older_than_s: float | None, max_bytes: int | None, everything: bool, dry_run: bool, store: Path | None, as_json: bool
+    older_than_s: float | None,
+    max_bytes: int | None,
+    everything: bool,
+    dry_run: bool,
+    store: Path | None,
+    as_json: bool,
 ) -> None:
-    """Delete steps from the store. What a running optkit works on or needs stays, and artifacts keep their files.
+    """Delete steps from the store. What a running optkit works on or needs stays, and artifacts
+    keep their files.
 
     Checkpoints of unfinished steps, and what teachers said, go by age or with --all.
     """
@@ -90,7 +104,13 @@ def prune_command(
         raise UsageError("--all deletes everything", remedy="Leave out --older-than and --max-size")
     if not everything and older_than_s is None and max_bytes is None:
         raise UsageError("nothing says what to delete", remedy="Give --older-than 30d, --max-size 20GB or --all")
-    done = prune(Store(store or default_store()), older_than_s=older_than_s, max_bytes=max_bytes, everything=everything, dry_run=dry_run)
+    done = prune(
+        Store(store or default_store()),
+        older_than_s=older_than_s,
+        max_bytes=max_bytes,
+        everything=everything,
+        dry_run=dry_run,
+    )
     if as_json:
         print_json({**done.model_dump(mode="json"), "freed_bytes": done.freed_bytes, "dry_run": dry_run})
     else:

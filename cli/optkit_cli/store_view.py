@@ -28,7 +28,10 @@ def contents_view(contents: Contents) -> list[RenderableType]:
     if contents.work:
         parts += [Text(""), _work(contents.work)]
     if linked:
-        parts += [Text(""), Text(f"{size_text(linked)} of it are in artifacts too and take no further space", style="dim")]
+        parts += [
+            Text(""),
+            Text(f"{size_text(linked)} of it are in artifacts too and take no further space", style="dim"),
+        ]
     return parts
 
 
@@ -44,8 +47,12 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
         f"{_counted(len(pruned.work_in_use), 'directory', 'directories')} of work in use by a running optkit, kept"
         if pruned.work_in_use
         else "",
-        f"{_counted(pruned.metrics_in_use, 'measurement')} needed by a running optkit, kept" if pruned.metrics_in_use else "",
-        f"{_counted(pruned.left, 'step')}, {size_text(pruned.left_bytes)}, left in {pruned.root}" if pruned.left else "",
+        f"{_counted(pruned.metrics_in_use, 'measurement')} needed by a running optkit, kept"
+        if pruned.metrics_in_use
+        else "",
+        f"{_counted(pruned.left, 'step')}, {size_text(pruned.left_bytes)}, left in {pruned.root}"
+        if pruned.left
+        else "",
     ]
     table: list[RenderableType] = [Text(""), _steps(pruned.steps)] if pruned.steps else []
     return [*table, Text(""), *(Text(line) for line in said if line)]
@@ -55,7 +62,13 @@ def _steps(steps: Sequence[StoredStep]) -> Table:
     table = plain_table(("step", "left"), ("model", "left"), ("size", "right"), ("last use", "right"), ("key", "left"))
     for step in steps:
         name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))
-        table.add_row(name, Text(step.model or "-"), size_text(step.size_bytes), _age(step.last_use), Text(step.key[:12], style="dim"))
+        table.add_row(
+            name,
+            Text(step.model or "-"),
+            size_text(step.size_bytes),
+            _age(step.last_use),
+            Text(step.key[:12], style="dim"),
+        )
     return table
 
 
@@ -68,8 +81,14 @@ def _work(works: Sequence[StoredWork]) -> Table:
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
-    """Return the fields that tell two steps of a kind apart at a glance: numbers and words, not lists and mappings."""
-    shown = {name: value for name, value in fields.items() if isinstance(value, int | float | str) and value not in (True, False, "")}
+    """Return the fields that tell two steps of a kind apart at a glance: numbers and words, not
+    lists and mappings.
+    """
+    shown = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, int | float | str) and value not in (True, False, "")
+    }
     return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 

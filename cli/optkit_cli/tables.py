@@ -16,7 +16,9 @@ VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
 
 
 def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) -> Table:
-    """Return an empty table; each column is its head and its side, with so many columns of `space` after it."""
+    """Return an empty table; each column is its head and its side, with so many columns of `space`
+    after it.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="dim")
     for head, side in columns:
         table.add_column(Text(head), justify=side)
@@ -24,7 +26,9 @@ def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) 
 
 
 def definition_list(pairs: Sequence[tuple[Text | str, Text | str]]) -> Table:
-    """Return two columns without a head: a word and what it stands for, the second wrapped below itself."""
+    """Return two columns without a head: a word and what it stands for, the second wrapped below
+    itself.
+    """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()
@@ -38,7 +42,9 @@ def indented(pairs: Sequence[tuple[Text | str, str | Text]]) -> Table | None:
     if not pairs:
         return None
     words = [word if isinstance(word, Text) else Text(word, style="dim") for word, _ in pairs]
-    return definition_list([(Text("  ").append(word), meaning) for word, (_, meaning) in zip(words, pairs, strict=True)])
+    return definition_list(
+        [(Text("  ").append(word), meaning) for word, (_, meaning) in zip(words, pairs, strict=True)]
+    )
 
 
 def fits(table: Table, console: Console, options: ConsoleOptions) -> bool:
@@ -52,8 +58,9 @@ Line = TypeVar("Line")
 def grouped(lines: Sequence[Line], metric: Callable[[Line], str]) -> list[tuple[str, Line | None]]:
     """Return each line with its label, those of one metric together where the first of them stood.
 
-    `metric` gives `name, batch 1, prompt 128` for a line. A name that several lines have stands alone above them (with None), and each
-    of them keeps only what tells it from the others: `  batch 1`.
+    `metric` gives `name, batch 1, prompt 128` for a line. A name that several lines have stands
+    alone above them (with None), and each of them keeps only what tells it from the others: `
+    batch 1`.
     """
     names = [metric(line).partition(", ")[0] for line in lines]
     shown: list[tuple[str, Line | None]] = []
@@ -65,7 +72,10 @@ def grouped(lines: Sequence[Line], metric: Callable[[Line], str]) -> list[tuple[
             continue
         shared = set(labels[0]).intersection(*labels[1:])
         shown.append((name, None))
-        shown += [("  " + ", ".join(part for part in its if part not in shared), line) for its, line in zip(labels, alike, strict=True)]
+        shown += [
+            ("  " + ", ".join(part for part in its if part not in shared), line)
+            for its, line in zip(labels, alike, strict=True)
+        ]
     return shown
 
 

@@ -1,4 +1,6 @@
-"""`optkit verify`: whether an artifact is whole, and whether other programs open it and compute the same."""
+"""`optkit verify`: whether an artifact is whole, and whether other programs open it and compute the
+same.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class EnginePython(click.ParamType[tuple[str, str]]):
 
     name = "interpreter"
 
-    def convert(self, value: str | tuple[str, str], param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+    def convert(
+        self, value: str | tuple[str, str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
         """Return the engine and the interpreter."""
         if isinstance(value, tuple):
             return value
@@ -28,16 +32,25 @@ class EnginePython(click.ParamType[tuple[str, str]]):
 
 @click.command(cls=Command, short_help="Prove that other programs open an artifact.")
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
-@click.option("--engine", "engines", type=click.Choice(ENGINE_NAMES), multiple=True, help="Ask this engine only; repeatable.")
+@click.option(
+    "--engine", "engines", type=click.Choice(ENGINE_NAMES), multiple=True, help="Ask this engine only; repeatable."
+)
 @click.option(
     "--engine-python",
     "pythons",
     metavar="ENGINE=PYTHON",
     type=EnginePython(),
     multiple=True,
-    help="Python that has the engine, where it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
+    help="Python that has the engine, where it is not ours [$OPTKIT_VLLM_PYTHON, "
+    "$OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
 )
-@click.option("--tokens", metavar="N", type=click.IntRange(min=2), default=128, help="Tokens after which logits are compared [128].")
+@click.option(
+    "--tokens",
+    metavar="N",
+    type=click.IntRange(min=2),
+    default=128,
+    help="Tokens after which logits are compared [128].",
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -58,10 +71,11 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Check the files of ARTIFACT, open it in every engine that is installed, and compare logits with optkit's own.
+    """Check the files of ARTIFACT, open it in every engine that is installed, and compare logits
+    with optkit's own.
 
-    The result is kept in the artifact's scorecard. Exit status: 0 every check holds and every engine that could be asked agrees,
-    3 a check failed, or an engine does not open it or disagrees.
+    The result is kept in the artifact's scorecard. Exit status: 0 every check holds and every
+    engine that could be asked agrees, 3 a check failed, or an engine does not open it or disagrees.
     """
     from optkit import pipeline
     from optkit.verification import ENGINE_NAMES as KNOWN

@@ -32,7 +32,15 @@ def refuse_unasked(found: Verified) -> None:
 def _closing(found: Verified) -> Text:
     asked = [each for each in found.loading if each.verdict != "skipped"]
     if not found.whole:
-        return Text.assemble(("FAIL", "bold red"), f"  the artifact is not sound; no engine was asked  {found.artifact}")
+        return Text.assemble(
+            ("FAIL", "bold red"), f"  the artifact is not sound; no engine was asked  {found.artifact}"
+        )
     agreeing = sum(each.verdict == "agrees" for each in asked)
-    verdict = ("FAIL", "bold red") if found.exit_status else ("PASS", "green") if asked else ("no engine could be asked", "dim")
+    verdict = (
+        ("FAIL", "bold red")
+        if found.exit_status
+        else ("PASS", "green")
+        if asked
+        else ("no engine could be asked", "dim")
+    )
     return Text.assemble(verdict, f"  {agreeing} of {len(asked)} engines agree  {found.artifact}")

@@ -1,11 +1,13 @@
-"""How much of the perplexity that depth-pruning costs is won back by `distill`, on real text, for a budget of minutes.
+"""How much of the perplexity that depth-pruning costs is won back by `distill`, on real text, for a
+budget of minutes.
 
     python docs/benchmarks/distillation.py DATA MODEL --minutes 20                    # two CPU cores
     python docs/benchmarks/distillation.py DATA MODEL --minutes 0.75 --device cuda    # one GPU
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. A fifth of MODEL's decoder blocks is removed by perplexity, one by one, or STUDENT
-(another directory) is taken for what is left. Trained on C4's sample and WikiText-2's validation split. Perplexity on the first 15
-windows of 2048 tokens of WikiText-2's test split.
+DATA holds `wikitext2_raw/` and `c4_sample/`. A fifth of MODEL's decoder blocks is removed by
+perplexity, one by one, or STUDENT (another directory) is taken for what is left. Trained on C4's
+sample and WikiText-2's validation split. Perplexity on the first 15 windows of 2048 tokens of
+WikiText-2's test split.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from optkit.store.store import Store
 TEXTS = ["c4", {"dataset": "wikitext2", "split": "validation"}]
 SHARED: dict[str, Any] = {"texts": TEXTS, "patience": None, "checkpoint_minutes": 10}
 CPU = {"sequence_length": 256, "batch_size": 4, "learning_rate": 5e-4, "epochs": 1, "held_out": 16, "evaluations": 4}
-GPU = {"sequence_length": 512, "batch_size": 32, "learning_rate": 1e-3, "epochs": 1000, "held_out": 32, "evaluations": 2}
+GPU = {
+    "sequence_length": 512,
+    "batch_size": 32,
+    "learning_rate": 1e-3,
+    "epochs": 1000,
+    "held_out": 32,
+    "evaluations": 2,
+}
 FEWER_BLOCKS = {
     **{"remove_layers": 0.2, "layer_importance": "perplexity", "layer_search": "one_by_one"},
     "calibration": {"dataset": "c4", "samples": 32, "sequence_length": 512},
@@ -46,7 +55,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--windows", type=int, default=15)
-    parser.add_argument("--fields", default="{}", help="further fields of distill as JSON, e.g. '{\"learning_rate\": 1e-3}'")
+    parser.add_argument(
+        "--fields", default="{}", help="further fields of distill as JSON, e.g. '{\"learning_rate\": 1e-3}'"
+    )
     parser.add_argument("--store", type=Path)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -78,7 +89,9 @@ def main() -> None:
         lost, won = measured["pruned"] - measured["original"], measured["pruned"] - measured["distilled"]
         print(f"won back: {won / lost:.1%} of {lost:.3f}")
         records = [json.loads(path.read_text()) for path in (Store(store).root / "steps").glob("*/record.json")]
-        done = next(record for record in records if record["kind"] == "distill" and record["fields"]["minutes"] == asked.minutes)
+        done = next(
+            record for record in records if record["kind"] == "distill" and record["fields"]["minutes"] == asked.minutes
+        )
         said = {name: value for name, value in done["report"]["details"].items() if name != "curve"}
         print(f"distill: {done['seconds']:.0f} s in all;", json.dumps(said))
 

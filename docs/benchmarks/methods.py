@@ -1,9 +1,11 @@
-"""Every quantization method of optkit by one protocol: perplexity, divergence, size and CPU time, as a Markdown table.
+"""Every quantization method of optkit by one protocol: perplexity, divergence, size and CPU time,
+as a Markdown table.
 
     python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE]
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the first 15 windows of 2048 tokens of
-WikiText-2's test split, through optkit's session. What the store holds is not measured again (its CPU time is then shown as `-`).
+DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the
+first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's session. What the store
+holds is not measured again (its CPU time is then shown as `-`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "fp8, dynamic": [stage("fp8")],
     "fp8, static, one scale for a tensor": [stage("fp8", activations="static", scales="tensor", **TEXT)],
     "gptq, asymmetric 32": [stage("gptq", group_size=32, symmetric=False, **TEXT)],
-    "gptq, asymmetric 32 + kv_scales": [stage("gptq", group_size=32, symmetric=False, **TEXT), stage("kv_scales", **TEXT)],
+    "gptq, asymmetric 32 + kv_scales": [
+        stage("gptq", group_size=32, symmetric=False, **TEXT),
+        stage("kv_scales", **TEXT),
+    ],
     "cast + auto_bits, 4.5 bits": [BF16, stage("auto_bits", average_bits=4.5, **TEXT)],
     "cast + auto_bits, 4.25 bits": [BF16, stage("auto_bits", average_bits=4.25, **TEXT)],
     "cast + gptq, symmetric 32": [BF16, stage("gptq", group_size=32, **TEXT)],
@@ -83,14 +88,28 @@ class Found:
 def measure(name: str, model: Path, data: Path, store: Path | None, device: str) -> Found:
     """Run a method and measure what it leaves."""
     evals = EVALS if METHODS[name] else [each for each in EVALS if "divergence" not in each]
-    recipe = {"name": "method", "model": {"name": str(model)}, "stages": METHODS[name], "evals": evals, "attribution": False}
+    recipe = {
+        "name": "method",
+        "model": {"name": str(model)},
+        "stages": METHODS[name],
+        "evals": evals,
+        "attribution": False,
+    }
     with tempfile.TemporaryDirectory(dir=store) as out:
         todo = plan(optkit.load_recipe(recipe), store=store, data=data, device=device)
         before = os.times()
         if METHODS[name]:
-            optkit.run(optkit.load_recipe({**recipe, "evals": []}), out=Path(out) / "made", store=store, data=data, device=device)
+            optkit.run(
+                optkit.load_recipe({**recipe, "evals": []}),
+                out=Path(out) / "made",
+                store=store,
+                data=data,
+                device=device,
+            )
         spent = os.times().user - before.user if todo.pending else None
-        scorecard = optkit.run(optkit.load_recipe(recipe), out=Path(out) / "measured", store=store, data=data, device=device)
+        scorecard = optkit.run(
+            optkit.load_recipe(recipe), out=Path(out) / "measured", store=store, data=data, device=device
+        )
     numbers = {row.metric.name: row.metric.value for row in scorecard.rows}
     bits = numbers.get("bits_per_quantized_weight")
     return Found(numbers["perplexity"], numbers.get("kl_divergence"), numbers["size_bytes"], bits, spent)
@@ -121,7 +140,9 @@ def main() -> None:
             cells += [*(_cell(each.divergence, ".4f") for each in found), f"{found[0].size_bytes / 1e6:.0f} MB"]
             print(
                 "|",
-                " | ".join([*cells, _cell(next((each.cpu_s for each in found if each.cpu_s is not None), None), ".0f", " s")]),
+                " | ".join(
+                    [*cells, _cell(next((each.cpu_s for each in found if each.cpu_s is not None), None), ".0f", " s")]
+                ),
                 "|",
                 flush=True,
             )

@@ -1,9 +1,11 @@
-"""ONNX artifacts by one protocol: perplexity, divergence from the unmodified model and size, as a Markdown table.
+"""ONNX artifacts by one protocol: perplexity, divergence from the unmodified model and size, as a
+Markdown table.
 
     python docs/benchmarks/onnx_artifacts.py DATA MODEL... [--only PATTERN] [--store DIR]
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. GPTQ is calibrated on 64 x 512 tokens of C4; perplexity on the first 15 windows of 2048
-tokens of WikiText-2's test split, divergence on the first three, through optkit's session. What the store holds is not measured again.
+DATA holds `wikitext2_raw/` and `c4_sample/`. GPTQ is calibrated on 64 x 512 tokens of C4;
+perplexity on the first 15 windows of 2048 tokens of WikiText-2's test split, divergence on the
+first three, through optkit's session. What the store holds is not measured again.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def main() -> None:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             divergence, size = found["kl_divergence"], found["size_bytes"] / 1e6
-            print(f"| {name} | {model.name} | {found['perplexity']:.3f} | {divergence:.4f} | {size:.0f} MB |", flush=True)
+            print(
+                f"| {name} | {model.name} | {found['perplexity']:.3f} | {divergence:.4f} | {size:.0f} MB |", flush=True
+            )
 
 
 if __name__ == "__main__":

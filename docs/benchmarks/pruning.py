@@ -1,12 +1,15 @@
-"""Pruning by optkit and by llm-compressor on the same tokens: perplexity, zeros and seconds, as a Markdown table.
+"""Pruning by optkit and by llm-compressor on the same tokens: perplexity, zeros and seconds, as a
+Markdown table.
 
-    python docs/benchmarks/pruning.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE] [--samples N] [--time]
+    python docs/benchmarks/pruning.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE] \
+        [--samples N] [--time]
                                       [--llmcompressor PYTHON]
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4 (N x 512); perplexity on the first 15 windows of 2048
-tokens of WikiText-2's test split, through optkit's session; `--time` leaves it out. Seconds are those of the pruning: loading, calibrating,
-pruning, saving. PYTHON is the interpreter of an environment with llm-compressor (`optkit env build llmcompressor` makes one); without it
-its rows are left out.
+DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4 (N x 512);
+perplexity on the first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's
+session; `--time` leaves it out. Seconds are those of the pruning: loading, calibrating, pruning,
+saving. PYTHON is the interpreter of an environment with llm-compressor (`optkit env build
+llmcompressor` makes one); without it its rows are left out.
 """
 
 from __future__ import annotations
@@ -101,10 +104,18 @@ def perplexity(model: Path, asked: argparse.Namespace) -> float:
     if asked.time:
         return math.nan
 
-    recipe = {"name": "pruned", "model": {"name": str(model)}, "stages": [], "evals": [{"perplexity": WINDOWS}], "attribution": False}
+    recipe = {
+        "name": "pruned",
+        "model": {"name": str(model)},
+        "stages": [],
+        "evals": [{"perplexity": WINDOWS}],
+        "attribution": False,
+    }
     with tempfile.TemporaryDirectory(dir=asked.store) as out:
         loaded = optkit.load_recipe(recipe)
-        scorecard = optkit.run(loaded, out=Path(out) / "measured", store=asked.store, data=asked.data, device=asked.device)
+        scorecard = optkit.run(
+            loaded, out=Path(out) / "measured", store=asked.store, data=asked.data, device=asked.device
+        )
     return next(row.metric.value for row in scorecard.rows if row.metric.name == "perplexity")
 
 
@@ -119,7 +130,9 @@ def zeros(model: Path) -> float:
 
 
 def work(request: dict[str, Any]) -> None:
-    """Prune with llm-compressor; runs in its environment, where there may be no optkit, and prints the seconds."""
+    """Prune with llm-compressor; runs in its environment, where there may be no optkit, and prints
+    the seconds.
+    """
     import time
 
     import torch
@@ -127,17 +140,22 @@ def work(request: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     if importlib.util.find_spec("datasets") is None:
-        sys.modules.update({name: _NoDatasets(name) for name in ("datasets", "datasets.formatting", "datasets.formatting.formatting")})
+        sys.modules.update(
+            {name: _NoDatasets(name) for name in ("datasets", "datasets.formatting", "datasets.formatting.formatting")}
+        )
     from llmcompressor import oneshot
     from llmcompressor.modifiers.pruning.sparsegpt import SparseGPTModifier
     from llmcompressor.modifiers.pruning.wanda import WandaPruningModifier
 
     modifier = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}[request["method"]]
     tokens = [
-        {"input_ids": torch.tensor(window), "attention_mask": torch.ones(len(window), dtype=torch.int64)} for window in request["tokens"]
+        {"input_ids": torch.tensor(window), "attention_mask": torch.ones(len(window), dtype=torch.int64)}
+        for window in request["tokens"]
     ]
     started = time.monotonic()
-    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype="auto", local_files_only=True).to(request["device"])
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype="auto", local_files_only=True).to(
+        request["device"]
+    )
     with torch.no_grad():
         oneshot(
             model=model,
@@ -153,7 +171,9 @@ def work(request: dict[str, Any]) -> None:
 
 
 class _NoDatasets(types.ModuleType):
-    """Stands in for `datasets`, which llm-compressor imports: the tokens come as a DataLoader, so that nothing of it is called."""
+    """Stands in for `datasets`, which llm-compressor imports: the tokens come as a DataLoader, so
+    that nothing of it is called.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -184,10 +204,16 @@ def main() -> None:
     theirs = THEIRS if asked.llmcompressor else {}
     for name in [name for name in (*OURS, *theirs) if fnmatch(name, asked.only)]:
         found = [
-            measure_ours(OURS[name], model, asked) if name in OURS else measure_theirs(theirs[name], model, asked) for model in asked.models
+            measure_ours(OURS[name], model, asked) if name in OURS else measure_theirs(theirs[name], model, asked)
+            for model in asked.models
         ]
         seconds = next((f"{each.seconds:.0f}" for each in found if each.seconds is not None), "-")
-        print("|", " | ".join([name, *(f"{each.perplexity:.2f}" for each in found), f"{found[0].zeros:.1%}", seconds]), "|", flush=True)
+        print(
+            "|",
+            " | ".join([name, *(f"{each.perplexity:.2f}" for each in found), f"{found[0].zeros:.1%}", seconds]),
+            "|",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Structured pruning before any distillation: what is left of a model and its perplexity, as a Markdown table.
+"""Structured pruning before any distillation: what is left of a model and its perplexity, as a
+Markdown table.
 
-    python docs/benchmarks/structured_pruning.py DATA MODEL [--only PATTERN] [--store DIR] [--device DEVICE] [--keep DIR]
+    python docs/benchmarks/structured_pruning.py DATA MODEL [--only PATTERN] [--store DIR] [--device DEVICE] \
+        [--keep DIR]
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. What matters is measured on 32 x 512 tokens of C4; perplexity on the first 15 windows of 2048
-tokens of WikiText-2's test split, through optkit's session. Seconds are those of the stage. `--keep` keeps the models, one directory each.
+DATA holds `wikitext2_raw/` and `c4_sample/`. What matters is measured on 32 x 512 tokens of C4;
+perplexity on the first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's
+session. Seconds are those of the stage. `--keep` keeps the models, one directory each.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def prune(fields: dict[str, Any], source: Path, target: Path, asked: argparse.Na
     from optkit.stages.prune_structured import PruneStructured
 
     target.mkdir(parents=True)
-    report = PruneStructured.model_validate({**fields, **TEXT}).run(source, target, Context(device=asked.device, data=asked.data))
+    report = PruneStructured.model_validate({**fields, **TEXT}).run(
+        source, target, Context(device=asked.device, data=asked.data)
+    )
     return float(report.details["seconds"])
 
 
@@ -50,8 +55,16 @@ def perplexity(model: Path, asked: argparse.Namespace, place: Path) -> float:
     """Return the perplexity of a checkpoint."""
     import optkit
 
-    recipe = {"name": "pruned", "model": {"name": str(model)}, "stages": [], "evals": [{"perplexity": WINDOWS}], "attribution": False}
-    scorecard = optkit.run(optkit.load_recipe(recipe), out=place / "measured", store=asked.store, data=asked.data, device=asked.device)
+    recipe = {
+        "name": "pruned",
+        "model": {"name": str(model)},
+        "stages": [],
+        "evals": [{"perplexity": WINDOWS}],
+        "attribution": False,
+    }
+    scorecard = optkit.run(
+        optkit.load_recipe(recipe), out=place / "measured", store=asked.store, data=asked.data, device=asked.device
+    )
     return next(row.metric.value for row in scorecard.rows if row.metric.name == "perplexity")
 
 
@@ -68,7 +81,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--keep", type=Path)
     asked = parser.parse_args()
-    print("| removed | parameters | KV cache, bytes a token | perplexity | seconds |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| removed | parameters | KV cache, bytes a token | perplexity | seconds |\n|---|---|---|---|---|", flush=True
+    )
     for name, fields in METHODS.items():
         if not fnmatch(name, asked.only):
             continue

@@ -1,4 +1,6 @@
-"""Measure one configuration after another: one that does not fit into memory fails in every row that the others have."""
+"""Measure one configuration after another: one that does not fit into memory fails in every row
+that the others have.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ C = TypeVar("C", bound=Configuration)
 
 
 def measure_each(
-    configurations: Sequence[C], measure: Callable[[C], list[Metric]], session: Opened, context: EvalContext, where: str, remedy: str
+    configurations: Sequence[C],
+    measure: Callable[[C], list[Metric]],
+    session: Opened,
+    context: EvalContext,
+    where: str,
+    remedy: str,
 ) -> list[Metric]:
-    """Return the rows of all configurations. Raises ResourceError where memory runs out in each of them, and what `measure` raises."""
+    """Return the rows of all configurations. Raises ResourceError where memory runs out in each of
+    them, and what `measure` raises.
+    """
     found: list[Metric] = []
     failures: dict[C, ResourceError] = {}
     for configuration in configurations:
@@ -44,7 +53,9 @@ def measure_each(
         raise failures[configurations[0]]
     rows = {metric.name: metric for metric in found}
     return found + [
-        _failed(row, configuration.labels, failure.what) for configuration, failure in failures.items() for row in rows.values()
+        _failed(row, configuration.labels, failure.what)
+        for configuration, failure in failures.items()
+        for row in rows.values()
     ]
 
 

@@ -1,4 +1,6 @@
-"""How far a model's predictions moved from the baseline's: KL divergence and top-1 agreement on the same tokens."""
+"""How far a model's predictions moved from the baseline's: KL divergence and top-1 agreement on the
+same tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ SLICES = 5
 
 
 class Divergence(WindowedText, Eval):
-    """KL(baseline || model) of the next token, mean and 99th percentile, and how often both put the same token first.
+    """KL(baseline || model) of the next token, mean and 99th percentile, and how often both put the
+    same token first.
 
-    Counted are the positions whose next token perplexity counts. Intervals are over windows, whose neighbours correlate; that of the
-    agreement is at least as wide as if each token were tried anew.
+    Counted are the positions whose next token perplexity counts. Intervals are over windows, whose
+    neighbours correlate; that of the agreement is at least as wide as if each token were tried
+    anew.
     """
 
     version: ClassVar[int] = 2
@@ -41,10 +45,14 @@ class Divergence(WindowedText, Eval):
         return model.forward(1, self.window) + 2 * model.logits(self.window) + SLICES * SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits; see `WindowedText.cut`."""
+        """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for
+        NaN logits; see `WindowedText.cut`.
+        """
         baseline = context.baseline
         if baseline is None:
-            raise EvalError("there is no baseline", where="divergence", why="It measures how far a model moved from another one")
+            raise EvalError(
+                "there is no baseline", where="divergence", why="It measures how far a model moved from another one"
+            )
         if session.vocabulary != baseline.vocabulary:
             raise EvalError(
                 f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}",
@@ -91,7 +99,8 @@ class Divergence(WindowedText, Eval):
 
 
 def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple[list[float], float]:
-    """Return the KL divergence in nats at each predicted position of a window, int64 [sequence], and the fraction of equal top tokens.
+    """Return the KL divergence in nats at each predicted position of a window, int64 [sequence],
+    and the fraction of equal top tokens.
 
     Raises EvalError where a divergence is not finite.
     """
@@ -106,7 +115,9 @@ def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple
         expected, found = theirs[part].float(), ours[part].to(theirs.device).float()
         agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
         log_expected, log_found = expected.log_softmax(-1), found.log_softmax(-1)
-        divergence += torch.nn.functional.kl_div(log_found, log_expected, log_target=True, reduction="none").sum(-1).tolist()
+        divergence += (
+            torch.nn.functional.kl_div(log_found, log_expected, log_target=True, reduction="none").sum(-1).tolist()
+        )
     if not all(map(math.isfinite, divergence)):
         raise EvalError(
             "the divergence at a token is NaN or Inf",

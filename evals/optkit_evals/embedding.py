@@ -1,4 +1,6 @@
-"""How far a model's embeddings moved from the baseline's: cosine similarity to them, and what that does to rankings and neighbours."""
+"""How far a model's embeddings moved from the baseline's: cosine similarity to them, and what that
+does to rankings and neighbours.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ LOW = 0.01
 
 
 class Embedding(SentenceText, Eval):
-    """Cosine similarity of each sentence's embedding to the baseline's, rank correlation of similarities, agreement on neighbours.
+    """Cosine similarity of each sentence's embedding to the baseline's, rank correlation of
+    similarities, agreement on neighbours.
 
-    `spearman_cosine` ranks the similarities of all pairs of sentences, as benchmarks of semantic similarity do; `recall_at_10` is the share
-    of the 10 sentences nearest to one, by the baseline's embeddings, that are among the 10 nearest by the model's.
+    `spearman_cosine` ranks the similarities of all pairs of sentences, as benchmarks of semantic
+    similarity do; `recall_at_10` is the share of the 10 sentences nearest to one, by the baseline's
+    embeddings, that are among the 10 nearest by the model's.
     """
 
     draws: ClassVar[bool] = False
@@ -40,10 +44,14 @@ class Embedding(SentenceText, Eval):
     }
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
-        """Compare; raises EvalError without a baseline, for other tokens or embeddings of another size, for NaN; see `SentenceText`."""
+        """Compare; raises EvalError without a baseline, for other tokens or embeddings of another
+        size, for NaN; see `SentenceText`.
+        """
         baseline: EncoderSession | None = context.baseline
         if baseline is None:
-            raise EvalError("there is no baseline", where="embedding", why="It measures how far a model moved from another one")
+            raise EvalError(
+                "there is no baseline", where="embedding", why="It measures how far a model moved from another one"
+            )
         sentences = self.batched(session, context)
         if self.batched(baseline, context).protocol != sentences.protocol:
             raise EvalError(
@@ -77,7 +85,8 @@ class Embedding(SentenceText, Eval):
         ours, theirs = (torch.nn.functional.normalize(torch.cat(each).double(), dim=-1) for each in found)
         if ours.shape != theirs.shape:
             raise EvalError(
-                f"the model's embeddings have {ours.shape[1]:,} numbers and the baseline's {theirs.shape[1]:,}", where="embedding"
+                f"the model's embeddings have {ours.shape[1]:,} numbers and the baseline's {theirs.shape[1]:,}",
+                where="embedding",
             )
         for opened, embeddings in ((session, ours), (baseline, theirs)):
             if not embeddings.isfinite().all():
@@ -110,7 +119,9 @@ class Embedding(SentenceText, Eval):
 
 
 def pairwise(embeddings: Tensor) -> Tensor:
-    """Return the similarities of all pairs, float [n (n - 1) / 2], of normalised embeddings, [n, hidden]."""
+    """Return the similarities of all pairs, float [n (n - 1) / 2], of normalised embeddings, [n,
+    hidden].
+    """
     import torch
 
     rows, columns = torch.triu_indices(len(embeddings), len(embeddings), 1)
@@ -118,14 +129,18 @@ def pairwise(embeddings: Tensor) -> Tensor:
 
 
 def spearman(left: Tensor, right: Tensor) -> float:
-    """Return Spearman's rank correlation of two rows of numbers; equal numbers share the mean of their ranks."""
+    """Return Spearman's rank correlation of two rows of numbers; equal numbers share the mean of
+    their ranks.
+    """
     import torch
 
     return float(torch.corrcoef(torch.stack([_ranks(left), _ranks(right)]))[0, 1])
 
 
 def neighbour_recall(ours: Tensor, theirs: Tensor, neighbours: int = NEIGHBOURS) -> list[float]:
-    """Return, for each of the embeddings [n, hidden], the share of its nearest others by the second that are nearest by the first, too."""
+    """Return, for each of the embeddings [n, hidden], the share of its nearest others by the second
+    that are nearest by the first, too.
+    """
     near = []
     for embeddings in (ours, theirs):
         similarities = embeddings @ embeddings.T

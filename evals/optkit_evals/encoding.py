@@ -1,4 +1,6 @@
-"""How fast an encoder encodes: latency of a call, sequences per second and peak memory, for batches and lengths."""
+"""How fast an encoder encodes: latency of a call, sequences per second and peak memory, for batches
+and lengths.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SETTLED = 0.05
-"""Medians of two successive groups of warm-up calls that differ by less than this fraction: caches, clocks and threads have settled."""
+"""Medians of two successive groups of warm-up calls that differ by less than this fraction: caches,
+clocks and threads have settled.
+"""
 GROUP = 5
 """Warm-up calls whose median is taken."""
 MOST_GROUPS = 20
@@ -49,9 +53,11 @@ class Cell:
 
 
 class Encoding(TimedEval):
-    """Latency of encoding (median and 95th percentile), sequences per second, peak memory, for each batch size and sequence length.
+    """Latency of encoding (median and 95th percentile), sequences per second, peak memory, for each
+    batch size and sequence length.
 
-    Timed is what a server does for texts that are tokenized already: the whole model, and for an encoder that gives features the pooling.
+    Timed is what a server does for texts that are tokenized already: the whole model, and for an
+    encoder that gives features the pooling.
     """
 
     tasks: ClassVar[frozenset[Task]] = ENCODING
@@ -89,9 +95,11 @@ class Encoding(TimedEval):
         return max(model.forward(cell.batch, cell.length) for cell in self.cells())
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
-        """Measure; a configuration that does not fit into memory is marked and the next one measured.
+        """Measure; a configuration that does not fit into memory is marked and the next one
+        measured.
 
-        Raises EvalError where the model has too few positions, ResourceError where memory runs out in every configuration.
+        Raises EvalError where the model has too few positions, ResourceError where memory runs out
+        in every configuration.
         """
         if self.longest_sequence() > session.positions:
             raise EvalError(
@@ -107,7 +115,8 @@ class Encoding(TimedEval):
                 encode = Timed(session, random_tokens(session, cell, context.seed))
                 if not encode.settles():
                     context.warn(
-                        f"encoding, {cell}: after {GROUP * MOST_GROUPS} warm-up calls medians still differ by more than {SETTLED:.0%};"
+                        f"encoding, {cell}: after {GROUP * MOST_GROUPS} warm-up calls medians still differ "
+                        f"by more than {SETTLED:.0%};"
                         " something else may be using the machine"
                     )
                 times: list[list[float]] = []
@@ -122,14 +131,17 @@ class Encoding(TimedEval):
             return measure_each(self.cells(), measure, session, context, "encoding", "Lower batch_sizes or lengths")
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns as those of one measurement, and warn where the turns lie far apart."""
+        """Return the metrics of all turns as those of one measurement, and warn where the turns lie
+        far apart.
+        """
         found = super().pool(turns, context)
         for metric in found:
             low, high = metric.interval or (metric.value, metric.value)
             if metric.name == "latency_p50_s" and high - low > 2 * WIDE_SPREAD * metric.value:
                 cell = Cell(int(metric.labels["batch"]), int(metric.labels["length"]))
                 context.warn(
-                    f"encoding, {cell}: the medians of the turns are uncertain by {(high - low) / 2 / metric.value:.0%};"
+                    f"encoding, {cell}: the medians of the turns are uncertain by "
+                    f"{(high - low) / 2 / metric.value:.0%};"
                     " run again with --retime on a quiet machine"
                 )
         return found
@@ -140,9 +152,12 @@ class Encoding(TimedEval):
         threads = f", {environment['cpu_threads']} threads" if cpu and "cpu_threads" in environment else ""
         what = f"embeddings ({session.pooling})" if session.pooling else "logits"
         return (
-            f"random token ids (seed {seed}) of one length, no padding, to {what} in main memory, tokenizing not counted; warm-up calls"
-            f" until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then {math.ceil(self.repeats / self.turns())} repeats"
-            f" of {self.calls} calls, one after the other: percentiles of each repeat, and their mean; {self.turns_text()};"
+            f"random token ids (seed {seed}) of one length, no padding, to {what} in main memory, tokenizing "
+            "not counted; warm-up calls"
+            f" until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then "
+            f"{math.ceil(self.repeats / self.turns())} repeats"
+            f" of {self.calls} calls, one after the other: percentiles of each repeat, and their "
+            f"mean; {self.turns_text()};"
             f" wall clock; memory is the largest"
             f" {'resident set of the process' if cpu else 'memory that torch allocated'} during the repeats;"
             f" {environment['device_name']}{threads}, torch {environment['torch']}"

@@ -1,4 +1,6 @@
-"""Bytes on disk, and bits per weight recounted from the headers of the safetensors files, or from the graph of an ONNX model."""
+"""Bytes on disk, and bits per weight recounted from the headers of the safetensors files, or from
+the graph of an ONNX model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from optkit_evals.zeros import PLACES, ROWS, share_of_zeros
 PACKED = ("weight_packed", "qweight")
 """Names of packed tensors, in compressed-tensors and in gptq and awq."""
 BESIDE = frozenset({
-    "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point",
+    "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale",
+    "input_zero_point",
     "scales", "qzeros", "g_idx", "SCB", "weight_format",
 })  # fmt: skip
 """Tensors that a packed one needs: they cost bits and stand for no weight."""
@@ -35,7 +38,8 @@ FOUR_BIT_STATE = "weight.quant_state."
 
 
 class Footprint(Eval):
-    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and of the quantized layers.
+    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and
+    of the quantized layers.
 
     Of a pruned float checkpoint also the share of zeros, which saves no bytes.
     """
@@ -56,13 +60,25 @@ class Footprint(Eval):
         return {"weights_bytes": shape.size_bytes, "size_bytes": shape.size_bytes}
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
-        """Count; raises EvalError where the layout of quantized weights is not known, SourceError where a file is damaged."""
+        """Count; raises EvalError where the layout of quantized weights is not known, SourceError
+        where a file is damaged.
+        """
         files, layers = _stored(session.directory)
         quantized = [layer for layer in layers if layer.quantized]
         found = [
-            _metric("size_bytes", deployed_bytes(session.directory, files), "bytes", "weights and every file beside them that deploys"),
+            _metric(
+                "size_bytes",
+                deployed_bytes(session.directory, files),
+                "bytes",
+                "weights and every file beside them that deploys",
+            ),
             _metric("weights_bytes", sum(path.stat().st_size for path in files), "bytes", "files that hold weights"),
-            _metric("bits_per_weight", bits_per_weight(layers), "bits", "all tensors (scales, zero points, embeddings), per weight"),
+            _metric(
+                "bits_per_weight",
+                bits_per_weight(layers),
+                "bits",
+                "all tensors (scales, zero points, embeddings), per weight",
+            ),
         ]
         if quantized:
             protocol = "tensors of the quantized layers (scales, zero points), per weight of theirs"
@@ -87,7 +103,9 @@ def _stored(directory: Path) -> tuple[set[Path], list[StoredLayer]]:
 
 
 def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
-    """Return module -> what it takes; raises EvalError for a quantized checkpoint whose layout is not known."""
+    """Return module -> what it takes; raises EvalError for a quantized checkpoint whose layout is
+    not known.
+    """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         module, below_weight, kind = name.partition(".weight.")
@@ -99,7 +117,8 @@ def stored_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
     layers = {module: _stored_layer(checkpoint, module, tensors) for module, tensors in modules.items()}
     if checkpoint.quantization is not None and not any(layer.quantized for layer in layers.values()):
         raise EvalError(
-            f"no quantized layer is recognised in a checkpoint of quant_method {checkpoint.quantization.get('quant_method')}",
+            "no quantized layer is recognised in a checkpoint of quant_method "
+            f"{checkpoint.quantization.get('quant_method')}",
             where=str(checkpoint.directory),
             why="Bits per weight can be recounted for the layouts of compressed-tensors, gptq, awq and bitsandbytes",
             remedy="Take footprint out of the evals",
@@ -111,7 +130,9 @@ def _stored_layer(checkpoint: Checkpoint, module: str, tensors: dict[str, Tensor
     bits = 8 * sum(info.size_bytes for info in tensors.values())
     if state := next((kind for kind in tensors if kind.startswith(FOUR_BIT_STATE)), None):
         shape = json.loads(bytes(checkpoint.read(f"{module}.{state}").tolist()))["shape"]
-        return StoredLayer(bits, math.prod(shape) + (tensors["bias"].elements if "bias" in tensors else 0), quantized=True)
+        return StoredLayer(
+            bits, math.prod(shape) + (tensors["bias"].elements if "bias" in tensors else 0), quantized=True
+        )
     if not MARKS & tensors.keys():
         return StoredLayer(bits, sum(info.elements for info in tensors.values()), quantized=False)
     plain = sum(info.elements for kind, info in tensors.items() if kind not in BESIDE and kind not in PACKED)

@@ -27,20 +27,26 @@ UNITS = {
     "goodput_fraction": "fraction",
 }
 BEHIND = 1.25
-"""Time that all requests took over the time in which they arrived, from which on the model does not keep up."""
+"""Time that all requests took over the time in which they arrived, from which on the model does not
+keep up.
+"""
 
 
 class Load(TimedEval):
-    """Latencies and goodput while requests arrive at a rate: time to first token (with waiting), between tokens, requests in time.
+    """Latencies and goodput while requests arrive at a rate: time to first token (with waiting),
+    between tokens, requests in time.
 
-    Goodput counts the requests whose first token and mean time between tokens kept the limits (DistServe, https://arxiv.org/abs/2401.09670).
+    Goodput counts the requests whose first token and mean time between tokens kept the limits
+    (DistServe, https://arxiv.org/abs/2401.09670).
     """
 
     version: ClassVar[int] = 3
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     rates: AtLeastOne[Rate] = (1.0,)
-    """Requests in a second, on average; they arrive independently of each other (a Poisson process, seeded)."""
+    """Requests in a second, on average; they arrive independently of each other (a Poisson process,
+    seeded).
+    """
     requests: Several = 32
     """Requests of each rate."""
     prompt: Length = 128
@@ -50,14 +56,17 @@ class Load(TimedEval):
     batch: BatchSize = 8
     """Requests that are computed together, at most."""
     batching: Literal["static", "continuous"] = "static"
-    """`static`: a batch ends before the next begins. `continuous`: a request joins at the next step, by transformers' own engine with its
-    paged KV cache; torch models without compile, speculative and quantized KV caches."""
+    """`static`: a batch ends before the next begins. `continuous`: a request joins at the next
+    step, by transformers' own engine with its paged KV cache; torch models without compile,
+    speculative and quantized KV caches."""
     first_token_limit_s: Duration = 1.0
     """A request counts for goodput where its first token came within this time of its arrival."""
     inter_token_limit_s: Duration = 0.2
     """And where the mean time between its tokens was at most this."""
     repeats: Several = 8
-    """Times that the requests are served, each time with other moments of arrival; shared among the turns."""
+    """Times that the requests are served, each time with other moments of arrival; shared among the
+    turns.
+    """
 
     def turns(self) -> int:
         """Return `processes`, or `repeats` where these are fewer."""
@@ -73,13 +82,20 @@ class Load(TimedEval):
 
     def working_bytes(self, model: SessionMemory) -> int:
         """Return what a full batch of prompts with their answers needs."""
-        return model.forward(self.batch, self.prompt) + 2 * model.logits(self.batch) + model.cache(self.batch, self.longest_sequence())
+        return (
+            model.forward(self.batch, self.prompt)
+            + 2 * model.logits(self.batch)
+            + model.cache(self.batch, self.longest_sequence())
+        )
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises EvalError where the model has too few positions, or the engine of transformers does not take this model."""
+        """Measure; raises EvalError where the model has too few positions, or the engine of
+        transformers does not take this model.
+        """
         if self.longest_sequence() > session.positions:
             raise EvalError(
-                f"a prompt of {self.prompt} and {self.new_tokens} new tokens are more than the model's {session.positions} positions",
+                f"a prompt of {self.prompt} and {self.new_tokens} new tokens are more than the model's "
+                f"{session.positions} positions",
                 where="load",
                 remedy="Shorten prompt or new_tokens",
             )
@@ -87,12 +103,16 @@ class Load(TimedEval):
         protocol = self._protocol(session, context.seed)
         found = []
         with (
-            context.progress.task(f"load{context.turn.label}", len(self.rates) * len(seeds) * self.requests, "requests") as task,
+            context.progress.task(
+                f"load{context.turn.label}", len(self.rates) * len(seeds) * self.requests, "requests"
+            ) as task,
             uninterrupted(),
         ):
             self._warm_up(session, context)
             for rate in self.rates:
-                measured = [self._summary(self._serve(session, rate, context.seed + seed, context, task)) for seed in seeds]
+                measured = [
+                    self._summary(self._serve(session, rate, context.seed + seed, context, task)) for seed in seeds
+                ]
                 found += [self._metric(name, rate, [each[name] for each in measured], protocol) for name in UNITS]
         return found
 
@@ -103,22 +123,28 @@ class Load(TimedEval):
         took, arriving = max(each.end_s for each in served), requests[-1].arrival_s
         if took > BEHIND * arriving + max(each.end_s - each.arrival_s for each in served[: self.batch]):
             context.warn(
-                f"load at {rate:g} requests/s: the last one arrived after {arriving:.1f} s and was served after {took:.1f} s, so that"
+                f"load at {rate:g} requests/s: the last one arrived after {arriving:.1f} s and was served "
+                f"after {took:.1f} s, so that"
                 f" waiting grows with the number of requests: the numbers are those of this number, {self.requests}"
             )
         return served
 
     def _warm_up(self, session: Session, context: EvalContext) -> None:
-        """Answer once at each size of a batch that may come, so that nothing is compiled or allocated later."""
+        """Answer once at each size of a batch that may come, so that nothing is compiled or
+        allocated later.
+        """
         if self.batching == "continuous":
             few = poisson_requests(session, 1e6, self.batch, self.prompt, context.seed)
             with context.progress.task("warming up", 0, "requests") as task:
                 served = serve_continuously(session, few, self.new_tokens, self.batch, task)
             plain = session.generate(few[0].tokens, self.new_tokens)[0, self.prompt :].tolist()
             if list(served[0].tokens) != plain:
-                same = next(index for index, pair in enumerate(zip(served[0].tokens, plain, strict=True)) if pair[0] != pair[1])
+                same = next(
+                    index for index, pair in enumerate(zip(served[0].tokens, plain, strict=True)) if pair[0] != pair[1]
+                )
                 context.warn(
-                    f"load: transformers' engine generates other tokens than the model alone, from token {same + 1} of {self.new_tokens}"
+                    "load: transformers' engine generates other tokens than the model alone, from token "
+                    f"{same + 1} of {self.new_tokens}"
                     f" on; it adds in another order, or its paged attention computes something else"
                 )
             return
@@ -166,9 +192,13 @@ class Load(TimedEval):
     def _protocol(self, session: Session, seed: int) -> str:
         environment = describe_environment(session.device)
         return (
-            f"{self.requests} requests of random token ids arriving as a Poisson process (seed {seed} and following), greedy, no early"
-            f" stop; {self.batching} batching, at most {self.batch} requests together; {self.repeats} runs, and the mean of their"
+            f"{self.requests} requests of random token ids arriving as a Poisson process (seed {seed} "
+            "and following), greedy, no early"
+            f" stop; {self.batching} batching, at most {self.batch} requests together; {self.repeats} "
+            "runs, and the mean of their"
             f" percentiles; {self.turns_text()};"
-            f" wall clock from a request's arrival; goodput: first token within {self.first_token_limit_s:g} s and at most"
-            f" {self.inter_token_limit_s:g} s between tokens on average; {environment['device_name']}, torch {environment['torch']}"
+            f" wall clock from a request's arrival; goodput: first token within {self.first_token_limit_s:g} "
+            "s and at most"
+            f" {self.inter_token_limit_s:g} s between tokens on average; {environment['device_name']}, "
+            f"torch {environment['torch']}"
         )

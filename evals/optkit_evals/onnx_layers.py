@@ -1,4 +1,6 @@
-"""What the weights of an ONNX graph take, and how many weights they stand for, counted from its initializers."""
+"""What the weights of an ONNX graph take, and how many weights they stand for, counted from its
+initializers.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,16 @@ from optkit.model.onnx_file import BITS, Initializer, Node, OnnxFile
 from optkit_evals.stored_layers import StoredLayer
 
 FEWEST = 4096
-"""Elements from which on a narrow tensor that no known operation reads is weights in a layout that is not known."""
+"""Elements from which on a narrow tensor that no known operation reads is weights in a layout that
+is not known.
+"""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How an operation reads quantized weights: the inputs that are packed, those beside them, and the weights in a packed tensor."""
+    """How an operation reads quantized weights: the inputs that are packed, those beside them, and
+    the weights in a packed tensor.
+    """
 
     packed: tuple[int, ...]
     beside: tuple[int, ...]
@@ -27,7 +33,9 @@ def _matrix(node: Node, tensor: Initializer) -> int:
 
 
 def _codes(name: str) -> Callable[[Node, Initializer], int]:
-    """Return how many codes a tensor holds, of as many bits as the attribute says where they lie in bytes."""
+    """Return how many codes a tensor holds, of as many bits as the attribute says where they lie in
+    bytes.
+    """
 
     def weights(node: Node, tensor: Initializer) -> int:
         narrow = _integer(node, name, 4) if BITS[tensor.dtype] == 8 else BITS[tensor.dtype]
@@ -58,13 +66,23 @@ READERS = {
     "QAttention": Reader((1,), (2, 4, 7)),
     "Gather": Reader((0,), ()),
 }
-"""https://onnx.ai/onnx/operators and https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md"""
-TABLES = {"GroupQueryAttention": (7, 8), "RotaryEmbedding": (2, 3), "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2)}
-"""Operation -> inputs that cost bits and stand for no weight: cosines and sines, scales of activations."""
+"""https://onnx.ai/onnx/operators and
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+TABLES = {
+    "GroupQueryAttention": (7, 8),
+    "RotaryEmbedding": (2, 3),
+    "QuantizeLinear": (1, 2),
+    "DequantizeLinear": (1, 2),
+}
+"""Operation -> inputs that cost bits and stand for no weight: cosines and sines, scales of
+activations.
+"""
 
 
 def onnx_layers(graph: OnnxFile) -> dict[str, StoredLayer]:
-    """Return tensor -> what it takes with what belongs to it; each initializer counts once, whoever reads it.
+    """Return tensor -> what it takes with what belongs to it; each initializer counts once, whoever
+    reads it.
 
     Raises EvalError where quantized weights lie in a layout that is not known.
     """
@@ -77,8 +95,12 @@ def onnx_layers(graph: OnnxFile) -> dict[str, StoredLayer]:
         beside = {node.inputs[index] for index in reader.beside if index < len(node.inputs)} | _scales_by_name(name)
         own = [name, *(each for each in beside if each in tensors and each not in counted)]
         counted.update(own)
-        found[name] = StoredLayer(8 * sum(tensors[each].size_bytes for each in own), reader.weights(node, tensors[name]), quantized=True)
-    tables = {node.inputs[index] for node in graph.nodes for index in TABLES.get(node.kind, ()) if index < len(node.inputs)}
+        found[name] = StoredLayer(
+            8 * sum(tensors[each].size_bytes for each in own), reader.weights(node, tensors[name]), quantized=True
+        )
+    tables = {
+        node.inputs[index] for node in graph.nodes for index in TABLES.get(node.kind, ()) if index < len(node.inputs)
+    }
     for name, tensor in tensors.items():
         if name not in counted:
             _refuse_unknown(tensor, name in tables, graph)
@@ -92,7 +114,12 @@ def _quantized(nodes: Sequence[Node], tensors: Mapping[str, Initializer]) -> Ite
     for node in nodes:
         reader = READERS.get(node.kind)
         for index in reader.packed if reader else ():
-            if reader and index < len(node.inputs) and node.inputs[index] in tensors and not _is_plain(node, tensors[node.inputs[index]]):
+            if (
+                reader
+                and index < len(node.inputs)
+                and node.inputs[index] in tensors
+                and not _is_plain(node, tensors[node.inputs[index]])
+            ):
                 yield node, node.inputs[index], reader
 
 
@@ -102,7 +129,9 @@ def _is_plain(node: Node, tensor: Initializer) -> bool:
 
 
 def _scales_by_name(name: str) -> set[str]:
-    """Return what ONNX Runtime's quantizer calls the scale and zero point of weights that a MatMulInteger reads."""
+    """Return what ONNX Runtime's quantizer calls the scale and zero point of weights that a
+    MatMulInteger reads.
+    """
     base = name.removesuffix("_quantized")
     return {f"{base}_scale", f"{base}_zero_point"} if base != name else set()
 

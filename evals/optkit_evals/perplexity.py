@@ -1,4 +1,6 @@
-"""Perplexity on a text: exp of the mean negative log likelihood of a token, by the protocol of the GPTQ paper."""
+"""Perplexity on a text: exp of the mean negative log likelihood of a token, by the protocol of the
+GPTQ paper.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POSITIONS_ADDED = 256
-"""Positions whose losses are added first, in float64; another number would change the last bit of what was measured before."""
+"""Positions whose losses are added first, in float64; another number would change the last bit of
+what was measured before.
+"""
 LARGEST_LOSS = 700.0
 """Nats; exp of more is no float, and a model that knows nothing has ln(vocabulary), about 11."""
 
 
 class Perplexity(WindowedText, Eval):
-    """exp of the mean loss of a token; its interval is that of the mean over windows, whose neighbours correlate."""
+    """exp of the mean loss of a token; its interval is that of the mean over windows, whose
+    neighbours correlate.
+    """
 
     version: ClassVar[int] = 2
     draws: ClassVar[bool] = False
@@ -57,13 +63,17 @@ class Perplexity(WindowedText, Eval):
 
 
 def window_loss(session: Session, window: Tensor) -> float:
-    """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence]; raises EvalError where it is not finite."""
+    """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence]; raises
+    EvalError where it is not finite.
+    """
     import torch
 
     logits = session.logits(window.unsqueeze(0).to(session.device))[0]  # [sequence, vocabulary]
     targets = window.to(logits.device)[1:]
     parts = slices(len(targets), logits.shape[-1])
-    losses = torch.cat([torch.nn.functional.cross_entropy(logits[part], targets[part], reduction="none") for part in parts])
+    losses = torch.cat(
+        [torch.nn.functional.cross_entropy(logits[part], targets[part], reduction="none") for part in parts]
+    )
     loss = float(sum(part.double().sum().item() for part in losses.split(POSITIONS_ADDED))) / len(targets)
     if not loss < LARGEST_LOSS:
         raise EvalError(

@@ -1,4 +1,6 @@
-"""How near a model comes to the limit of its device: what throughput measures, and beside it what bandwidth and arithmetic would allow."""
+"""How near a model comes to the limit of its device: what throughput measures, and beside it what
+bandwidth and arithmetic would allow.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ LIMITS = {
 }
 """Metric -> unit."""
 FORMULAS = (
-    "limit: tokens / max(bytes of weights and KV cache / bandwidth, sum over dtypes of operations / rate), one token of each sequence for"
-    " each forward pass, the bandwidth and the rates those of this very device, measured; of_limit: measured / limit; mfu: operations of"
-    " matrices and causal attention / seconds / rate, matrix_mfu: those of matrices alone; bandwidth_used: bytes of a step / seconds /"
+    "limit: tokens / max(bytes of weights and KV cache / bandwidth, sum over dtypes of operations / rate), "
+    "one token of each sequence for"
+    " each forward pass, the bandwidth and the rates those of this very device, measured; of_limit: "
+    "measured / limit; mfu: operations of"
+    " matrices and causal attention / seconds / rate, matrix_mfu: those of matrices alone; bandwidth_used: "
+    "bytes of a step / seconds /"
     " bandwidth"
 )
 
 
 class Roofline(Throughput):
-    """All that throughput measures, and each number of prefill and decode beside its limit on this device: share of bandwidth, MFU.
+    """All that throughput measures, and each number of prefill and decode beside its limit on this
+    device: share of bandwidth, MFU.
 
-    The device is measured once and kept. List this eval or `throughput`, not both: their rows have the same names.
+    The device is measured once and kept. List this eval or `throughput`, not both: their rows have
+    the same names.
     """
 
     version: ClassVar[int] = 200 + Throughput.version
@@ -45,19 +52,29 @@ class Roofline(Throughput):
         return {**super().circumstances(device), "roof": roof_generation(device)}
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises what `throughput` raises, and SourceError where the work of the model cannot be counted."""
+        """Measure; raises what `throughput` raises, and SourceError where the work of the model
+        cannot be counted.
+        """
         device, roof = measured_device(session.device, progress=context.progress)
         work = work_of(Checkpoint(session.directory).shape)
         if roof.unsteady and context.turn.index == 0:
-            context.warn(f"roofline: {device.name} was not quiet when it was measured ({roof.unsteady}): optkit roofline MODEL --remeasure")
+            context.warn(
+                f"roofline: {device.name} was not quiet when it was measured ({roof.unsteady}): optkit "
+                "roofline MODEL --remeasure"
+            )
         context.notes.extend([f"roofline: {_roof_text(device)}", *(f"roofline: {note}" for note in work.notes)])
         found = super().run(session, context)
         for cell in self.cells():
             rows = {metric.name: metric for metric in found if metric.labels == cell.labels}
-            prefill, decode = session_limits(session, work, device, cell.batch, cell.prompt, cell.prompt + cell.new_tokens // 2)
+            prefill, decode = session_limits(
+                session, work, device, cell.batch, cell.prompt, cell.prompt + cell.new_tokens // 2
+            )
             context.notes.append(_side_note(cell, prefill, decode))
             limits = f"{FORMULAS}: {_roof_text(device)}"
-            found += [row.model_copy(update={"protocol": f"{limits}; {row.protocol}"}) for row in _rows(cell, rows, prefill, decode)]
+            found += [
+                row.model_copy(update={"protocol": f"{limits}; {row.protocol}"})
+                for row in _rows(cell, rows, prefill, decode)
+            ]
         return found
 
 
@@ -76,13 +93,22 @@ def _rows(cell: Cell, rows: dict[str, Metric], prefill: Limit, decode: Limit) ->
 
 
 def _limit(name: str, measured: Metric, limit: Limit) -> Metric:
-    """Return a limit, which has no error; its ratio to the baseline's is what the change could gain at most."""
+    """Return a limit, which has no error; its ratio to the baseline's is what the change could gain
+    at most.
+    """
     return _row(name, measured, limit.tokens_per_s, ()).model_copy(update={"pairing": "exact", "failure": ""})
 
 
 def _share(name: str, measured: Metric, limit: Limit, least_s: float) -> Metric:
-    """Return the share of a measured time that was needed at least, with the samples of what was measured."""
-    return _row(name, measured, measured.value * least_s / limit.tokens, [rate * least_s / limit.tokens for rate in measured.samples])
+    """Return the share of a measured time that was needed at least, with the samples of what was
+    measured.
+    """
+    return _row(
+        name,
+        measured,
+        measured.value * least_s / limit.tokens,
+        [rate * least_s / limit.tokens for rate in measured.samples],
+    )
 
 
 def _row(name: str, measured: Metric, value: float, samples: Sequence[float]) -> Metric:
@@ -91,12 +117,15 @@ def _row(name: str, measured: Metric, value: float, samples: Sequence[float]) ->
 
 
 def _roof_text(device: Device) -> str:
-    return f"{device.name} moves {format_value(device.bandwidth, 'bytes/s')}; {rates_text(device.rates)} ({device.source})"
+    return (
+        f"{device.name} moves {format_value(device.bandwidth, 'bytes/s')}; {rates_text(device.rates)} ({device.source})"
+    )
 
 
 def _side_note(cell: Cell, prefill: Limit, decode: Limit) -> str:
     moved = decode.cache_bytes + decode.weight_bytes
     return (
-        f"roofline, {cell}, {cell.new_tokens} new tokens: prefill is bound by {prefill.bound_by}, decode by {decode.bound_by}"
+        f"roofline, {cell}, {cell.new_tokens} new tokens: prefill is bound by {prefill.bound_by}, "
+        f"decode by {decode.bound_by}"
         f" ({format_value(moved, 'bytes')} a step, {decode.cache_bytes / moved:.0%} of them KV cache)"
     )

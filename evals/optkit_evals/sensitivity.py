@@ -1,4 +1,6 @@
-"""Which layers of a quantized artifact cost the most: the divergence that the error of each layer's weights causes by itself."""
+"""Which layers of a quantized artifact cost the most: the divergence that the error of each layer's
+weights causes by itself.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,29 @@ if TYPE_CHECKING:
     from optkit.kernels.stored import QuantizedLayer
 
 LARGEST_CHANGE = 0.02
-"""Of a tensor's largest value: what rounding the other tensors to bfloat16 may change (it is 1/256), and no more."""
+"""Of a tensor's largest value: what rounding the other tensors to bfloat16 may change (it is
+1/256), and no more.
+"""
 
 
 class Sensitivity(WindowedText, Eval):
-    """The divergence that each quantized layer's error causes alone, predicted to second order: the sum, and the layers that cost most.
+    """The divergence that each quantized layer's error causes alone, predicted to second order: the
+    sum, and the layers that cost most.
 
-    The errors are those of the artifact's own weights; what they do is predicted from gradients of the unmodified model's predictions
-    (see `optkit.algorithms.sensitivity`), so the artifact is not run. Where the sum is far from the measured divergence, the errors are
-    too large for the prediction, or something else than the rounding of weights is at work (rounded activations, the KV cache).
-    An adapter beside the weights is refused: that of one layer makes up for what others do, and so the sum says nothing about it.
+    The errors are those of the artifact's own weights; what they do is predicted from gradients of
+    the unmodified model's predictions (see `optkit.algorithms.sensitivity`), so the artifact is not
+    run. Where the sum is far from the measured divergence, the errors are too large for the
+    prediction, or something else than the rounding of weights is at work (rounded activations, the
+    KV cache). An adapter beside the weights is refused: that of one layer makes up for what others
+    do, and so the sum says nothing about it.
     """
 
     compares: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = True
     layers_alone: ClassVar[bool] = True
-    metrics: ClassVar[Mapping[str, str]] = dict.fromkeys(("predicted_kl_divergence", "layer_kl_divergence"), "nats/token")
+    metrics: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("predicted_kl_divergence", "layer_kl_divergence"), "nats/token"
+    )
 
     window: SequenceLength = 512
     """Tokens of a window."""
@@ -43,7 +52,9 @@ class Sensitivity(WindowedText, Eval):
     """Layers to list, those that cost most."""
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Predict; raises EvalError without a baseline and as `quantized_alone` and `WindowedText.cut` do."""
+        """Predict; raises EvalError without a baseline and as `quantized_alone` and
+        `WindowedText.cut` do.
+        """
         import torch
 
         from optkit.algorithms.sensitivity import divergences
@@ -58,19 +69,27 @@ class Sensitivity(WindowedText, Eval):
         device = context.baseline.device
         skeleton = Skeleton(before, dtype=torch.float32)
         found: dict[str, float] = {}
-        for name, weight, seen in layer_gradients(skeleton, windows.tokens, layers, device, context.progress, context.seed):
+        for name, weight, seen in layer_gradients(
+            skeleton, windows.tokens, layers, device, context.progress, context.seed
+        ):
             change = stored_weight(layers[name], device) - weight
             found[name] = float(divergences(seen, [change])[0]) / windows.tokens.numel()
         if missing := layers.keys() - found.keys():
-            context.warn(f"sensitivity: {len(missing)} layers outside the decoder blocks are not counted ({min(missing)})")
+            context.warn(
+                f"sensitivity: {len(missing)} layers outside the decoder blocks are not counted ({min(missing)})"
+            )
         protocol = f"{windows.protocol}; second order in the errors of the weights, each layer alone"
-        total = _metric("predicted_kl_divergence", {}, sum(found.values()), f"{protocol}, summed over {len(found)} layers")
+        total = _metric(
+            "predicted_kl_divergence", {}, sum(found.values()), f"{protocol}, summed over {len(found)} layers"
+        )
         worst = sorted(found, key=lambda name: (-found[name], name))[: self.worst]
         return [total, *(_metric("layer_kl_divergence", {"layer": name}, found[name], protocol) for name in worst)]
 
 
 def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, QuantizedLayer]:
-    """Return the quantized layers of a checkpoint that is otherwise as it was before. Raises EvalError where it is not."""
+    """Return the quantized layers of a checkpoint that is otherwise as it was before. Raises
+    EvalError where it is not.
+    """
     from optkit.kernels.formats import quantized_layers
 
     layers = quantized_layers(after)
@@ -94,7 +113,8 @@ def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, Quantize
             raise EvalError(
                 f"{name} differs from the unmodified model's",
                 where=str(after.directory),
-                why="A stage changed more than the layers that are quantized (folded scales, a rotation), so their errors are not known",
+                why="A stage changed more than the layers that are quantized (folded scales, a rotation), "
+                "so their errors are not known",
                 remedy="Take this eval out",
             )
     return layers
@@ -106,7 +126,8 @@ def stored_weight(layer: QuantizedLayer, device: str) -> Tensor:
 
     module, _ = layer.build(None, torch.float32, device)
     if "input_scale" in module._buffers:
-        module._buffers["input_scale"] = None  # a scale for each token rounds the rows of the identity exactly, a calibrated one does not
+        # a scale for each token rounds the rows of the identity exactly, a calibrated one does not
+        module._buffers["input_scale"] = None
     with torch.no_grad():
         columns: Tensor = module(torch.eye(layer.shape[1], device=device))
     return columns.T

@@ -47,7 +47,9 @@ class SentenceText(TextSource):
     """Sentences that are encoded together, those of like lengths; the shorter ones are padded."""
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too few sentences."""
+        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too
+        few sentences.
+        """
         counts = TokenCounts.of(place)
         if self.is_local(place.data):
             self._taken(split_sentences(self.documents(place.data)))
@@ -55,7 +57,9 @@ class SentenceText(TextSource):
         counts.check_ids(text, MOST_CHECKED, place.vocabulary)
 
     def _taken(self, found: list[str]) -> list[str]:
-        """Return those sentences that are measured on, the short ones first; raises EvalError where there are too few."""
+        """Return those sentences that are measured on, the short ones first; raises EvalError where
+        there are too few.
+        """
         if len(found) < self.sentences:
             raise EvalError(
                 f"the text has {len(found):,} different sentences and {self.sentences:,} are asked for",
@@ -63,20 +67,28 @@ class SentenceText(TextSource):
                 why=f"Counted are those of {FEWEST_WORDS} to {MOST_WORDS} words that end in a full stop, ! or ?",
                 remedy="Lower sentences, or take a longer text",
             )
-        return sorted((found[index * len(found) // self.sentences] for index in range(self.sentences)), key=lambda each: (len(each), each))
+        return sorted(
+            (found[index * len(found) // self.sentences] for index in range(self.sentences)),
+            key=lambda each: (len(each), each),
+        )
 
     def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
-        """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has too few."""
+        """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has
+        too few.
+        """
         text = self if self.revision else self.pinned(context.data)
         taken = self._taken(split_sentences(text.documents(context.data)))
         refuse_calibrated(text, taken, context)
-        batches = tuple(session.tokenize(taken[start : start + self.batch]) for start in range(0, len(taken), self.batch))
+        batches = tuple(
+            session.tokenize(taken[start : start + self.batch]) for start in range(0, len(taken), self.batch)
+        )
         ids = hashlib.sha256("\n".join(taken).encode())
         for tokens, _ in batches:
             ids.update(tokens.numpy().tobytes())
         return Sentences(
             batches,
-            f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), {self.sentences} different sentences of"
+            f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), {self.sentences} "
+            "different sentences of"
             f" {FEWEST_WORDS} to {MOST_WORDS} words evenly from all over it, in padded batches of {self.batch},"
             f" sentences and token ids {ids.hexdigest()[:12]}",
         )
@@ -86,5 +98,7 @@ def split_sentences(documents: list[str]) -> list[str]:
     """Return the different sentences of documents, in their order, white space made one space."""
     paragraphs = (paragraph for document in documents for paragraph in PARAGRAPH.split(document))
     sentences = (" ".join(sentence.split()) for paragraph in paragraphs for sentence in END.split(paragraph))
-    fitting = (each for each in sentences if each.endswith((".", "!", "?")) and FEWEST_WORDS <= len(each.split()) <= MOST_WORDS)
+    fitting = (
+        each for each in sentences if each.endswith((".", "!", "?")) and FEWEST_WORDS <= len(each.split()) <= MOST_WORDS
+    )
     return list(dict.fromkeys(fitting))

@@ -1,4 +1,6 @@
-"""Serve requests that arrive at moments of their own: in batches that end together, or with transformers' continuous batching."""
+"""Serve requests that arrive at moments of their own: in batches that end together, or with
+transformers' continuous batching.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Served:
 
 
 def poisson_requests(session: Session, rate: float, count: int, prompt: int, seed: int) -> list[Request]:
-    """Return seeded requests of random tokens that arrive as a Poisson process: independent, `rate` of them in a second on average."""
+    """Return seeded requests of random tokens that arrive as a Poisson process: independent, `rate`
+    of them in a second on average.
+    """
     clock = random.Random(seed)
     moment = 0.0
     found = []
@@ -73,7 +77,9 @@ def poisson_requests(session: Session, rate: float, count: int, prompt: int, see
 
 
 def serve_static(session: Session, requests: Sequence[Request], new_tokens: int, most: int, task: Task) -> list[Served]:
-    """Serve what has arrived, up to `most` requests, in one batch; those that arrive meanwhile wait until all of it has ended."""
+    """Serve what has arrived, up to `most` requests, in one batch; those that arrive meanwhile wait
+    until all of it has ended.
+    """
     import torch
 
     waiting, served = deque(requests), list[Served]()
@@ -91,16 +97,26 @@ def serve_static(session: Session, requests: Sequence[Request], new_tokens: int,
     return served
 
 
-def serve_continuously(session: Any, requests: Sequence[Request], new_tokens: int, most: int, task: Task) -> list[Served]:
-    """Serve with transformers' continuous batching: a request joins those under way at the next step, with a paged KV cache.
+def serve_continuously(
+    session: Any, requests: Sequence[Request], new_tokens: int, most: int, task: Task
+) -> list[Served]:
+    """Serve with transformers' continuous batching: a request joins those under way at the next
+    step, with a paged KV cache.
 
-    Raises EvalError where the session is no torch model as transformers opens it, or the engine stops.
+    Raises EvalError where the session is no torch model as transformers opens it, or the engine
+    stops.
     """
     with _engine(session, requests, new_tokens, most) as manager:
         start = time.perf_counter()
         for index, request in enumerate(requests):
             _sleep_until(start + request.arrival_s)
-            manager.add_request(request.tokens[0].tolist(), str(index), max_new_tokens=new_tokens, record_timestamps=True, eos_token_id=-1)
+            manager.add_request(
+                request.tokens[0].tolist(),
+                str(index),
+                max_new_tokens=new_tokens,
+                record_timestamps=True,
+                eos_token_id=-1,
+            )
         outputs: dict[int, Any] = {}
         while len(outputs) < len(requests):
             output = manager.get_result(timeout=WAIT_S)
@@ -112,14 +128,20 @@ def serve_continuously(session: Any, requests: Sequence[Request], new_tokens: in
                 outputs[int(output.request_id)] = output
                 task.advance()
     return [
-        Served(request.arrival_s, tuple(moment - start for moment in outputs[index].timestamps), tuple(outputs[index].generated_tokens))
+        Served(
+            request.arrival_s,
+            tuple(moment - start for moment in outputs[index].timestamps),
+            tuple(outputs[index].generated_tokens),
+        )
         for index, request in enumerate(requests)
     ]
 
 
 @contextmanager
 def _engine(session: Any, requests: Sequence[Request], new_tokens: int, most: int) -> Iterator[Any]:
-    """Run transformers' engine on the session's model, with the attention that the model has, in its paged form."""
+    """Run transformers' engine on the session's model, with the attention that the model has, in
+    its paged form.
+    """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     refuse_other_engines(session)
@@ -150,7 +172,9 @@ def _engine(session: Any, requests: Sequence[Request], new_tokens: int, most: in
 
 
 def refuse_other_engines(session: Any) -> None:
-    """Raise EvalError for a session whose settings transformers' engine would leave out without a word."""
+    """Raise EvalError for a session whose settings transformers' engine would leave out without a
+    word.
+    """
     from optkit.model.carried_state import keeps_keys_and_values
 
     why = ""
@@ -171,7 +195,9 @@ def refuse_other_engines(session: Any) -> None:
     elif (asked := asked_of_attention(session.model.config.to_dict())) and asked not in PAGED:
         why = f"The paged attention of transformers leaves out {PHRASES[asked]}"
     if why:
-        raise EvalError("continuous batching does not apply to this session", where="load", why=why, remedy="Set batching: static")
+        raise EvalError(
+            "continuous batching does not apply to this session", where="load", why=why, remedy="Set batching: static"
+        )
 
 
 def _check_running(manager: Any) -> None:

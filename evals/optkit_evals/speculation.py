@@ -1,4 +1,6 @@
-"""What speculative decoding does on a text: how many proposed tokens are kept, how fast it is, and that the output is the model's own."""
+"""What speculative decoding does on a text: how many proposed tokens are kept, how fast it is, and
+that the output is the model's own.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ UNITS = {
 
 
 class Speculation(WindowedText, TimedEval):
-    """Decode speed on text, tokens for each forward pass, the share of proposed tokens kept, and agreement with plain greedy decoding.
+    """Decode speed on text, tokens for each forward pass, the share of proposed tokens kept, and
+    agreement with plain greedy decoding.
 
-    What is kept depends on the text: random prompts, as `throughput` has them, say nothing about speculative decoding.
+    What is kept depends on the text: random prompts, as `throughput` has them, say nothing about
+    speculative decoding.
     """
 
     version: ClassVar[int] = 2
@@ -38,7 +42,9 @@ class Speculation(WindowedText, TimedEval):
     window: SequenceLength = 128
     """Tokens of a prompt."""
     windows: Several | None = 8
-    """Prompts, from the start of the text; as many as there are when null. Each is answered in one of the turns."""
+    """Prompts, from the start of the text; as many as there are when null. Each is answered in one
+    of the turns.
+    """
     new_tokens: SequenceLength = 64
     """Tokens generated after each prompt."""
 
@@ -55,10 +61,13 @@ class Speculation(WindowedText, TimedEval):
         return model.forward(1, self.window) + 2 * model.logits(1) + model.cache(1, self.longest_sequence())
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; a model that decodes token by token has no acceptance. Raises EvalError as `WindowedText.cut` does."""
+        """Measure; a model that decodes token by token has no acceptance. Raises EvalError as
+        `WindowedText.cut` does.
+        """
         if self.longest_sequence() > session.positions:
             raise EvalError(
-                f"a prompt of {self.window} and {self.new_tokens} new tokens are more than the model's {session.positions} positions",
+                f"a prompt of {self.window} and {self.new_tokens} new tokens are more than the model's "
+                f"{session.positions} positions",
                 where=self.where,
                 remedy="Lower window or new_tokens",
             )
@@ -86,7 +95,9 @@ class Speculation(WindowedText, TimedEval):
         return [_metric(name, samples, trials.get(name, ()), protocol) for name, samples in found.items() if samples]
 
     def _agreement(self, session: Any, prompt: Tensor, index: int, context: EvalContext) -> float:
-        """Return 1 where the tokens are those of decoding one by one, else 0, with a word on how near the model's choice was there."""
+        """Return 1 where the tokens are those of decoding one by one, else 0, with a word on how
+        near the model's choice was there.
+        """
         proposed = session.generate(prompt, self.new_tokens)
         with session.token_by_token():
             plain = session.generate(prompt, self.new_tokens)
@@ -95,7 +106,8 @@ class Speculation(WindowedText, TimedEval):
         first = int((proposed != plain)[0].nonzero()[0])
         best, second = session.logits(plain[:, :first])[0, -1].topk(2).values.tolist()
         context.warn(
-            f"speculation, prompt {index + 1}: differs from token {first - prompt.shape[1] + 1} on, where the model's two best logits are"
+            f"speculation, prompt {index + 1}: differs from token {first - prompt.shape[1] + 1} on, where "
+            "the model's two best logits are"
             f" {best - second:.2g} apart; several tokens at once are rounded in another order than one"
         )
         return 0.0
@@ -103,7 +115,8 @@ class Speculation(WindowedText, TimedEval):
     def _protocol(self, text: str, session: Session) -> str:
         device = describe_environment(session.device)
         return (
-            f"{text}, each window a prompt; {self.new_tokens} greedy tokens after each, one prompt at a time, one answer before them to"
+            f"{text}, each window a prompt; {self.new_tokens} greedy tokens after each, one prompt at a "
+            "time, one answer before them to"
             f" warm up; each prompt in one turn; {self.turns_text()}; decoding is timed as in throughput;"
             f" {device['device_name']}, torch {device['torch']}"
         )

@@ -24,5 +24,7 @@ def bits_per_weight(layers: Sequence[StoredLayer]) -> float:
 
 
 def deployed_bytes(root: Path, weights: Iterable[Path]) -> int:
-    """Return the bytes of what deploys of a model directory: its weights and the files beside them, without optkit's own."""
+    """Return the bytes of what deploys of a model directory: its weights and the files beside them,
+    without optkit's own.
+    """
     return sum(path.stat().st_size for path in {*companions(root).values(), *weights})

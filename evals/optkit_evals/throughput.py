@@ -1,4 +1,6 @@
-"""How fast a model answers: prefill and decode apart, latencies, peak memory, energy and the bandwidth that decoding reaches."""
+"""How fast a model answers: prefill and decode apart, latencies, peak memory, energy and the
+bandwidth that decoding reaches.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSessi
 from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
 from optkit_evals.configurations import measure_each
-from optkit_evals.timing import MOST_REPEATS, SETTLED, Timing, WarmUp, answer, random_tokens, uninterrupted, wants_more, warm_up
+from optkit_evals.timing import (
+    MOST_REPEATS,
+    SETTLED,
+    Timing,
+    WarmUp,
+    answer,
+    random_tokens,
+    uninterrupted,
+    wants_more,
+    warm_up,
+)
 
 CALM = 0.05
 """Share of the cores that other processes may use during a repeat that counts."""
@@ -63,7 +75,9 @@ class Repeats:
 
 
 class Throughput(TimedEval):
-    """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory, energy, achieved bandwidth."""
+    """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory,
+    energy, achieved bandwidth.
+    """
 
     version: ClassVar[int] = 6
     metrics: ClassVar[Mapping[str, str]] = {
@@ -86,17 +100,25 @@ class Throughput(TimedEval):
     new_tokens: SequenceLength | AtLeastOne[SequenceLength] = 64
     """Tokens generated after the prompt; with several, each is measured with each batch and prompt."""
     repeats: Several = 8
-    """Measured runs of all turns together, at least; more follow in a turn, up to four times as many, until its means are certain."""
+    """Measured runs of all turns together, at least; more follow in a turn, up to four times as
+    many, until its means are certain.
+    """
     interval: Share = 0.02
-    """How large the standard errors of a turn's prefill and decode may be, as a fraction of their means, before its repeats stop. The
-    repeats alone then make the mean of four turns uncertain by about as much."""
+    """How large the standard errors of a turn's prefill and decode may be, as a fraction of their
+    means, before its repeats stop. The repeats alone then make the mean of four turns uncertain by
+    about as much."""
     limit_s: Duration = 60.0
-    """Seconds of one configuration, all turns of a model together, after which no further warm-up runs and repeats begin."""
+    """Seconds of one configuration, all turns of a model together, after which no further warm-up
+    runs and repeats begin.
+    """
     warmup: Count = 2
-    """Runs before these in each turn, at least; more follow until the mean of the last two moves by less than 3%."""
+    """Runs before these in each turn, at least; more follow until the mean of the last two moves by
+    less than 3%.
+    """
     engine: Literal["optkit", "vllm"] = "optkit"
-    """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names, started anew in each turn; settings do not
-    apply there, and `repeats` are as many as asked for. Its rows have the label `engine`."""
+    """`vllm`: the same artifact under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names, started
+    anew in each turn; settings do not apply there, and `repeats` are as many as asked for. Its rows
+    have the label `engine`."""
 
     def cells(self) -> list[Cell]:
         """Return every configuration, in the order of the rows."""
@@ -134,21 +156,28 @@ class Throughput(TimedEval):
         return max(cell.prompt + cell.new_tokens for cell in self.cells())
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what the largest configuration needs: a prompt, the logits of its last tokens, keys and values."""
+        """Return what the largest configuration needs: a prompt, the logits of its last tokens,
+        keys and values.
+        """
         return max(
-            model.forward(cell.batch, cell.prompt) + 2 * model.logits(cell.batch) + model.cache(cell.batch, cell.prompt + cell.new_tokens)
+            model.forward(cell.batch, cell.prompt)
+            + 2 * model.logits(cell.batch)
+            + model.cache(cell.batch, cell.prompt + cell.new_tokens)
             for cell in self.cells()
         )
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure. A configuration that does not fit into memory is marked and the next one measured.
+        """Measure. A configuration that does not fit into memory is marked and the next one
+        measured.
 
-        Raises EvalError where the model has too few positions, ResourceError where memory runs out in every configuration.
+        Raises EvalError where the model has too few positions, ResourceError where memory runs out
+        in every configuration.
         """
         if self.longest_sequence() > session.positions:
             longest = max(self.cells(), key=lambda cell: cell.prompt + cell.new_tokens)
             raise EvalError(
-                f"a prompt of {longest.prompt} and {longest.new_tokens} new tokens are {self.longest_sequence()}, and the model has"
+                f"a prompt of {longest.prompt} and {longest.new_tokens} new tokens are {self.longest_sequence()}, "
+                "and the model has"
                 f" {session.positions} positions",
                 where="throughput",
                 remedy="Shorten prompts or new_tokens",
@@ -160,7 +189,9 @@ class Throughput(TimedEval):
         if self.engine == "vllm":
             return self._run_vllm(session, context, protocol)
         cells = self.cells()
-        with context.progress.task(f"throughput{context.turn.label}", len(cells) * context.turn.share(self.repeats), "runs") as task:
+        with context.progress.task(
+            f"throughput{context.turn.label}", len(cells) * context.turn.share(self.repeats), "runs"
+        ) as task:
 
             def measure(cell: Cell) -> list[Metric]:
                 return self._metrics(session, cell, self._repeat(session, cell, context, watch, task), protocol)
@@ -189,10 +220,16 @@ class Throughput(TimedEval):
             task.advance()
         unknown = Peak(unknown="vLLM takes a share of the memory that is fixed beforehand")
         measured = [Repeats(each.timings, unknown, each.warm_up, None) for each in answers]
-        return [row for cell, repeats in zip(cells, measured, strict=True) for row in self._metrics(session, cell, repeats, protocol)]
+        return [
+            row
+            for cell, repeats in zip(cells, measured, strict=True)
+            for row in self._metrics(session, cell, repeats, protocol)
+        ]
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns as those of one measurement, and warn where the turns lie far apart."""
+        """Return the metrics of all turns as those of one measurement, and warn where the turns lie
+        far apart.
+        """
         context.notes[:] = _together(context.notes)
         found = super().pool(turns, context)
         for cell in self.cells():
@@ -230,28 +267,39 @@ class Throughput(TimedEval):
             context.warn(f"throughput, {cell}: {warning}")
         if peak.each:
             shares = ", ".join(size_text(size) for size in peak.each)
-            context.notes.append(f"throughput, {cell}: the peak of memory was {shares} in the processes that hold the model")
+            context.notes.append(
+                f"throughput, {cell}: the peak of memory was {shares} in the processes that hold the model"
+            )
         if len(calm) < repeats:
             context.warn(
-                f"throughput, {cell}: other processes used more than {CALM:.0%} of the cores during {len(timings) - len(calm)} of"
+                f"throughput, {cell}: other processes used more than {CALM:.0%} of the cores during "
+                f"{len(timings) - len(calm)} of"
                 f" {len(timings)} repeats; run again with --retime on a quiet machine"
             )
             calm = timings
         elif len(calm) < len(timings):
             left_out = (
-                f"{len(timings) - len(calm)} repeats are left out, during which other processes used more than {CALM:.0%} of the cores"
+                f"{len(timings) - len(calm)} repeats are left out, during which other processes used more "
+                f"than {CALM:.0%} of the cores"
             )
             context.notes.append(f"throughput, {cell}: {left_out}")
-        attention = f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
+        attention = (
+            f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
+        )
         context.notes.append(
-            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs, {len(calm)} repeats{attention}"
+            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs, "
+            f"{len(calm)} repeats{attention}"
         )
         used_j = after_j - before_j if after_j is not None and before_j is not None else None
         return Repeats(tuple(calm), peak, settling, used_j)
 
     def _more(self, timings: Sequence[Timing], calm: Sequence[Timing], repeats: int, limit_s: float) -> bool:
-        """Say whether another repeat is due, of those that others left alone; not beyond the limits of all together."""
-        if len(timings) >= MOST_REPEATS * repeats or (len(timings) >= repeats and sum(each.total_s for each in timings) >= limit_s):
+        """Say whether another repeat is due, of those that others left alone; not beyond the limits
+        of all together.
+        """
+        if len(timings) >= MOST_REPEATS * repeats or (
+            len(timings) >= repeats and sum(each.total_s for each in timings) >= limit_s
+        ):
             return False
         return wants_more(calm, repeats, self.interval, limit_s)
 
@@ -278,7 +326,9 @@ class Throughput(TimedEval):
         return found + [_metric(name, cell, value, protocol) for name, value in counts.items() if value is not None]
 
     def _protocol(self, session: Session, seed: int) -> str:
-        """Say how it was measured, in the same words for both models and all engines of torch or ONNX Runtime."""
+        """Say how it was measured, in the same words for both models and all engines of torch or
+        ONNX Runtime.
+        """
         environment = describe_environment(session.device)
         gpu = session.device != "cpu"
         threads = f", {environment['cpu_threads']} threads" if not gpu and "cpu_threads" in environment else ""
@@ -289,9 +339,11 @@ class Throughput(TimedEval):
         energy = "; energy is the GPU's own count over the repeats, prefill included, for each new token" if gpu else ""
         return (
             f"random token ids (seed {seed}), greedy, no early stop; {self.turns_text()};"
-            f" in each {self.warmup} warm-up runs and more until the mean of the last two moves by less than {SETTLED:.0%}, then the mean"
+            f" in each {self.warmup} warm-up runs and more until the mean of the last two moves by less "
+            f"than {SETTLED:.0%}, then the mean"
             f" of {math.ceil(self.repeats / self.turns())} repeats (of their percentiles, for latencies), and of up to"
-            f" {MOST_REPEATS} times as many until the standard errors of prefill and decode are within {self.interval:.0%};"
+            f" {MOST_REPEATS} times as many until the standard errors of prefill and decode are "
+            f"within {self.interval:.0%};"
             f" on CPUs no repeat during which others used more than {CALM:.0%} of the cores, where enough are left;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"
@@ -300,10 +352,14 @@ class Throughput(TimedEval):
         )
 
     def _vllm_protocol(self, seed: int, device: str) -> str:
-        versions = ", ".join(f"{name} {version}" for name, version in self.circumstances("").items() if name != "python")
+        versions = ", ".join(
+            f"{name} {version}" for name, version in self.circumstances("").items() if name != "python"
+        )
         return (
-            f"vLLM{f' ({versions})' if versions else ''}; random token ids (seed {seed}), greedy, no early stop, prefix caching off (and on"
-            f" CPUs its compiler); {self.turns_text()}; in each {self.warmup} warm-up runs and more until the mean of the last two moves by"
+            f"vLLM{f' ({versions})' if versions else ''}; random token ids (seed {seed}), greedy, no early "
+            "stop, prefix caching off (and on"
+            f" CPUs its compiler); {self.turns_text()}; in each {self.warmup} warm-up runs and more until "
+            "the mean of the last two moves by"
             f" less than {SETTLED:.0%}, then the mean of {math.ceil(self.repeats / self.turns())} repeats;"
             f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
         )

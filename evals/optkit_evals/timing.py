@@ -1,4 +1,6 @@
-"""Time one model's answers, token by token: warm-up until it has settled, then repeats until the interval is narrow."""
+"""Time one model's answers, token by token: warm-up until it has settled, then repeats until the
+interval is narrow.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from torch.cuda import Event
 
 SETTLED = 0.03
-"""The mean of the last two runs moves by less than this fraction with another run: compilation, caches and clocks have settled."""
+"""The mean of the last two runs moves by less than this fraction with another run: compilation,
+caches and clocks have settled.
+"""
 MOST_FURTHER_RUNS = 10
 """Warm-up runs beyond those asked for, after which it is given up."""
 MOST_REPEATS = 4
@@ -59,8 +63,9 @@ class WarmUp:
 def answer(session: Session, tokens: Tensor, new_tokens: int) -> Timing:
     """Let the session answer once, int64 [batch, prompt], and return when its tokens came.
 
-    Torch on a GPU is timed by CUDA events behind each token, so that no token waits until Python has seen the one before; everything
-    else by the wall clock, when the device has finished a token.
+    Torch on a GPU is timed by CUDA events behind each token, so that no token waits until Python
+    has seen the one before; everything else by the wall clock, when the device has finished a
+    token.
     """
     if session.device != "cpu" and isinstance(session, QueueingSession):
         return _answer_by_events(session, tokens, new_tokens)
@@ -91,7 +96,9 @@ def _event(device: str) -> Event:
 
 
 def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_s: float, task: Task) -> WarmUp:
-    """Let the session answer at least `runs` times and until the running mean stands still; not longer than `limit_s` beyond those."""
+    """Let the session answer at least `runs` times and until the running mean stands still; not
+    longer than `limit_s` beyond those.
+    """
     times: list[float] = []
     least = max(runs, 2)
     while len(times) < runs + MOST_FURTHER_RUNS and (len(times) < least or sum(times[runs:]) < limit_s):
@@ -103,10 +110,12 @@ def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_
 
 
 def wants_more(timings: Sequence[Timing], repeats: int, error: float, limit_s: float) -> bool:
-    """Say whether another repeat is due: fewer than `repeats`, or the standard error of a mean is more than the fraction `error` of it.
+    """Say whether another repeat is due: fewer than `repeats`, or the standard error of a mean is
+    more than the fraction `error` of it.
 
-    Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats excepted. How many there are depends on how
-    they differ within a turn alone, so that the interval, which stands on the turns' means, stays honest.
+    Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats
+    excepted. How many there are depends on how they differ within a turn alone, so that the
+    interval, which stands on the turns' means, stays honest.
     """
     if len(timings) < repeats:
         return True

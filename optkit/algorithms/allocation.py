@@ -1,7 +1,9 @@
-"""Choose one option for each item so that the costs are least and the sizes fit a budget: the multiple-choice knapsack, solved exactly.
+"""Choose one option for each item so that the costs are least and the sizes fit a budget: the
+multiple-choice knapsack, solved exactly.
 
-The Lagrangian relaxation gives a lower bound (Sinha and Zoltners 1979); a dynamic program over partial choices, with those that are
-dominated or cannot beat the best known answer left out (Dyer, Riha and Walker 1995), gives the optimum. No unit of size is needed.
+The Lagrangian relaxation gives a lower bound (Sinha and Zoltners 1979); a dynamic program over
+partial choices, with those that are dominated or cannot beat the best known answer left out (Dyer,
+Riha and Walker 1995), gives the optimum. No unit of size is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class _Partial:
-    """Choices of the first items that may still lead to the optimum, by size; each knows which one it continues."""
+    """Choices of the first items that may still lead to the optimum, by size; each knows which one
+    it continues.
+    """
 
     sizes: Sizes
     costs: Costs
@@ -31,9 +35,11 @@ class _Partial:
 
 
 def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> list[int]:
-    """Return the index of the option of each item: the least sum of costs whose sum of sizes is at most `budget`.
+    """Return the index of the option of each item: the least sum of costs whose sum of sizes is at
+    most `budget`.
 
-    costs, sizes: one row per item, one entry per option. Raises ValueError where even the smallest options do not fit.
+    costs, sizes: one row per item, one entry per option. Raises ValueError where even the smallest
+    options do not fit.
     """
     all_costs: list[Costs] = [np.asarray(row, dtype=np.float64) for row in costs]
     all_sizes: list[Sizes] = [np.asarray(row, dtype=np.int64) for row in sizes]
@@ -74,7 +80,9 @@ def _priced(costs: Sequence[Costs], sizes: Sequence[Sizes], budget: int) -> tupl
     return high, options
 
 
-def _search(costs: Sequence[Costs], sizes: Sequence[Sizes], budget: int, price: float, known: float) -> list[int] | None:
+def _search(
+    costs: Sequence[Costs], sizes: Sequence[Sizes], budget: int, price: float, known: float
+) -> list[int] | None:
     """Return the optimal options, None where nothing is better than the cost that is `known`."""
     priced = [cost + price * size for cost, size in zip(costs, sizes, strict=True)]
     rest_bound = _sums_from_the_end([float(row.min()) for row in priced])
@@ -86,7 +94,9 @@ def _search(costs: Sequence[Costs], sizes: Sequence[Sizes], budget: int, price: 
         made_sizes = (before.sizes[:, None] + size).ravel()
         made_costs = (before.costs[:, None] + cost).ravel()
         least = made_costs + price * (made_sizes - budget) + rest_bound[index + 1]
-        hopeful = np.flatnonzero((made_sizes + rest_size[index + 1] <= budget) & (least <= known + TOLERANCE * abs(known)))
+        hopeful = np.flatnonzero(
+            (made_sizes + rest_size[index + 1] <= budget) & (least <= known + TOLERANCE * abs(known))
+        )
         order = hopeful[np.lexsort((made_costs[hopeful], made_sizes[hopeful]))]
         ahead = np.minimum.accumulate(np.concatenate(([np.inf], made_costs[order])))[:-1]
         kept = order[made_costs[order] < ahead]

@@ -1,10 +1,12 @@
-"""AWQ: scales of the input channels of linear layers under which rounding costs their outputs the least.
+"""AWQ: scales of the input channels of linear layers under which rounding costs their outputs the
+least.
 
-Lin et al. 2024, arXiv:2306.00978: weights that meet large activations are multiplied by s before they are rounded and their inputs are
-divided by it, so that their errors shrink. What differs: the error of the outputs is tr(E H E^T) with the Hessian H, gathered once, so
-that a candidate costs a matrix product on some rows and not a pass over text; candidates are rounded as the weights will be, with
-scales that are searched, by GPTQ too; and after the powers of the activations a descent on a convex bound of the error gives each channel
-a scale of its own.
+Lin et al. 2024, arXiv:2306.00978: weights that meet large activations are multiplied by s before
+they are rounded and their inputs are divided by it, so that their errors shrink. What differs: the
+error of the outputs is tr(E H E^T) with the Hessian H, gathered once, so that a candidate costs a
+matrix product on some rows and not a pass over text; candidates are rounded as the weights will be,
+with scales that are searched, by GPTQ too; and after the powers of the activations a descent on a
+convex bound of the error gives each channel a scale of its own.
 """
 
 from __future__ import annotations
@@ -60,15 +62,22 @@ class InputScales:
     """The same without them."""
 
 
-def search_input_scales(readers: Sequence[Reader], rows: Tensor | None, grid_points: int, rounding: Rounding = "nearest") -> InputScales:
-    """Return the scales, one for all readers, with the least error of their outputs among those tried.
+def search_input_scales(
+    readers: Sequence[Reader], rows: Tensor | None, grid_points: int, rounding: Rounding = "nearest"
+) -> InputScales:
+    """Return the scales, one for all readers, with the least error of their outputs among those
+    tried.
 
-    rows: int64 [in], channels with the same number share their scale; None where each has its own. Tried are `grid_points` powers, from 0
-    to below 1, of the root mean square of each channel, what a descent from the best of them comes to, and the point between;
-    their weights are rounded to nearest or by GPTQ. Raises ValueError where GPTQ cannot.
+    rows: int64 [in], channels with the same number share their scale; None where each has its own.
+    Tried are `grid_points` powers, from 0
+    to below 1, of the root mean square of each channel, what a descent from the best of them comes
+    to, and the point between; their weights are rounded to nearest or by GPTQ. Raises ValueError
+    where GPTQ cannot.
     """
     inputs = readers[0].weight.shape[1]
-    sharing = torch.arange(inputs, device=readers[0].weight.device) if rows is None else rows.to(readers[0].weight.device)
+    sharing = (
+        torch.arange(inputs, device=readers[0].weight.device) if rows is None else rows.to(readers[0].weight.device)
+    )
     sharing = sharing.unique(return_inverse=True)[1]
     count = max(FEWEST_ROWS, ROWS // len(readers))
     samples = [Reader(_spread(reader.weight, count), reader.hessian, reader.grid) for reader in readers]
@@ -134,7 +143,9 @@ class _Costed:
 
 
 def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
-    """Return the Hessian's diagonal as costs; for GPTQ what is left of it once the inputs after each one have made up for the error."""
+    """Return the Hessian's diagonal as costs; for GPTQ what is left of it once the inputs after
+    each one have made up for the error.
+    """
     diagonal = reader.hessian.diagonal()
     if rounding == "gptq":
         last_first = diagonal.argsort(stable=True)
@@ -142,12 +153,17 @@ def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
         damped.diagonal().add_(DAMPING * diagonal.mean())
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            return _Costed(reader.weight, torch.empty_like(diagonal).scatter_(0, last_first, factor.diagonal().square()), reader.grid)
+            return _Costed(
+                reader.weight,
+                torch.empty_like(diagonal).scatter_(0, last_first, factor.diagonal().square()),
+                reader.grid,
+            )
     return _Costed(reader.weight, diagonal, reader.grid)
 
 
 def _descend(readers: Sequence[_Costed], start: Tensor, sharing: Tensor) -> Tensor:
-    """Return log s, float [in], with a low bound of the error: span^2 sum_i(cost_i / s_i^2), summed over groups and rows.
+    """Return log s, float [in], with a low bound of the error: span^2 sum_i(cost_i / s_i^2), summed
+    over groups and rows.
 
     The span of a group is that of its weights times s, so the bound's logarithm is convex in log s.
     """

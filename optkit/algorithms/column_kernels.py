@@ -1,7 +1,9 @@
-"""The inner loops of GPTQ and of coordinate descent as Triton kernels: all inputs of a block in one launch.
+"""The inner loops of GPTQ and of coordinate descent as Triton kernels: all inputs of a block in one
+launch.
 
-Outputs do not depend on each other, so each program takes a few of them and walks over the inputs of the block one after another; the same
-loops in torch launch about ten small kernels for each input. Tensors are [in, out], contiguous, float32.
+Outputs do not depend on each other, so each program takes a few of them and walks over the inputs
+of the block one after another; the same loops in torch launch about ten small kernels for each
+input. Tensors are [in, out], contiguous, float32.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def usable(tensor: Tensor) -> bool:
 def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Return codes and errors, float [inputs, out], of one block of GPTQ.
 
-    values, scales, zeros: float [inputs, out]; factor: the block's part of the inverse Hessian's upper Cholesky factor [inputs, inputs].
+    values, scales, zeros: float [inputs, out]; factor: the block's part of the inverse Hessian's
+    upper Cholesky factor [inputs, inputs].
     """
     from optkit.algorithms.triton_columns import round_kernel
 
@@ -33,9 +36,11 @@ def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, t
 
 
 def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the new codes and how far each weight moved, float [inputs, out], of one block of coordinate descent.
+    """Return the new codes and how far each weight moved, float [inputs, out], of one block of
+    coordinate descent.
 
-    gradient, codes, scales: float [inputs, out]; hessian: the block's part of it, float [inputs, inputs].
+    gradient, codes, scales: float [inputs, out]; hessian: the block's part of it, float [inputs,
+    inputs].
     """
     from optkit.algorithms.triton_columns import descend_kernel
 

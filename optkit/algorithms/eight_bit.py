@@ -1,8 +1,11 @@
-"""Numbers of 8 bits with scales, E4M3 floats or integers: a value is `code * scale`, and a tile of values shares its scale.
+"""Numbers of 8 bits with scales, E4M3 floats or integers: a value is `code * scale`, and a tile of
+values shares its scale.
 
-compressed-tensors 0.19 keeps weights so in the formats float-quantized and int-quantized; `weight_scale` is
+compressed-tensors 0.19 keeps weights so in the formats float-quantized and int-quantized;
+`weight_scale` is
     float [1] for a whole weight (strategy tensor), [out, 1] (channel) or [ceil(out / 128), ceil(in / 128)] (block).
-Activations are rounded the same way, with one scale for all of them, for each token, or for 128 inputs of a token (vLLM, DeepSeek-V3).
+Activations are rounded the same way, with one scale for all of them, for each token, or for 128
+inputs of a token (vLLM, DeepSeek-V3).
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class NumberFormat:
 FLOAT8 = NumberFormat(torch.float8_e4m3fn, -448.0, 448.0, 448.0)
 """E4M3 of the Open Compute Project's 8-bit floats: no infinities, 448 is the largest."""
 INT8 = NumberFormat(torch.int8, -128.0, 127.0, 127.5)
-"""Signed integers; as in compressed-tensors the scale is 2 max|x| / 255, so the largest value may be cut by half a step."""
+"""Signed integers; as in compressed-tensors the scale is 2 max|x| / 255, so the largest value may
+be cut by half a step.
+"""
 
 
 def tile_of(granularity: Granularity, shape: tuple[int, int]) -> tuple[int, int]:
@@ -57,20 +62,28 @@ def tile_of(granularity: Granularity, shape: tuple[int, int]) -> tuple[int, int]
 
 
 def amax_scales(values: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype) -> Tensor:
-    """Return the scales that reach every value, float [tiles of rows, tiles of columns], rounded to `scale_dtype`; 1 for a tile of zeros.
+    """Return the scales that reach every value, float [tiles of rows, tiles of columns], rounded to
+    `scale_dtype`; 1 for a tile of zeros.
 
     values: float [rows, columns].
     """
     largest = _tiled(values, tile).abs().amax((1, 3))
-    return _stored(largest / largest.new_tensor(numbers.reach), scale_dtype)  # CUDA multiplies by the reciprocal of a Python number
+    # CUDA multiplies by the reciprocal of a Python number
+    return _stored(largest / largest.new_tensor(numbers.reach), scale_dtype)
 
 
 def search_scales(
-    values: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype, importance: Tensor | None = None
+    values: Tensor,
+    tile: tuple[int, int],
+    numbers: NumberFormat,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
 ) -> Tensor:
-    """Return the scales, float [tiles of rows, tiles of columns], with the least squared rounding error among fractions of `amax_scales`.
+    """Return the scales, float [tiles of rows, tiles of columns], with the least squared rounding
+    error among fractions of `amax_scales`.
 
-    values: float [rows, columns]; importance: float [columns], what an error in each column counts, all 1 where None.
+    values: float [rows, columns]; importance: float [columns], what an error in each column counts,
+    all 1 where None.
     """
     rows = tile[0] * max(1, CHUNK[values.device.type] // (values.shape[1] * tile[0]))
     with one_thread():
@@ -89,17 +102,23 @@ def dequantize(codes: Tensor, scales: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def round_inputs(rows: Tensor, numbers: NumberFormat, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """Round activations, float32 [tokens, in], with a scale for each token or for each `group` inputs of it.
+    """Round activations, float32 [tokens, in], with a scale for each token or for each `group`
+    inputs of it.
 
-    Returns codes [tokens, in] in the format's dtype and scales, float32 [tokens, 1] or [tokens, in / group].
+    Returns codes [tokens, in] in the format's dtype and scales, float32 [tokens, 1] or [tokens, in
+    / group].
     """
     grouped = rows.unflatten(-1, (-1, group or rows.shape[-1]))  # [tokens, groups, group]
     scales = grouped.abs().amax(-1, keepdim=True).div_(numbers.reach).clamp_(min=TINY)
     return numbers.round(grouped / scales).flatten(1), scales.squeeze(-1)
 
 
-def rounded_inputs(inputs: Tensor, numbers: NumberFormat, group: int | None = None, scale: Tensor | None = None) -> Tensor:
-    """Return activations, float [..., in], as they are once rounded: with the given scale, float [1], else as `round_inputs` does."""
+def rounded_inputs(
+    inputs: Tensor, numbers: NumberFormat, group: int | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Return activations, float [..., in], as they are once rounded: with the given scale, float
+    [1], else as `round_inputs` does.
+    """
     rows = inputs.flatten(0, -2).float()
     if scale is not None:
         step = scale.to(rows)
@@ -109,14 +128,18 @@ def rounded_inputs(inputs: Tensor, numbers: NumberFormat, group: int | None = No
 
 
 def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return E4M3 codes in another float dtype, exactly, but NaN as 480. CPUs do it through the bits of float16, 10 times faster."""
+    """Return E4M3 codes in another float dtype, exactly, but NaN as 480. CPUs do it through the
+    bits of float16, 10 times faster.
+    """
     if codes.device.type != "cpu":
         return codes.to(dtype)
     halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
     return halves.to(dtype).mul_(256)  # the exponent of float16 is biased by 15, that of E4M3 by 7
 
 
-def _search(part: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype, importance: Tensor | None) -> Tensor:
+def _search(
+    part: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype, importance: Tensor | None
+) -> Tensor:
     tiled = _tiled(part, tile)
     weights = None if importance is None else _tiled(importance[None], (1, tile[1]))
     best = widest = amax_scales(part, tile, numbers, scale_dtype)
@@ -137,7 +160,9 @@ def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tiled(values: Tensor, tile: tuple[int, int]) -> Tensor:
-    """View [rows, columns] as [tiles of rows, rows of a tile, tiles of columns, columns of a tile], filled up with zeros."""
+    """View [rows, columns] as [tiles of rows, rows of a tile, tiles of columns, columns of a tile],
+    filled up with zeros.
+    """
     rows, columns = tile
     missing = (0, -values.shape[1] % columns, 0, -values.shape[0] % rows)
     filled = torch.nn.functional.pad(values, missing) if any(missing) else values

@@ -1,4 +1,6 @@
-"""GPTQ for weights of 8 bits: round one input at a time, and let the inputs that are left make up for each error (arXiv:2210.17323)."""
+"""GPTQ for weights of 8 bits: round one input at a time, and let the inputs that are left make up
+for each error (arXiv:2210.17323).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ DAMPING = 0.01
 """Added to the Hessian's diagonal, as a fraction of its mean."""
 
 
-def compensated_codes(weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat) -> Tensor:
-    """Return codes [out, in] in the format's dtype, for a weight float32 [out, in] and the Hessian of its inputs, float32 [in, in].
+def compensated_codes(
+    weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat
+) -> Tensor:
+    """Return codes [out, in] in the format's dtype, for a weight float32 [out, in] and the Hessian
+    of its inputs, float32 [in, in].
 
-    scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are rounded first. The zeros of a pruned weight
+    scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are
+    rounded first. The zeros of a pruned weight
     stay. Raises ValueError where no damping makes the Hessian positive definite.
     """
     options = GptqOptions(damping=DAMPING)
@@ -39,9 +45,11 @@ def compensated_codes(weight: Tensor, hessian: Tensor, scales: Tensor, tile: tup
 
 
 def left_variances(hessian: Tensor) -> Tensor:
-    """Return the part of each input's mean square that the inputs rounded after it cannot make up for, float32 [in].
+    """Return the part of each input's mean square that the inputs rounded after it cannot make up
+    for, float32 [in].
 
-    hessian: float32 [in, in]. Raises ValueError where no damping makes the Hessian positive definite.
+    hessian: float32 [in, in]. Raises ValueError where no damping makes the Hessian positive
+    definite.
     """
     options = GptqOptions(damping=DAMPING)
     _, factor, _ = damped_inverse_factor(hessian, options)
@@ -49,7 +57,9 @@ def left_variances(hessian: Tensor) -> Tensor:
 
 
 def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, codes: Tensor, numbers: NumberFormat) -> Tensor:
-    """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block whose weights `rest` are used up."""
+    """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block whose
+    weights `rest` are used up.
+    """
     errors = torch.empty_like(rest)
     diagonal = factor.diagonal().tolist()
     for index, (value, step) in enumerate(zip(rest, steps, strict=True)):

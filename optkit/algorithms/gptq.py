@@ -1,8 +1,10 @@
-"""GPTQ: round the weights of a linear layer one input at a time, and let the inputs that are left make up for each error.
+"""GPTQ: round the weights of a linear layer one input at a time, and let the inputs that are left
+make up for each error.
 
-Frantar et al. 2022, arXiv:2210.17323, with static groups: scales are chosen before the first weight is rounded, so the order of the
-inputs leaves no trace in the stored weights and kernels need no permutation. Additions: the scales are searched with the Hessian's
-diagonal as importance, and the result is refined by turns of least-squares scales and coordinate descent (`refinement`).
+Frantar et al. 2022, arXiv:2210.17323, with static groups: scales are chosen before the first weight
+is rounded, so the order of the inputs leaves no trace in the stored weights and kernels need no
+permutation. Additions: the scales are searched with the Hessian's diagonal as importance, and the
+result is refined by turns of least-squares scales and coordinate descent (`refinement`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ BLOCK = 128
 """Inputs whose errors are carried to the inputs after them at once."""
 HARDEST_DAMPING = 10.0
 HELD_STEP = 1e20
-"""The scale of a weight that stays 0: so wide a step that whatever is left of the weight rounds to the zero point."""
+"""The scale of a weight that stays 0: so wide a step that whatever is left of the weight rounds to
+the zero point.
+"""
 
 ScaleSearch: TypeAlias = Literal["minmax", "mse", "hessian"]
 
@@ -51,9 +55,11 @@ class GptqResult:
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held: Tensor | None = None) -> GptqResult:
-    """Quantize float32 [out, in] against its Hessian, float32 [in, in]. Rows are independent, so layers that share inputs can be stacked.
+    """Quantize float32 [out, in] against its Hessian, float32 [in, in]. Rows are independent, so
+    layers that share inputs can be stacked.
 
-    held: bool [out, in], weights that become 0 and stay so (every grid has a 0). An input that was always 0 keeps its rounded weights.
+    held: bool [out, in], weights that become 0 and stay so (every grid has a 0). An input that was
+    always 0 keeps its rounded weights.
     Raises ValueError where no damping makes the Hessian positive definite.
     """
     damped, factor, damping = damped_inverse_factor(hessian, options)
@@ -77,12 +83,16 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held
         for _ in range(options.refinements):
             descend_codes_(codes, target, ordered, _steps(scales, group_of_input, order, held), each_zero, grid)
             scales = refit()
-    quantized = QuantizedWeight(codes[back].T.to(torch.uint8).contiguous(), scales.contiguous(), zeros.to(torch.uint8), grid.bits)
+    quantized = QuantizedWeight(
+        codes[back].T.to(torch.uint8).contiguous(), scales.contiguous(), zeros.to(torch.uint8), grid.bits
+    )
     return GptqResult(quantized, damping)
 
 
 def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Return the squared error of the layer's outputs as a fraction of their square, for weights float [out, in]."""
+    """Return the squared error of the layer's outputs as a fraction of their square, for weights
+    float [out, in].
+    """
     difference = weight - quantized
     size = (weight @ hessian).mul_(weight).sum().item()
     return max(0.0, (difference @ hessian).mul_(difference).sum().item()) / size if size else 0.0
@@ -96,7 +106,9 @@ def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
 
 
 def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
-    """Return the damped Hessian, the upper Cholesky factor of its inverse in the order of rounding, and the damping that worked."""
+    """Return the damped Hessian, the upper Cholesky factor of its inverse in the order of rounding,
+    and the damping that worked.
+    """
     order = rounding_order(hessian, options)
     mean = hessian.diagonal().mean()
     damping = options.damping
@@ -113,13 +125,17 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor
 
 
 def _steps(scales: Tensor, group_of_input: Tensor, order: Tensor, held: Tensor | None) -> Tensor:
-    """Return the scale of each weight in the order of rounding, float [in, out], HELD_STEP for those that stay 0."""
+    """Return the scale of each weight in the order of rounding, float [in, out], HELD_STEP for
+    those that stay 0.
+    """
     steps = scales.T[group_of_input]
     return steps if held is None else steps.masked_fill_(held.T[order], HELD_STEP)
 
 
 def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
-    """Return codes, float [in, out], for weights `rest` [in, out] that are used up; scales and zeros are [in, out] too."""
+    """Return codes, float [in, out], for weights `rest` [in, out] that are used up; scales and
+    zeros are [in, out] too.
+    """
     codes = torch.empty_like(rest)
     round_block = column_kernels.round_block if column_kernels.usable(rest) else _round_block
     for start in range(0, len(rest), BLOCK):

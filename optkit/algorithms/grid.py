@@ -1,7 +1,9 @@
-"""The grid that weights are rounded to: integer codes, one scale and one zero point per group of inputs.
+"""The grid that weights are rounded to: integer codes, one scale and one zero point per group of
+inputs.
 
-A weight of group g is `(code - zero[g]) * scale[g]`. Codes are unsigned, 0 .. 2^bits - 1, in every format; a symmetric grid has the zero
-point 2^(bits - 1) everywhere, so its values reach from -2^(bits - 1) to 2^(bits - 1) - 1 scales, as in compressed-tensors.
+A weight of group g is `(code - zero[g]) * scale[g]`. Codes are unsigned, 0 .. 2^bits - 1, in every
+format; a symmetric grid has the zero point 2^(bits - 1) everywhere, so its values reach from
+-2^(bits - 1) to 2^(bits - 1) - 1 scales, as in compressed-tensors.
 """
 
 from __future__ import annotations
@@ -37,16 +39,22 @@ class Grid:
         return weight.view(len(weight), -1, self.group_size or weight.shape[-1])
 
     def stored(self, scales: Tensor) -> Tensor:
-        """Return the scales as they will be read back: rounded to `scale_dtype`, but never to 0 or infinity."""
+        """Return the scales as they will be read back: rounded to `scale_dtype`, but never to 0 or
+        infinity.
+        """
         limits = torch.finfo(self.scale_dtype)
-        # Subnormal numbers serve (below 6.1e-5 float16 has no others), except those of float32: processors may take them for 0.
+        # Subnormal numbers serve (below 6.1e-5 float16 has no others), except those of float32:
+        # processors may take them for 0.
         least = max(limits.tiny * limits.eps, torch.finfo(torch.float32).tiny)
         size = scales.abs().clamp(least, limits.max).to(self.scale_dtype).to(scales.dtype)
         return torch.where(scales < 0, -size, size)
 
     def round(self, grouped: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Return the nearest codes, float, for weights [out, groups, group_size] and scales and zeros [out, groups]."""
-        # Rounding happens around the middle, where compressed-tensors does it: ties of a symmetric grid go to even signed codes.
+        """Return the nearest codes, float, for weights [out, groups, group_size] and scales and
+        zeros [out, groups].
+        """
+        # Rounding happens around the middle, where compressed-tensors does it: ties of a symmetric
+        # grid go to even signed codes.
         shift = (zeros - self.middle).unsqueeze(-1)
         return (grouped / scales.unsqueeze(-1)).add_(shift).round_().add_(self.middle).clamp_(0, self.top)
 
@@ -91,11 +99,14 @@ def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
 
 
 def minmax_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points, both float [out, groups], that reach every weight, as compressed-tensors computes them.
+    """Return scales and zero points, both float [out, groups], that reach every weight, as
+    compressed-tensors computes them.
 
-    weight: float [out, in]. Symmetric: scale = 2 max|w| / (2^bits - 1), so the largest weight may be cut by half a step. A group of
-    zeros gets the scale 1 (compressed-tensors: the dtype's epsilon; both give zeros back). Divided by a tensor, for torch multiplies by the
-    reciprocal of a Python number on CUDA, and scales one bit off round weights that lie between two points to the other one.
+    weight: float [out, in]. Symmetric: scale = 2 max|w| / (2^bits - 1), so the largest weight may
+    be cut by half a step. A group of
+    zeros gets the scale 1 (compressed-tensors: the dtype's epsilon; both give zeros back). Divided
+    by a tensor, for torch multiplies by the reciprocal of a Python number on CUDA, and scales one
+    bit off round weights that lie between two points to the other one.
     """
     grouped = grid.grouped(weight)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)

@@ -1,8 +1,10 @@
-"""Orthogonal rotations of any size: a randomized Hadamard matrix where one is known, applied without ever being formed.
+"""Orthogonal rotations of any size: a randomized Hadamard matrix where one is known, applied
+without ever being formed.
 
-A Hadamard matrix spreads every coordinate over all others, so that rotated weights have no outliers (QuaRot, arXiv:2404.00456).
-Sizes factor into a power of two (Sylvester, by the fast Walsh-Hadamard transform) and a small order that Paley's two constructions
-give from the squares of a finite field (J. Math. Phys. 12, 1933): 12 and 28 and 36 and 344, not stored but computed.
+A Hadamard matrix spreads every coordinate over all others, so that rotated weights have no outliers
+(QuaRot, arXiv:2404.00456). Sizes factor into a power of two (Sylvester, by the fast Walsh-Hadamard
+transform) and a small order that Paley's two constructions give from the squares of a finite field
+(J. Math. Phys. 12, 1933): 12 and 28 and 36 and 344, not stored but computed.
 """
 
 from __future__ import annotations
@@ -16,28 +18,36 @@ import torch
 from torch import Tensor
 
 LARGEST_ORDER = 1024
-"""The small factor is applied as a dense matrix, so a larger one would cost more than its better spread is worth."""
+"""The small factor is applied as a dense matrix, so a larger one would cost more than its better
+spread is worth.
+"""
 CHUNK_ELEMENTS = 1 << 22
 """Numbers that are rotated in float64 at once."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The orthogonal matrix `diag(signs) (small x sylvester)`, of `size` rows: `small` beside a Hadamard matrix of a power of two."""
+    """The orthogonal matrix `diag(signs) (small x sylvester)`, of `size` rows: `small` beside a
+    Hadamard matrix of a power of two.
+    """
 
     signs: Tensor
     """float64 [size], each 1 or -1."""
     small: Tensor
     """float64 [order, order], orthogonal."""
     is_hadamard: bool
-    """All entries have the same magnitude; false where no Hadamard matrix of the order is known and `small` is random."""
+    """All entries have the same magnitude; false where no Hadamard matrix of the order is known and
+    `small` is random.
+    """
 
     @property
     def size(self) -> int:
         return self.signs.numel()
 
     def apply(self, vectors: Tensor) -> Tensor:
-        """float [..., size] -> the same shape and dtype: each vector times the matrix, computed in float64."""
+        """float [..., size] -> the same shape and dtype: each vector times the matrix, computed in
+        float64.
+        """
         flat = vectors.reshape(-1, self.size)
         rotated = torch.empty_like(flat)
         step = max(1, CHUNK_ELEMENTS // self.size)
@@ -76,7 +86,9 @@ def random_rotation(size: int, seed: int) -> Rotation:
 
 
 def walsh_hadamard(vectors: Tensor) -> Tensor:
-    """float [..., 2^k] -> the same shape: times the orthonormal Hadamard matrix of Sylvester, in k turns of sums and differences."""
+    """float [..., 2^k] -> the same shape: times the orthonormal Hadamard matrix of Sylvester, in k
+    turns of sums and differences.
+    """
     size = vectors.shape[-1]
     if size & (size - 1):
         raise ValueError(f"{size} is no power of two")
@@ -91,7 +103,9 @@ def walsh_hadamard(vectors: Tensor) -> Tensor:
 
 @cache
 def paley(order: int) -> Tensor | None:
-    """Return a Hadamard matrix, float64 [order, order] of 1 and -1, by the construction of Paley that fits; None where neither does."""
+    """Return a Hadamard matrix, float64 [order, order] of 1 and -1, by the construction of Paley
+    that fits; None where neither does.
+    """
     if order % 4:
         return None
     if (order - 1) % 4 == 3 and (squares := _quadratic_character(order - 1)) is not None:
@@ -118,9 +132,11 @@ def _multiples(odd: int, size: int) -> list[int]:
 
 
 def _quadratic_character(count: int) -> Tensor | None:
-    """Return float64 [count, count]: 1 where the difference of two elements of the field is a square, -1 where not, 0 where they are equal.
+    """Return float64 [count, count]: 1 where the difference of two elements of the field is a
+    square, -1 where not, 0 where they are equal.
 
-    None where there is no field of that many elements, or where its degree over the prime field is above 3.
+    None where there is no field of that many elements, or where its degree over the prime field is
+    above 3.
     """
     found = _prime_power(count)
     if found is None:
@@ -131,7 +147,10 @@ def _quadratic_character(count: int) -> Tensor | None:
     squares = {_squared(element, prime, reduction) for element in elements if any(element)}
     zero = (0,) * degree
     value = {element: 0.0 if element == zero else 1.0 if element in squares else -1.0 for element in elements}
-    rows = [[value[tuple((a - b) % prime for a, b in zip(one, other, strict=True))] for other in elements] for one in elements]
+    rows = [
+        [value[tuple((a - b) % prime for a, b in zip(one, other, strict=True))] for other in elements]
+        for one in elements
+    ]
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -142,7 +161,9 @@ def _prime_power(number: int) -> tuple[int, int] | None:
 
 
 def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
-    """Return c of the first x^degree = c[0] + c[1] x + ... that has no root in the prime field: irreducible up to degree 3."""
+    """Return c of the first x^degree = c[0] + c[1] x + ... that has no root in the prime field:
+    irreducible up to degree 3.
+    """
     for coefficients in product(range(prime), repeat=degree):
         values = (sum(c * x**power for power, c in enumerate(coefficients)) - x**degree for x in range(prime))
         if degree == 1 or all(value % prime for value in values):
@@ -151,7 +172,9 @@ def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
 
 
 def _squared(element: tuple[int, ...], prime: int, reduction: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the square of a polynomial, lowest power first, in the field where x^degree is `reduction`."""
+    """Return the square of a polynomial, lowest power first, in the field where x^degree is
+    `reduction`.
+    """
     degree = len(element)
     powers = [0] * (2 * degree - 1)
     for (place, one), (other_place, other) in product(enumerate(element), repeat=2):

@@ -1,4 +1,6 @@
-"""The Hessian of a linear layer's squared output error: the sum of x x^T over the inputs x that it saw."""
+"""The Hessian of a linear layer's squared output error: the sum of x x^T over the inputs x that it
+saw.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,20 @@ import torch
 from torch import Tensor
 
 BLOCK = 384
-"""Columns computed at a time: the matrix is symmetric, so what lies above its diagonal blocks is left out and mirrored at the end."""
+"""Columns computed at a time: the matrix is symmetric, so what lies above its diagonal blocks is
+left out and mirrored at the end.
+"""
 
 
 class Hessian:
     """Sums x x^T in float32, on the device of the inputs."""
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu", equal_tokens: bool = True) -> None:
-        """`equal_tokens` divides each x by its root mean square, so that every token counts the same.
+        """`equal_tokens` divides each x by its root mean square, so that every token counts the
+        same.
 
-        Without it a few tokens with enormous activations (the first of a sequence, as a rule) outweigh all others in some layers.
+        Without it a few tokens with enormous activations (the first of a sequence, as a rule)
+        outweigh all others in some layers.
         """
         self.equal_tokens = equal_tokens
         self.tokens = 0

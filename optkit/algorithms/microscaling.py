@@ -1,4 +1,5 @@
-"""Weights as 4-bit floats (E2M1) in small blocks with a scale each: MXFP4 and NVFP4, as compressed-tensors 0.19 stores them.
+"""Weights as 4-bit floats (E2M1) in small blocks with a scale each: MXFP4 and NVFP4, as
+compressed-tensors 0.19 stores them.
 
     mxfp4-pack-quantized (OCP Microscaling Formats 1.0, 2023): blocks of 32 inputs, scales are powers of two
         weight_packed        uint8 [out, in / 2]: two codes a byte, the even input in the low half
@@ -31,7 +32,9 @@ E8M0_BIAS = 127
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST = 2.0**-9
 NVFP4_TRIED = 10
-"""E4M3 has eight values from one power of two to the next, so that many above amax / 8 reach beyond amax / 4."""
+"""E4M3 has eight values from one power of two to the next, so that many above amax / 8 reach beyond
+amax / 4.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,20 @@ def exponent_scales(stored: Tensor) -> Tensor:
 def quantize_mxfp4(weight: Tensor, search: bool = False) -> MicroscaledWeight:
     """Round float [out, in] to MXFP4.
 
-    The exponent is floor(log2(amax)) - 2, and one more from amax = 1.75 * 2^n on, as compressed-tensors has it (the specification
-    leaves that step out and cuts those blocks). `search`: the one of the exponents around it with the least squared error.
+    The exponent is floor(log2(amax)) - 2, and one more from amax = 1.75 * 2^n on, as
+    compressed-tensors has it (the specification leaves that step out and cuts those blocks).
+    `search`: the one of the exponents around it with the least squared error.
     """
     return _quantize(weight, MXFP4_BLOCK, lambda blocks: _exponents(blocks, search), exponent_scales)
 
 
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -> MicroscaledWeight:
-    """Round float [out, in] to NVFP4 with the given global scale, float32 [1] (`nvfp4_global_scale`).
+    """Round float [out, in] to NVFP4 with the given global scale, float32 [1]
+    (`nvfp4_global_scale`).
 
-    The scale of a block maps its largest weight to 6. `search`: the E4M3 scale with the least squared error of those that map it to
-    something from 4 to 8, where 4 is "four over six" (Cook et al. 2025) and more than 6 cuts it.
+    The scale of a block maps its largest weight to 6. `search`: the E4M3 scale with the least
+    squared error of those that map it to something from 4 to 8, where 4 is "four over six" (Cook et
+    al. 2025) and more than 6 cuts it.
     """
 
     def candidates(blocks: Tensor) -> list[Tensor]:
@@ -93,7 +99,9 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -
 
 
 def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:
-    """Return float32 [1]: the global scale that weights share (kernels that fuse layers ask for one), from their largest weight."""
+    """Return float32 [1]: the global scale that weights share (kernels that fuse layers ask for
+    one), from their largest weight.
+    """
     largest = torch.stack([weight.abs().max().float() for weight in weights]).max()
     reach = LARGEST * E4M3_LARGEST
     tiny = largest < reach / torch.finfo(torch.float32).max
@@ -124,7 +132,10 @@ def _exponents(blocks: Tensor, search: bool) -> list[Tensor]:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa from 0.5 to below 1
     nearest = exponent - 3 + (mantissa >= 0.875).int()
     nearest = torch.where(largest > 0, nearest, 0)
-    return [(nearest + shift + E8M0_BIAS).clamp(1, 2 * E8M0_BIAS).to(torch.uint8) for shift in ((0, 1, -1) if search else (0,))]
+    return [
+        (nearest + shift + E8M0_BIAS).clamp(1, 2 * E8M0_BIAS).to(torch.uint8)
+        for shift in ((0, 1, -1) if search else (0,))
+    ]
 
 
 def _quantize(
@@ -138,7 +149,9 @@ def _quantize(
     return MicroscaledWeight(torch.cat(codes), torch.cat(scales))
 
 
-def _round(blocks: Tensor, candidates: Callable[[Tensor], list[Tensor]], as_float: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _round(
+    blocks: Tensor, candidates: Callable[[Tensor], list[Tensor]], as_float: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """float32 [out, blocks, size] -> codes, uint8 [out, in], and scales [out, blocks]."""
     chosen, *others = candidates(blocks)
     if others:

@@ -1,8 +1,8 @@
 """Codes of 2, 3, 4 or 8 bits in 32-bit words, as compressed-tensors, GPTQ and AWQ store them.
 
-All formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1, counted from the lowest bit of the
-first word, and may straddle two words (3 bits). They differ in the direction of the lines,
-in the names, and AWQ in the order of the codes in a word:
+All formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1,
+counted from the lowest bit of the first word, and may straddle two words (3 bits). They differ in
+the direction of the lines, in the names, and AWQ in the order of the codes in a word:
 
     compressed-tensors pack-quantized (compressed_tensors.compressors.pack_quantized, 0.19)
         weight_packed      int32 [out, ceil(in * bits / 32)]       lines along the inputs
@@ -15,7 +15,8 @@ in the names, and AWQ in the order of the codes in a word:
         scales             float16 [groups, out]
         g_idx              int32 [in]: the group of each input
     AWQ, version "gemm" (AutoAWQ, vLLM), 4 bits
-        qweight            int32 [in, out / 8]                     lines along the outputs, each eight of them in the order 0 2 4 6 1 3 5 7
+        qweight            int32 [in, out / 8]                     lines along the outputs, each eight of them
+                                                                   in the order 0 2 4 6 1 3 5 7
         qzeros             int32 [groups, out / 8]                 the same
         scales             float16 [groups, out]
 """
@@ -42,7 +43,9 @@ def packed_length(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Pack unsigned codes, uint8 [rows, columns] below 2^bits, along `dim`: int32 [rows, words] (dim 1) or [words, columns] (dim 0)."""
+    """Pack unsigned codes, uint8 [rows, columns] below 2^bits, along `dim`: int32 [rows, words]
+    (dim 1) or [words, columns] (dim 0).
+    """
     if dim == 0:
         return pack(codes.T, bits, 1).T.contiguous()
     rows, count = codes.shape
@@ -76,7 +79,9 @@ def unpack(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
 
 
 def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of one linear layer in the pack-quantized format; a symmetric grid needs no zero points."""
+    """Return the tensors of one linear layer in the pack-quantized format; a symmetric grid needs
+    no zero points.
+    """
     tensors = {
         "weight_packed": pack(weight.codes, weight.bits, 1),
         "weight_scale": weight.scales.to(scale_dtype).contiguous(),
@@ -99,7 +104,9 @@ def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> Quant
 
 
 def signed_codes(weight: QuantizedWeight) -> Tensor:
-    """Return the codes of a symmetric grid as int8 [out, in], from -2^(bits - 1) to 2^(bits - 1) - 1, as int-quantized has them."""
+    """Return the codes of a symmetric grid as int8 [out, in], from -2^(bits - 1) to 2^(bits - 1) -
+    1, as int-quantized has them.
+    """
     return (weight.codes.to(torch.int16) - (1 << (weight.bits - 1))).to(torch.int8)
 
 
@@ -117,7 +124,9 @@ def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
-    """Read the tensors of one linear layer in GPTQ's format; inputs that are not grouped in order are a ValueError."""
+    """Read the tensors of one linear layer in GPTQ's format; inputs that are not grouped in order
+    are a ValueError.
+    """
     scales, group_of_input = tensors["scales"], tensors["g_idx"].long()
     columns = group_of_input.numel()
     width = columns // scales.shape[0]
@@ -129,7 +138,9 @@ def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
 
 
 def pack_awq(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of one linear layer in AutoAWQ's GEMM layout; codes of 4 bits, outputs a multiple of 8."""
+    """Return the tensors of one linear layer in AutoAWQ's GEMM layout; codes of 4 bits, outputs a
+    multiple of 8.
+    """
     if weight.bits != AWQ_BITS or weight.codes.shape[0] % len(AWQ_ORDER):
         asked = f"{weight.bits} bits for {weight.codes.shape[0]}"
         raise ValueError(f"AWQ's format holds codes of 4 bits for a multiple of 8 outputs, not {asked}")
@@ -144,7 +155,9 @@ def unpack_awq(tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     """Read the tensors of one linear layer in AutoAWQ's GEMM layout."""
     outputs = tensors["scales"].shape[1]
     back = tuple(AWQ_ORDER.index(place) for place in range(len(AWQ_ORDER)))
-    codes, zeros = (_in_eights(unpack(tensors[leaf], AWQ_BITS, outputs, 1), back).T.contiguous() for leaf in ("qweight", "qzeros"))
+    codes, zeros = (
+        _in_eights(unpack(tensors[leaf], AWQ_BITS, outputs, 1), back).T.contiguous() for leaf in ("qweight", "qzeros")
+    )
     return QuantizedWeight(codes, tensors["scales"].T.contiguous(), zeros, AWQ_BITS)
 
 

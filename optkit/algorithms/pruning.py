@@ -1,7 +1,9 @@
-"""Which weights of a linear layer become 0: a score for each weight, and masks that keep the highest, unstructured or n of every m.
+"""Which weights of a linear layer become 0: a score for each weight, and masks that keep the
+highest, unstructured or n of every m.
 
-A mask is bool, True where a weight stays. Magnitude: |w|. Wanda (Sun et al. 2023, arXiv:2306.11695): |w| times the norm of its input. Wanda
-compares the weights of one output; magnitude those of the whole layer, as that paper's baseline does.
+A mask is bool, True where a weight stays. Magnitude: |w|. Wanda (Sun et al. 2023,
+arXiv:2306.11695): |w| times the norm of its input. Wanda compares the weights of one output;
+magnitude those of the whole layer, as that paper's baseline does.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ PRUNED = 0.2
 
 
 class InputSquares:
-    """Sums the squares of a layer's inputs, in float32 on their device: the diagonal of its Hessian, which is all that Wanda needs."""
+    """Sums the squares of a layer's inputs, in float32 on their device: the diagonal of its
+    Hessian, which is all that Wanda needs.
+    """
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu") -> None:
         self.tokens = 0
@@ -39,9 +43,11 @@ def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:
 
 
 def kept(scores: Tensor, sparsity: float, pattern: Pattern | None, by_output: bool) -> Tensor:
-    """Return the mask of the weights with the highest scores, float [out, in]; of equal scores the first inputs go first.
+    """Return the mask of the weights with the highest scores, float [out, in]; of equal scores the
+    first inputs go first.
 
-    `by_output`: the share `sparsity` of every output is 0, else that of the whole layer. A pattern takes their place.
+    `by_output`: the share `sparsity` of every output is 0, else that of the whole layer. A pattern
+    takes their place.
     """
     if pattern is not None:
         return kept_by_pattern(scores, pattern)
@@ -50,7 +56,9 @@ def kept(scores: Tensor, sparsity: float, pattern: Pattern | None, by_output: bo
 
 
 def kept_by_pattern(scores: Tensor, pattern: Pattern) -> Tensor:
-    """Return the mask that leaves out the lowest `zeros` of every `of` neighbouring inputs, for scores float [out, in]."""
+    """Return the mask that leaves out the lowest `zeros` of every `of` neighbouring inputs, for
+    scores float [out, in].
+    """
     return _without_lowest(scores.reshape(-1, pattern.of), pattern.zeros).view_as(scores)
 
 
@@ -62,7 +70,9 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
 
 
 def zeros_of_pruning(weight: Tensor) -> Tensor | None:
-    """Return where a weight, float [out, in], is 0, None where that is less than PRUNED of it: chance or rounding, not pruning."""
+    """Return where a weight, float [out, in], is 0, None where that is less than PRUNED of it:
+    chance or rounding, not pruning.
+    """
     zeros = weight == 0
     return zeros if int(zeros.sum()) >= PRUNED * weight.numel() else None
 

@@ -1,7 +1,8 @@
-"""Improve a quantized weight in place of the first answer: better scales for its codes, then better codes for its scales.
+"""Improve a quantized weight in place of the first answer: better scales for its codes, then better
+codes for its scales.
 
-Both steps lower the squared error of the layer's outputs, tr((W - Q) H (W - Q)^T). Tensors are transposed here, [in, out], so that what
-belongs to one input lies together in memory.
+Both steps lower the squared error of the layer's outputs, tr((W - Q) H (W - Q)^T). Tensors are
+transposed here, [in, out], so that what belongs to one input lies together in memory.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from optkit.algorithms.threads import one_thread
 BLOCK = 128
 """Inputs whose corrections are carried to the inputs after them at once."""
 RIDGE = 1e-4
-"""How hard a scale is held to where it was, relative to the pull of the data; keeps the equations solvable."""
+"""How hard a scale is held to where it was, relative to the pull of the data; keeps the equations
+solvable.
+"""
 EQUATIONS = 1 << 27
 """Most coefficients, [out, groups, groups], that are held at once: small groups make many."""
 
 
 def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
-    """Return the scales, float [groups, out], with the least output error for codes that stay as they are: one linear system per row.
+    """Return the scales, float [groups, out], with the least output error for codes that stay as
+    they are: one linear system per row.
 
-    pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in, out]; scales: the present ones,
+    pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in,
+    out]; scales: the present ones,
     float [groups, out]. A row whose equations are not positive definite keeps its scales.
     """
     rows = max(1, EQUATIONS // len(scales) ** 2)
@@ -50,10 +55,11 @@ def _refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) 
 
 
 def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> None:
-    """Move every code, input after input, to the best one while all others stay: one sweep of coordinate descent (QuantEase).
+    """Move every code, input after input, to the best one while all others stay: one sweep of
+    coordinate descent (QuantEase).
 
-    codes, target, scales, zeros: float [in, out] (scales and zeros repeated over their group); hessian: float [in, in].
-    arXiv:2309.01885, section 3. The order is that of the given tensors.
+    codes, target, scales, zeros: float [in, out] (scales and zeros repeated over their group);
+    hessian: float [in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.
     """
     gradient = hessian @ (target - (codes - zeros) * scales)
     descend_block = column_kernels.descend_block if column_kernels.usable(codes) else _descend_block
@@ -64,7 +70,9 @@ def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tenso
 
 
 def _descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the new codes and how far each weight moved, float [inputs, out], of one block; see `column_kernels.descend_block`."""
+    """Return the new codes and how far each weight moved, float [inputs, out], of one block; see
+    `column_kernels.descend_block`.
+    """
     better, moved = torch.empty_like(codes), torch.empty_like(codes)
     diagonal = hessian.diagonal().tolist()
     with one_thread():

@@ -1,4 +1,6 @@
-"""Search the scale of each group for the least squared rounding error, instead of taking the one that reaches every weight."""
+"""Search the scale of each group for the least squared rounding error, instead of taking the one
+that reaches every weight.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,23 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Weights searched at a time: few enough to stay in a core's cache, enough to fill a GPU."""
 
 
-def search_scales(weight: Tensor, grid: Grid, importance: Tensor | None = None, steps: int = STEPS) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points, both float [out, groups], with the least squared rounding error among those tried.
+def search_scales(
+    weight: Tensor, grid: Grid, importance: Tensor | None = None, steps: int = STEPS
+) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points, both float [out, groups], with the least squared rounding
+    error among those tried.
 
-    weight: float [out, in]; importance: float [in], what an error at each input counts (the diagonal of the Hessian), all 1 where None;
+    weight: float [out, in]; importance: float [in], what an error at each input counts (the
+    diagonal of the Hessian), all 1 where None;
     steps: scales tried for each sign or zero point.
-    Tried are fractions of the scales of `minmax_scales`, which cut the outermost weights. A symmetric grid reaches one step further below
-    zero than above, so it is tried with both signs of the scale (llama.cpp's Q4_0 takes the outermost weight's); an asymmetric one with
-    the zero points next to the exact one.
+    Tried are fractions of the scales of `minmax_scales`, which cut the outermost weights. A
+    symmetric grid reaches one step further below zero than above, so it is tried with both signs of
+    the scale (llama.cpp's Q4_0 takes the outermost weight's); an asymmetric one with the zero
+    points next to the exact one.
     """
     rows = max(1, CHUNK[weight.device.type] // weight.shape[1])
-    weights = grid.grouped((torch.ones_like(weight[0]) if importance is None else importance)[None])  # [1, groups, group_size]
+    # [1, groups, group_size]
+    weights = grid.grouped((torch.ones_like(weight[0]) if importance is None else importance)[None])
     with one_thread():
         parts = [_search(chunk, grid, weights, steps) for chunk in weight.split(rows)]
     scales, zeros = zip(*parts, strict=True)

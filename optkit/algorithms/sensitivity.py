@@ -1,10 +1,13 @@
-"""How far a change of a layer's weights moves a model's predictions: KL divergence to second order, by the Fisher information.
+"""How far a change of a layer's weights moves a model's predictions: KL divergence to second order,
+by the Fisher information.
 
-For a small change the divergence of next-token distributions, summed over positions, is 1/2 E[<G, dW>^2]: dW is the change of the weight
-and G the gradient of sum_t v_t . z_t, where z_t are the logits and v_t random vectors with the covariance diag(p_t) - p_t p_t^T of the
-predictions p_t (Martens 2014, arXiv:1412.1193, section 9). The gradient is summed over the tokens of a sequence before it is squared, so
-what the errors at different tokens do together counts. Rounding errors of outputs that are far apart are independent: their cross
-terms are 0 on average and would only add noise, so the square is taken for each band of neighbouring outputs (a head, as a rule) alone.
+For a small change the divergence of next-token distributions, summed over positions, is 1/2 E[<G,
+dW>^2]: dW is the change of the weight and G the gradient of sum_t v_t . z_t, where z_t are the
+logits and v_t random vectors with the covariance diag(p_t) - p_t p_t^T of the predictions p_t
+(Martens 2014, arXiv:1412.1193, section 9). The gradient is summed over the tokens of a sequence
+before it is squared, so what the errors at different tokens do together counts. Rounding errors of
+outputs that are far apart are independent: their cross terms are 0 on average and would only add
+noise, so the square is taken for each band of neighbouring outputs (a head, as a rule) alone.
 """
 
 from __future__ import annotations
@@ -29,13 +32,17 @@ FEW_TOKENS = 128
 JUDGED = 4
 """Every so manyth sequence is kept from GPTQ, to judge it by."""
 USUAL_BITS = 4
-"""What GPTQ gains over rounding to nearest hardly depends on the grid; it is measured on the one of a layer's grids nearest to this."""
+"""What GPTQ gains over rounding to nearest hardly depends on the grid; it is measured on the one of
+a layer's grids nearest to this.
+"""
 
 
 def fisher_probe(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random vectors whose mean is 0 and whose covariance is diag(p) - p p^T with p = softmax(logits), float [..., vocabulary].
+    """Return random vectors whose mean is 0 and whose covariance is diag(p) - p p^T with p =
+    softmax(logits), float [..., vocabulary].
 
-    They are sqrt(p) * s - p (sqrt(p) . s) with random signs s, which vary less than labels drawn from p less their mean.
+    They are sqrt(p) * s - p (sqrt(p) . s) with random signs s, which vary less than labels drawn
+    from p less their mean.
     """
     likely = logits.softmax(-1)
     signs = torch.randint(0, 2, likely.shape, generator=generator, device=likely.device, dtype=torch.int8)
@@ -58,7 +65,9 @@ class Seen:
 
 
 def divergences(seen: Sequence[Seen], changes: Sequence[Tensor]) -> Tensor:
-    """Return the predicted divergence in nats, summed over all tokens, float [changes], for changes of the weight, float [out, in] each."""
+    """Return the predicted divergence in nats, summed over all tokens, float [changes], for changes
+    of the weight, float [out, in] each.
+    """
     rows = torch.stack(list(changes), dim=1)  # [out, changes, in]
     total = rows.new_zeros(rows.shape[1])
     bands = -(-len(rows) // BAND)
@@ -70,10 +79,12 @@ def divergences(seen: Sequence[Seen], changes: Sequence[Tensor]) -> Tensor:
 
 
 def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], compensated: bool) -> list[float]:
-    """Return the predicted divergence in nats, summed over all tokens, of rounding a weight, float32 [out, in], to each of some grids.
+    """Return the predicted divergence in nats, summed over all tokens, of rounding a weight,
+    float32 [out, in], to each of some grids.
 
-    `compensated`: by GPTQ. Each grid is then rounded to nearest all the same, and what GPTQ leaves of the divergence is measured for one of
-    them, on other sequences than GPTQ saw, so that it cannot look better than it is where the tokens are few.
+    `compensated`: by GPTQ. Each grid is then rounded to nearest all the same, and what GPTQ leaves
+    of the divergence is measured for one of them, on other sequences than GPTQ saw, so that it
+    cannot look better than it is where the tokens are few.
     """
     hessian = Hessian(weight.shape[1], weight.device)
     unseen = seen[JUDGED - 1 :: JUDGED]
@@ -82,7 +93,9 @@ def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[G
             hessian.add(each.inputs)
     matrix = hessian.matrix()
     importance = matrix.diagonal() if compensated and hessian.tokens else None
-    changes = [round_to_nearest(weight, *search_scales(weight, grid, importance), grid).dequantize() - weight for grid in grids]
+    changes = [
+        round_to_nearest(weight, *search_scales(weight, grid, importance), grid).dequantize() - weight for grid in grids
+    ]
     left = 1.0
     if compensated and unseen and hessian.tokens >= FEW_TOKENS:
         usual = min(range(len(grids)), key=lambda place: abs(grids[place].bits - USUAL_BITS))

@@ -1,8 +1,10 @@
-"""SmoothQuant: move the outliers of activations into the weights, so that both can be rounded to 8 bits (arXiv:2211.10438).
+"""SmoothQuant: move the outliers of activations into the weights, so that both can be rounded to 8
+bits (arXiv:2211.10438).
 
-Input channel j of a layer is divided by s_j and column j of its weight multiplied by it. The paper has s_j = max|X_j|^alpha /
-max|W_j|^(1 - alpha). `search_smoothing` starts from the best alpha and then moves each s_j down the slope of the error that rounding is
-expected to leave in the outputs: steps of size d leave errors of variance d^2 / 12, a token's step is set by the largest of its
+Input channel j of a layer is divided by s_j and column j of its weight multiplied by it. The paper
+has s_j = max|X_j|^alpha / max|W_j|^(1 - alpha). `search_smoothing` starts from the best alpha and
+then moves each s_j down the slope of the error that rounding is expected to leave in the outputs:
+steps of size d leave errors of variance d^2 / 12, a token's step is set by the largest of its
 channels, an output's by the largest of its weights, and all of them are differentiable in s.
 """
 
@@ -41,29 +43,35 @@ class Reader:
     rows: Tensor
     """float32 [rows, in]: inputs that it was seen with."""
     variances: Tensor
-    """float32 [in]: what an error of 1 in the weight of an input adds to the squared error of an output, tokens divided by their root mean
-    square. It is the mean square of the input where weights are rounded to nearest, and where GPTQ rounds them the share of it that the
-    inputs after it cannot make up for."""
+    """float32 [in]: what an error of 1 in the weight of an input adds to the squared error of an
+    output, tokens divided by their root mean square. It is the mean square of the input where
+    weights are rounded to nearest, and where GPTQ rounds them the share of it that the inputs after
+    it cannot make up for."""
 
     def inverse_size(self) -> Tensor:
         """Return 1 / the root mean square of each row, float32 [rows, 1]."""
         return self.rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
 
     def even_rows(self) -> Tensor:
-        """Return the rows, each divided by its root mean square, so that all of them count the same."""
+        """Return the rows, each divided by its root mean square, so that all of them count the
+        same.
+        """
         return self.rows * self.inverse_size()
 
 
 def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same: Tensor | None = None) -> Tensor:
-    """Return the scales of the input channels, float32 [in], their geometric mean 1; 1 for a channel without inputs or weights.
+    """Return the scales of the input channels, float32 [in], their geometric mean 1; 1 for a
+    channel without inputs or weights.
 
-    input_amax, weight_amax: float32 [in], over all layers that read the input; same: int64 [in], channels with the same number share
-    their scale.
+    input_amax, weight_amax: float32 [in], over all layers that read the input; same: int64 [in],
+    channels with the same number share their scale.
     """
     if same is not None:
         input_amax, weight_amax = _shared(input_amax, same), _shared(weight_amax, same)
     known = (input_amax > 0) & (weight_amax > 0)
-    logs = torch.where(known, alpha * input_amax.clamp(min=TINY).log() - (1 - alpha) * weight_amax.clamp(min=TINY).log(), 0)
+    logs = torch.where(
+        known, alpha * input_amax.clamp(min=TINY).log() - (1 - alpha) * weight_amax.clamp(min=TINY).log(), 0
+    )
     logs = torch.where(known, logs - logs.sum() / known.sum().clamp(min=1), 0)
     return logs.exp().clamp(1 / LIMIT, LIMIT)
 
@@ -71,10 +79,11 @@ def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same
 def search_smoothing(
     readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool
 ) -> tuple[str, Tensor]:
-    """Return the scales, float32 [in], that leave the smallest error in the outputs of the readers once all is rounded, and their name.
+    """Return the scales, float32 [in], that leave the smallest error in the outputs of the readers
+    once all is rounded, and their name.
 
-    The name is `none`, `alpha 0.8` or `descent`, whichever is expected to be best. static: inputs are rounded with one scale for all of
-    them. The others are those of `smoothing_scales`.
+    The name is `none`, `alpha 0.8` or `descent`, whichever is expected to be best. static: inputs
+    are rounded with one scale for all of them. The others are those of `smoothing_scales`.
     """
     expected = _Expected.of(readers, input_amax if static else None)
     tried = {"none": torch.ones_like(input_amax)}
@@ -87,14 +96,20 @@ def search_smoothing(
 
 @dataclass(frozen=True)
 class _Expected:
-    """What rounding is expected to leave in the outputs of some readers, as a function of the scales."""
+    """What rounding is expected to leave in the outputs of some readers, as a function of the
+    scales.
+    """
 
     rows: Tensor
-    """float32 [rows, in]: magnitudes of inputs, each row divided by its root mean square; one row of the largest where that is static."""
+    """float32 [rows, in]: magnitudes of inputs, each row divided by its root mean square; one row
+    of the largest where that is static.
+    """
     columns: Tensor
     """float32 [in]: the squared columns of the readers, relative to the square of their outputs."""
     weights: tuple[Tensor, ...]
-    """float32 [some outputs, in] for each reader: magnitudes of weights, relative to the size of its outputs."""
+    """float32 [some outputs, in] for each reader: magnitudes of weights, relative to the size of
+    its outputs.
+    """
     variances: tuple[Tensor, ...]
     """float32 [in] for each reader."""
 
@@ -102,7 +117,10 @@ class _Expected:
     def of(readers: Sequence[Reader], input_amax: Tensor | None) -> _Expected:
         seen = list({id(each.rows): each for each in readers}.values())
         rows = torch.cat([each.even_rows() for each in seen])
-        relative = [each.weight / (each.even_rows() @ each.weight.T).square().sum(1).mean().clamp(min=TINY).sqrt() for each in readers]
+        relative = [
+            each.weight / (each.even_rows() @ each.weight.T).square().sum(1).mean().clamp(min=TINY).sqrt()
+            for each in readers
+        ]
         largest = rows.abs()
         if input_amax is not None:
             largest = input_amax[None] * torch.cat([each.inverse_size() for each in seen]).square().mean().sqrt()
@@ -114,7 +132,9 @@ class _Expected:
         )
 
     def error(self, scales: Tensor, step: int | None = None) -> Tensor:
-        """Return the expected squared error, relative to the squared outputs; of a step of the descent on some of the rows, in turn."""
+        """Return the expected squared error, relative to the squared outputs; of a step of the
+        descent on some of the rows, in turn.
+        """
         parts = 1 if step is None else max(1, len(self.rows) // BATCH)
         rows = self.rows[(step or 0) % parts :: parts]
         error: Tensor = (rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()

@@ -1,9 +1,11 @@
-"""SparseGPT: prune a linear layer one input at a time, and let the inputs that are left make up for each weight that goes.
+"""SparseGPT: prune a linear layer one input at a time, and let the inputs that are left make up for
+each weight that goes.
 
-Frantar and Alistarh 2023, arXiv:2301.00774. The mask is chosen for BLOCK inputs at once (unstructured) or for m inputs (n:m), by
-the squared weight over the diagonal of the inverse Hessian, after all earlier errors were made up for. Addition: the weights that stay are
-then improved together, by conjugate gradients on the layer's squared output error with the mask held (Meng et al. 2024, arXiv:2406.07831,
-section 3.3).
+Frantar and Alistarh 2023, arXiv:2301.00774. The mask is chosen for BLOCK inputs at once
+(unstructured) or for m inputs (n:m), by the squared weight over the diagonal of the inverse
+Hessian, after all earlier errors were made up for. Addition: the weights that stay are then
+improved together, by conjugate gradients on the layer's squared output error with the mask held
+(Meng et al. 2024, arXiv:2406.07831, section 3.3).
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ class Curvature:
 
 
 def curvature(hessian: Tensor, damping: float = 0.01) -> Curvature:
-    """Return a Hessian, float32 [in, in], damped and factored. Raises ValueError where no damping makes it positive definite."""
+    """Return a Hessian, float32 [in, in], damped and factored. Raises ValueError where no damping
+    makes it positive definite.
+    """
     return Curvature(*damped_inverse_factor(hessian, GptqOptions(damping=damping, activation_order=False)))
 
 
-def sparsegpt(weight: Tensor, curved: Curvature, sparsity: float, pattern: Pattern | None = None, refinements: int = 0) -> Tensor:
-    """Return float32 [out, in] pruned; a pattern takes the place of `sparsity`. `refinements`: steps of conjugate gradients.
+def sparsegpt(
+    weight: Tensor, curved: Curvature, sparsity: float, pattern: Pattern | None = None, refinements: int = 0
+) -> Tensor:
+    """Return float32 [out, in] pruned; a pattern takes the place of `sparsity`. `refinements`:
+    steps of conjugate gradients.
 
     Outputs share the choice of an unstructured mask and nothing else.
     """
@@ -56,7 +63,9 @@ def sparsegpt(weight: Tensor, curved: Curvature, sparsity: float, pattern: Patte
 
 
 def _prune_block(rest: Tensor, factor: Tensor, sparsity: float, pattern: Pattern | None) -> tuple[Tensor, Tensor]:
-    """Return the pruned weights and the errors, float [inputs, out], of one block whose weights `rest` are used up."""
+    """Return the pruned weights and the errors, float [inputs, out], of one block whose weights
+    `rest` are used up.
+    """
     pruned, errors = torch.zeros_like(rest), torch.empty_like(rest)
     diagonal = factor.diagonal()
     each = diagonal.tolist()
@@ -75,9 +84,11 @@ def _prune_block(rest: Tensor, factor: Tensor, sparsity: float, pattern: Pattern
 
 
 def refine_(pruned: Tensor, target: Tensor, hessian: Tensor, steps: int) -> None:
-    """Improve the weights that are not 0 by conjugate gradients on tr((W - P)^T H (W - P)), output by output, zeros held.
+    """Improve the weights that are not 0 by conjugate gradients on tr((W - P)^T H (W - P)), output
+    by output, zeros held.
 
-    pruned, target: float [in, out]; hessian: float [in, in], positive definite. Preconditioned by its diagonal.
+    pruned, target: float [in, out]; hessian: float [in, in], positive definite. Preconditioned by
+    its diagonal.
     """
     stays = pruned != 0
     inverse = stays / hessian.diagonal()[:, None]

@@ -16,7 +16,9 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the pattern of `2:4` (2 of every 4 stay), None of `unstructured`; raises ValueError for anything else."""
+        """Return the pattern of `2:4` (2 of every 4 stay), None of `unstructured`; raises
+        ValueError for anything else.
+        """
         if text == "unstructured":
             return None
         found = re.fullmatch(r"(\d+):(\d+)", text)

@@ -1,8 +1,9 @@
 """Codes of keys and values: float [..., tokens, head_dim] and back, each token by itself.
 
-Integers have one scale and one zero point for a token's head or for groups of its channels, as the values of KIVI (arXiv:2402.02750). Keys
-are coded the same way, not per channel as there: a token never waits for those after it, so prompt and decode steps see the same codes.
-float8 has one scale for a whole layer, as vLLM's cache.
+Integers have one scale and one zero point for a token's head or for groups of its channels, as the
+values of KIVI (arXiv:2402.02750). Keys are coded the same way, not per channel as there: a token
+never waits for those after it, so prompt and decode steps see the same codes. float8 has one scale
+for a whole layer, as vLLM's cache.
 """
 
 from __future__ import annotations
@@ -45,14 +46,20 @@ class PlainCode:
 
 @dataclass(frozen=True)
 class IntegerCode:
-    """Codes of 4 or 8 bits with a scale and a zero point for each group of channels; two codes of 4 bits share a byte."""
+    """Codes of 4 or 8 bits with a scale and a zero point for each group of channels; two codes of 4
+    bits share a byte.
+    """
 
     bits: int
     group_size: int | None
-    """Channels of a head that share a scale; None: all of them. It divides head_dim, which is even where codes have 4 bits."""
+    """Channels of a head that share a scale; None: all of them. It divides head_dim, which is even
+    where codes have 4 bits.
+    """
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """float [..., tokens, head_dim] -> uint8 codes, scales (bfloat16 for bfloat16, else float16) and uint8 zero points."""
+        """float [..., tokens, head_dim] -> uint8 codes, scales (bfloat16 for bfloat16, else
+        float16) and uint8 zero points.
+        """
         tokens, size = states.shape[:-1], states.shape[-1]
         stored = torch.bfloat16 if states.dtype == torch.bfloat16 else torch.float16
         grid = Grid(self.bits, self.group_size, False, stored)

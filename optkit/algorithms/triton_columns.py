@@ -1,6 +1,7 @@
 """Triton code of `column_kernels`; importing this needs Triton."""
-# Triton reads the source of these functions, so their arguments have no types; pointers are to float32 [inputs, outputs], row by row.
-# padded is inputs as the next power of two, width the outputs of a program.
+# Triton reads the source of these functions, so their arguments have no types; pointers are to
+# float32 [inputs, outputs], row by row. padded is inputs as the next power of two, width the
+# outputs of a program.
 
 import triton
 import triton.language as tl
@@ -11,7 +12,9 @@ def round_kernel(
     values, scales, zeros, factor, codes, errors, inputs, outputs, top,
     padded: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Round each input of a block and take its error out of the inputs after it (GPTQ, algorithm 1, the inner loop)."""
+    """Round each input of a block and take its error out of the inputs after it (GPTQ, algorithm 1,
+    the inner loop).
+    """
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
     there = (row[:, None] < inputs) & (column[None, :] < outputs)
@@ -42,7 +45,9 @@ def descend_kernel(
     gradient, codes, scales, hessian, better, moved, inputs, outputs, top,
     padded: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Move the code of each input of a block to the best one while all others stay (QuantEase, algorithm 1)."""
+    """Move the code of each input of a block to the best one while all others stay (QuantEase,
+    algorithm 1).
+    """
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
     there = (row[:, None] < inputs) & (column[None, :] < outputs)

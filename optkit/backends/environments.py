@@ -4,9 +4,11 @@
     ROOT/draft-NAME-RANDOM/   one that is being built (renamed when it is finished, deleted when it fails) or removed
     ROOT/NAME.lock            held (flock) by the process that builds or removes
     ROOT/NAME.use             shared by the processes whose runs are at work in it; nothing is removed meanwhile
-    ROOT/logs/NAME-PID.log    what the library printed in a run that failed, with the id of optkit's process; the newest are kept
+    ROOT/logs/NAME-PID.log    what the library printed in a run that failed, with the id of optkit's process;
+                              the newest are kept
 
-A key is made of the requirements, the Python and the installed torch: where one of them changes, another environment is built.
+A key is made of the requirements, the Python and the installed torch: where one of them changes,
+another environment is built.
 """
 
 from __future__ import annotations
@@ -66,19 +68,31 @@ class Environment(Frozen):
         """The versions that a record of work done here holds."""
         named = (LIBRARIES[self.name].distribution if self.name in LIBRARIES else self.name, *NOTEWORTHY)
         lowered = {name.lower().replace("_", "-"): version for name, version in self.versions.items()}
-        return {"python": self.python, "torch": self.torch, **{name: lowered[name] for name in named if name in lowered}}
+        return {
+            "python": self.python,
+            "torch": self.torch,
+            **{name: lowered[name] for name in named if name in lowered},
+        }
 
 
 class Environments:
     """A directory of environments that several processes may use at the same time."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """Take a directory: `root`, else `$OPTKIT_ENVS`, else `$XDG_CACHE_HOME/optkit/envs`, else `~/.cache/optkit/envs`."""
+        """Take a directory: `root`, else `$OPTKIT_ENVS`, else `$XDG_CACHE_HOME/optkit/envs`, else
+        `~/.cache/optkit/envs`.
+        """
         chosen = root or os.environ.get("OPTKIT_ENVS")
-        self.root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit" / "envs"
+        self.root = (
+            Path(chosen)
+            if chosen
+            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit" / "envs"
+        )
 
     def find(self, name: str) -> Environment | None:
-        """Return the environment of a library for this Python and this torch, None where it is not built."""
+        """Return the environment of a library for this Python and this torch, None where it is not
+        built.
+        """
         return self._read(self._directory(find_library(name), SharedTorch()))
 
     def require(self, name: str, progress: Progress) -> Environment:
@@ -87,13 +101,16 @@ class Environments:
 
     @contextlib.contextmanager
     def using(self, name: str, progress: Progress) -> Iterator[Environment]:
-        """Give the environment of a library, built now where it is not there; nobody removes it meanwhile."""
+        """Give the environment of a library, built now where it is not there; nobody removes it
+        meanwhile.
+        """
         with self._open(f"{name}.use") as file:
             take_lock(file, fcntl.LOCK_SH)
             yield self.require(name, progress)
 
     def build(self, name: str, progress: Progress) -> Environment:
-        """Build the environment of a library, or return it where another process has done so meanwhile.
+        """Build the environment of a library, or return it where another process has done so
+        meanwhile.
 
         Raises OptkitError where it cannot be built; nothing is left of it then.
         """
@@ -131,7 +148,9 @@ class Environments:
     def list(self) -> list[Environment]:
         """Return all finished environments, by name, those that are in use first."""
         found = [self._read(path.parent) for path in self.root.glob(f"*/{RECORD}")]
-        return sorted((each for each in found if each), key=lambda each: (each.name, each.state != "ready", each.directory.name))
+        return sorted(
+            (each for each in found if each), key=lambda each: (each.name, each.state != "ready", each.directory.name)
+        )
 
     def remove(self, name: str, progress: Progress) -> tuple[Environment, ...]:
         """Delete every environment of a library, the outdated ones too.

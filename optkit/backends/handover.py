@@ -1,8 +1,10 @@
-"""A checkpoint as another version of transformers reads it, and the proof that it reads the same model.
+"""A checkpoint as another version of transformers reads it, and the proof that it reads the same
+model.
 
-transformers 5 writes `rope_parameters`, which 4.x passes over in silence: it then turns the positions with its default frequencies. So the
-directory that is handed over has both spellings, and the logits on a few tokens are compared. Libraries that open it with the attention of
-their choice would open Gemma 2 without its soft cap; `attn_implementation` in config.json decides, in both.
+transformers 5 writes `rope_parameters`, which 4.x passes over in silence: it then turns the
+positions with its default frequencies. So the directory that is handed over has both spellings, and
+the logits on a few tokens are compared. Libraries that open it with the attention of their choice
+would open Gemma 2 without its soft cap; `attn_implementation` in config.json decides, in both.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 128
 """Tokens whose logits are compared."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
-"""Largest ||difference|| / ||logits|| of the same model in two versions of transformers, by the dtype that they compute in."""
+"""Largest ||difference|| / ||logits|| of the same model in two versions of transformers, by the
+dtype that they compute in.
+"""
 INSTEAD = "Take `backend: optkit` for this model"
 TOKENIZER_OF_5 = "TokenizersBackend"
 
 
 def hand_over(source: Path, directory: Path, transformers: str) -> Path:
-    """Return a directory with the files of a checkpoint, its config.json right for this version of transformers.
+    """Return a directory with the files of a checkpoint, its config.json right for this version of
+    transformers.
 
-    Where it reads the checkpoint as it is, that is `source`; else `directory` is filled with links and a config.json of its own.
+    Where it reads the checkpoint as it is, that is `source`; else `directory` is filled with links
+    and a config.json of its own.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     attention = attention_options(config, {})
@@ -53,7 +59,9 @@ def hand_over(source: Path, directory: Path, transformers: str) -> Path:
 
 
 def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that transformers 4 reads as transformers 5 does: `rope_theta`, `rope_scaling`, `torch_dtype` are there too."""
+    """Return a config.json that transformers 4 reads as transformers 5 does: `rope_theta`,
+    `rope_scaling`, `torch_dtype` are there too.
+    """
     old = dict(config)
     if isinstance(named := config.get("dtype"), str):
         old["torch_dtype"] = named
@@ -77,7 +85,9 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_code: bool = False) -> Tensor:
-    """Return what this process's transformers makes of a float checkpoint, on the CPU: float32 [tokens, vocabulary]."""
+    """Return what this process's transformers makes of a float checkpoint, on the CPU: float32
+    [tokens, vocabulary].
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -90,8 +100,12 @@ def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_co
     return logits
 
 
-def check_same_model(here: Tensor, there: Tensor, dtype: str, name: str, transformers: str, instead: str = INSTEAD) -> float:
-    """Return ||difference|| / ||logits|| of two readings of a model. Raises StageError where they are two models."""
+def check_same_model(
+    here: Tensor, there: Tensor, dtype: str, name: str, transformers: str, instead: str = INSTEAD
+) -> float:
+    """Return ||difference|| / ||logits|| of two readings of a model. Raises StageError where they
+    are two models.
+    """
     where, ours = f"backend {name}", package_version("transformers")
     if here.shape != there.shape:
         raise StageError(

@@ -1,4 +1,6 @@
-"""Fill an environment: the installed torch linked in, and a library's pinned requirements; with uv where it is there, else pip."""
+"""Fill an environment: the installed torch linked in, and a library's pinned requirements; with uv
+where it is there, else pip.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ _VERSIONS = """
 import json, torch
 from importlib import metadata
 names = {found.metadata["Name"]: found.version for found in metadata.distributions()}
-print(json.dumps({"torch": torch.__version__, "versions": dict(sorted(names.items(), key=lambda item: item[0].lower()))}))
+ordered = dict(sorted(names.items(), key=lambda item: item[0].lower()))
+print(json.dumps({"torch": torch.__version__, "versions": ordered}))
 """
 
 
 def install(library: Library, directory: Path, torch: SharedTorch, progress: Progress) -> dict[str, str]:
-    """Build the environment of a library in an empty directory; returns the version of each package in it.
+    """Build the environment of a library in an empty directory; returns the version of each package
+    in it.
 
     Raises OptkitError with the installer's last words where a package cannot be had.
     """
@@ -39,11 +43,20 @@ def install(library: Library, directory: Path, torch: SharedTorch, progress: Pro
     needs: tuple[str, ...] = torch.needs
     constraints = list(torch.constraints)
     if not linked:
-        progress.warn(f"{where}: the installed torch does not say which files it has; another copy of {torch.version} is installed")
+        progress.warn(
+            f"{where}: the installed torch does not say which files it has; another copy of "
+            f"{torch.version} is installed"
+        )
         needs, constraints = (f"torch=={torch.version.partition('+')[0]}",), []
     (directory / "constraints.txt").write_text("\n".join(constraints) + "\n", encoding="utf-8")
     pip = [uv, "pip"] if uv else python_command("-m", "pip", python=python)
-    pip += ["install", "--quiet", *(["--python", str(python)] if uv else []), "--constraint", str(directory / "constraints.txt")]
+    pip += [
+        "install",
+        "--quiet",
+        *(["--python", str(python)] if uv else []),
+        "--constraint",
+        str(directory / "constraints.txt"),
+    ]
     what = "its packages cannot be installed"
     _run([*pip, *needs, *library.requirements, *library.build_packages], where, what)
     if library.bare:
@@ -73,7 +86,8 @@ def site_packages_of(directory: Path) -> Path:
 def _run(command: Sequence[str], where: str, what: str) -> str:
     """Return what a command prints. Raises OptkitError with its last lines where it fails."""
     try:
-        with tempfile.TemporaryDirectory(prefix="optkit-") as empty:  # uv reads settings where it runs, and builds import from there
+        # uv reads settings where it runs, and builds import from there
+        with tempfile.TemporaryDirectory(prefix="optkit-") as empty:
             done = run(command, env=foreign_environment(), cwd=empty)
     except OSError as error:
         raise OptkitError(what, where=where, why=f"{command[0]}: {error.strerror}") from error

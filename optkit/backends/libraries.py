@@ -1,4 +1,6 @@
-"""The libraries that can take a stage's place, and the versions that were seen to work together; nothing is imported or installed here."""
+"""The libraries that can take a stage's place, and the versions that were seen to work together;
+nothing is imported or installed here.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ class Library:
     """Whose version is the library's."""
     summary: str
     requirements: tuple[str, ...]
-    """As given to pip, pinned. torchvision and torchaudio are never among them: they would bring another torch."""
+    """As given to pip, pinned. torchvision and torchaudio are never among them: they would bring
+    another torch.
+    """
     bare: tuple[str, ...] = ()
-    """Installed after those and without their own requirements, which cannot be met or are not needed."""
+    """Installed after those and without their own requirements, which cannot be met or are not
+    needed.
+    """
     build_packages: tuple[str, ...] = ()
     """Needed to build `bare` from source."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +43,8 @@ LIBRARIES: Mapping[str, Library] = {
             "autoawq",
             "autoawq",
             "AWQ as published, scales and clipping searched on the data itself; writes AutoAWQ's GEMM layout",
-            # The last transformers that it was released for; newer ones have no PytorchGELUTanh and ask blocks for attributes.
+            # The last transformers that it was released for; newer ones have no PytorchGELUTanh and
+            # ask blocks for attributes.
             ("transformers==4.51.3", "accelerate==1.6.0", "safetensors==0.8.0", "numpy==2.2.6", "datasets==5.0.1"),
             bare=("autoawq==0.2.9",),  # asks for triton, which it does without on a CPU
             build_packages=("setuptools==84.2.1", "wheel"),
@@ -66,7 +73,13 @@ LIBRARIES: Mapping[str, Library] = {
             "optimum-onnx",
             "the ONNX exporter of Hugging Face, and ORTModelForCausalLM, which opens what it and optkit write",
             (
-                *("transformers==4.57.6", "optimum==2.1.0", "optimum-onnx==0.1.0", "onnx==1.20.1", "onnxruntime==1.31.0"),
+                *(
+                    "transformers==4.57.6",
+                    "optimum==2.1.0",
+                    "optimum-onnx==0.1.0",
+                    "onnx==1.20.1",
+                    "onnxruntime==1.31.0",
+                ),
                 *("accelerate==1.15.0", "safetensors==0.8.0", "numpy==2.2.6"),
             ),
         ),

@@ -1,4 +1,6 @@
-"""Decoders as ONNX by optimum-onnx, in its environment: told what its transformers misreads, and held against ours before and after."""
+"""Decoders as ONNX by optimum-onnx, in its environment: told what its transformers misreads, and
+held against ours before and after.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ TASKS = {True: "text-generation-with-past", False: "text-generation"}
 
 
 def export_with_optimum(order: Order, progress: Progress) -> dict[str, Any]:
-    """Fill the target with model.onnx and its data; return versions, and how far apart both transformers read the source.
+    """Fill the target with model.onnx and its data; return versions, and how far apart both
+    transformers read the source.
 
-    Raises StageError where the environment is not built, with optimum's exception, and where its transformers reads another model.
+    Raises StageError where the environment is not built, with optimum's exception, and where its
+    transformers reads another model.
     """
     environments = Environments()
     if environments.find(LIBRARY) is None:
@@ -43,7 +47,14 @@ def export_with_optimum(order: Order, progress: Progress) -> dict[str, Any]:
 
             version = environment.told_versions["transformers"]
             apart.append(
-                check_same_model(here, load_file(file)["logits"], order.dtype, LIBRARY, version, "Take exporter: torch for this model")
+                check_same_model(
+                    here,
+                    load_file(file)["logits"],
+                    order.dtype,
+                    LIBRARY,
+                    version,
+                    "Take exporter: torch for this model",
+                )
             )
 
         run_worker(environment, request, progress, environments.log(LIBRARY), check)

@@ -1,4 +1,6 @@
-"""Run a worker: a subprocess in a library's environment, told what to do by one JSON line, heard through a pipe of its own."""
+"""Run a worker: a subprocess in a library's environment, told what to do by one JSON line, heard
+through a pipe of its own.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,13 @@ def run_worker(
     check_logits: Callable[[Path], None],
     launch: Path = LAUNCH,
 ) -> dict[str, Any]:
-    """Run the worker of a library on a request (the fields of `launch.Job`) and return the details of its result.
+    """Run the worker of a library on a request (the fields of `launch.Job`) and return the details
+    of its result.
 
-    It ends with this process, however that ends, and runs in a folder of its own, since libraries leave files where they run. What the
-    library prints goes to `log`, which stays where the worker fails, with the newest of the others beside it.
-    Raises StageError with the library's exception, or with what `check_logits` finds in the file that it is given.
+    It ends with this process, however that ends, and runs in a folder of its own, since libraries
+    leave files where they run. What the library prints goes to `log`, which stays where the worker
+    fails, with the newest of the others beside it. Raises StageError with the library's exception,
+    or with what `check_logits` finds in the file that it is given.
     """
     name = environment.name
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,9 @@ def run_worker(
         _delete_old_logs(log)
         command = python_command(str(launch.absolute()), name, str(writing), python=environment.interpreter.absolute())
         variables = _variables(environment, str(request["device"]))
-        process = start(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(writing,), env=variables)
+        process = start(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(writing,), env=variables
+        )
         try:
             os.close(writing)
             assert process.stdin is not None
@@ -78,7 +84,9 @@ def run_worker(
     return details
 
 
-def _listen(messages: IO[str], progress: Progress, check_logits: Callable[[Path], None], name: str, log: Path) -> dict[str, Any] | None:
+def _listen(
+    messages: IO[str], progress: Progress, check_logits: Callable[[Path], None], name: str, log: Path
+) -> dict[str, Any] | None:
     """Pass on what the worker says until it has a result; None where it ends without a word."""
     with contextlib.ExitStack() as bars:
         task: Task | None = None
@@ -105,7 +113,9 @@ def _listen(messages: IO[str], progress: Progress, check_logits: Callable[[Path]
 
 
 def _variables(environment: Environment, device: str) -> dict[str, str]:
-    """Return the worker's environment variables: no network, no packages of ours, no GPU but the one that was asked for."""
+    """Return the worker's environment variables: no network, no packages of ours, no GPU but the
+    one that was asked for.
+    """
     library = LIBRARIES.get(environment.name)
     return {
         **foreign_environment(),
@@ -132,7 +142,9 @@ def _how_it_ended(status: int) -> str:
 def _delete_old_logs(log: Path) -> None:
     """Delete the logs beside one that no worker writes to any more, but for the newest."""
     with contextlib.suppress(FileNotFoundError):  # another run deletes them too
-        others = sorted((path for path in log.parent.glob("*.log") if path != log), key=lambda path: path.stat().st_mtime)
+        others = sorted(
+            (path for path in log.parent.glob("*.log") if path != log), key=lambda path: path.stat().st_mtime
+        )
         for path in others[:-KEPT_LOGS]:
             with path.open("r") as file, contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,10 @@
-"""The installed torch, found once and linked into other environments, so that none of them downloads gigabytes.
+"""The installed torch, found once and linked into other environments, so that none of them
+downloads gigabytes.
 
-Linked are torch and the binary packages that only torch needs (CUDA's libraries, triton). Each has metadata of its own there, so that pip
-and uv see it as installed; these list no file of ours, so that neither of them can ever delete one. What torch needs besides (sympy,
-networkx, filelock, ...) is small and installed anew: an environment may well ask for another version of it.
+Linked are torch and the binary packages that only torch needs (CUDA's libraries, triton). Each has
+metadata of its own there, so that pip and uv see it as installed; these list no file of ours, so
+that neither of them can ever delete one. What torch needs besides (sympy, networkx, filelock, ...)
+is small and installed anew: an environment may well ask for another version of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class SharedTorch:
     """The installed torch and the binary packages that it brings."""
 
     def __init__(self) -> None:
-        """Find them by their metadata; torch is not imported. Raises MissingPackageError where there is none."""
+        """Find them by their metadata; torch is not imported. Raises MissingPackageError where
+        there is none.
+        """
         try:
             torch = metadata.distribution("torch")
         except metadata.PackageNotFoundError as error:
@@ -42,10 +46,16 @@ class SharedTorch:
     @property
     def needs(self) -> tuple[str, ...]:
         """What torch needs and is not shared, as requirements."""
-        return tuple(str(need) for need in _needs(self._distributions["torch"]) if canonicalize_name(need.name) not in self._distributions)
+        return tuple(
+            str(need)
+            for need in _needs(self._distributions["torch"])
+            if canonicalize_name(need.name) not in self._distributions
+        )
 
     def link_into(self, packages: Path) -> bool:
-        """Link everything into a site-packages directory; False, and nothing linked, where the installation does not list its files."""
+        """Link everything into a site-packages directory; False, and nothing linked, where the
+        installation does not list its files.
+        """
         parts = {name: _parts(found) for name, found in self._distributions.items()}
         if not all(parts.values()):
             return False
@@ -76,7 +86,9 @@ def _brought_by(torch: metadata.Distribution) -> dict[str, metadata.Distribution
 
 
 def _parts(distribution: metadata.Distribution) -> set[Path]:
-    """Return what of site-packages is a distribution's: its top-level entries but the metadata, and the second level of namespaces."""
+    """Return what of site-packages is a distribution's: its top-level entries but the metadata, and
+    the second level of namespaces.
+    """
     parts = set()
     for file in distribution.files or ():
         path = Path(str(file))
@@ -92,7 +104,9 @@ def _write_metadata(distribution: metadata.Distribution, packages: Path) -> None
     """Write the metadata of a linked distribution, whose RECORD names nothing but these files."""
     directory = packages / f"{distribution.metadata['Name'].replace('-', '_')}-{distribution.version}{METADATA}"
     directory.mkdir()
-    kept = {name: distribution.read_text(name) for name in ("METADATA", "WHEEL", "entry_points.txt")} | {"INSTALLER": "optkit\n"}
+    kept = {name: distribution.read_text(name) for name in ("METADATA", "WHEEL", "entry_points.txt")} | {
+        "INSTALLER": "optkit\n"
+    }
     texts = {name: text for name, text in kept.items() if text}
     texts["RECORD"] = "".join(f"{directory.name}/{name},,\n" for name in (*texts, "RECORD"))
     for name, text in texts.items():

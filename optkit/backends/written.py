@@ -14,16 +14,22 @@ from optkit.model.writer import copy_companions, write_config
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
-def take_over(written: Path, source: Checkpoint, target: Path, chosen: Collection[str], name: str, trusted: bool = False) -> None:
-    """Move the tensors that a library wrote into `target`, beside the source's own config, tokenizer and other files.
+def take_over(
+    written: Path, source: Checkpoint, target: Path, chosen: Collection[str], name: str, trusted: bool = False
+) -> None:
+    """Move the tensors that a library wrote into `target`, beside the source's own config,
+    tokenizer and other files.
 
-    Of the library's config.json the `quantization_config` alone is kept: what the model is, the source says. Raises StageError where
-    chosen layers are as they were, others are not, or a tensor of the source is lost.
+    Of the library's config.json the `quantization_config` alone is kept: what the model is, the
+    source says. Raises StageError where chosen layers are as they were, others are not, or a tensor
+    of the source is lost.
     """
     left = Checkpoint(written)
     config = left.quantization
     if not config:
-        raise StageError("it wrote no quantization_config", where=f"backend {name}", why="Nobody could open the packed weights")
+        raise StageError(
+            "it wrote no quantization_config", where=f"backend {name}", why="Nobody could open the packed weights"
+        )
     check_layers(source, left, chosen, name)
     copy_companions(source.directory, target, trusted)
     for path in sorted({*left.files.values(), *written.glob("*.safetensors.index.json")}):
@@ -34,17 +40,25 @@ def take_over(written: Path, source: Checkpoint, target: Path, chosen: Collectio
 
 
 def check_layers(source: Checkpoint, left: Checkpoint, chosen: Collection[str], name: str) -> None:
-    """Raise StageError unless exactly the chosen layers changed their form, and nothing of the model is lost."""
+    """Raise StageError unless exactly the chosen layers changed their form, and nothing of the
+    model is lost.
+    """
     changed = {name for name in _layers(source) if f"{name}.weight" not in left.tensors and _has_leaves(left, name)}
     where = f"backend {name}"
     if unchanged := sorted(set(chosen) - changed):
         raise StageError(f"{len(unchanged):,} of {len(chosen):,} layers are as they were ({unchanged[0]})", where=where)
     if beyond := sorted(changed - set(chosen)):
-        raise StageError(f"{len(beyond):,} layers are quantized that should stay as they are ({beyond[0]})", where=where)
+        raise StageError(
+            f"{len(beyond):,} layers are quantized that should stay as they are ({beyond[0]})", where=where
+        )
     tied = bool(source.config.get("tie_word_embeddings"))
     there = {*left.tensors, *(f"{layer}.weight" for layer in changed), *(("lm_head.weight",) if tied else ())}
     if lost := sorted(set(source.tensors) - there):
-        raise StageError(f"{len(lost):,} tensors of the model are lost ({lost[0]})", where=where, why="It would open with random numbers")
+        raise StageError(
+            f"{len(lost):,} tensors of the model are lost ({lost[0]})",
+            where=where,
+            why="It would open with random numbers",
+        )
 
 
 def _layers(checkpoint: Checkpoint) -> list[str]:
@@ -57,6 +71,10 @@ def _has_leaves(checkpoint: Checkpoint, layer: str) -> bool:
 
 def _dtype(left: Checkpoint, chosen: Collection[str]) -> Mapping[str, Any]:
     """Return the dtype that the library left the other weights in, as config.json says it."""
-    kept = {name: info for name, info in left.tensors.items() if name.rpartition(".")[0] not in chosen and info.dtype in DTYPE_NAMES}
+    kept = {
+        name: info
+        for name, info in left.tensors.items()
+        if name.rpartition(".")[0] not in chosen and info.dtype in DTYPE_NAMES
+    }
     largest = max(kept.values(), key=lambda info: info.elements, default=None)
     return {} if largest is None else {"dtype": DTYPE_NAMES[largest.dtype]}

@@ -1,1 +1,3 @@
-"""What every room uses and what knows nothing of models: frozen classes, atomic files, statistics, limits."""
+"""What every room uses and what knows nothing of models: frozen classes, atomic files, statistics,
+limits.
+"""

@@ -1,5 +1,5 @@
-"""Types of the fields of stages and evals, with limits that anything which can be meant keeps, so that the rest is refused where it is
-written and not hours later."""
+"""Types of the fields of stages and evals, with limits that anything which can be meant keeps, so
+that the rest is refused where it is written and not hours later."""
 
 from __future__ import annotations
 
@@ -75,9 +75,14 @@ Rate = Annotated[float, Field(gt=0, le=1e6)]
 """How many in a second."""
 Name = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 """A name, a path or a pattern."""
-Distinct = Annotated[tuple[T, ...], Field(max_length=1000), AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})]
+Distinct = Annotated[
+    tuple[T, ...], Field(max_length=1000), AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})
+]
 """A list in which nothing stands twice."""
 AtLeastOne = Annotated[
-    tuple[T, ...], Field(min_length=1, max_length=1000), AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})
+    tuple[T, ...],
+    Field(min_length=1, max_length=1000),
+    AfterValidator(_distinct),
+    Field(json_schema_extra={"uniqueItems": True}),
 ]
 """A list in which something stands, and nothing twice."""

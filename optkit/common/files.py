@@ -1,7 +1,8 @@
-"""Files of others: regular ones alone are read, and whatever is malformed in one is said as the file's fault.
+"""Files of others: regular ones alone are read, and whatever is malformed in one is said as the
+file's fault.
 
-A named pipe would hang, a device never ends, and a parser that meets what it does not expect raises anything. Each format has one function
-that reads it into typed data, inside `reading`.
+A named pipe would hang, a device never ends, and a parser that meets what it does not expect raises
+anything. Each format has one function that reads it into typed data, inside `reading`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ AGAIN = "Copy or download it again"
 
 @contextlib.contextmanager
 def reading(path: Path | str, what: str, remedy: str = AGAIN, error: type[OptkitError] = SourceError) -> Iterator[None]:
-    """Turn whatever goes wrong inside into `PATH: WHAT. Why. REMEDY.`, e.g. with "is not an index of safetensors".
+    """Turn whatever goes wrong inside into `PATH: WHAT. Why. REMEDY.`, e.g. with "is not an index
+    of safetensors".
 
     Errors of optkit pass, and memory that ran out.
     """
@@ -42,7 +44,9 @@ def reading(path: Path | str, what: str, remedy: str = AGAIN, error: type[Optkit
 
 
 def _said(error: BaseException) -> str:
-    """Return the first line of what an exception says, with its kind where that alone would say little."""
+    """Return the first line of what an exception says, with its kind where that alone would say
+    little.
+    """
     if isinstance(error, RecursionError):
         return "It is nested too deeply"
     if isinstance(error, OSError) and error.strerror:
@@ -53,30 +57,49 @@ def _said(error: BaseException) -> str:
 
 
 def check_regular(path: Path, error: type[OptkitError] = SourceError) -> int:
-    """Return the bytes of a regular file. Raises `error` for what is none: a directory, a pipe, a device, nothing."""
+    """Return the bytes of a regular file. Raises `error` for what is none: a directory, a pipe, a
+    device, nothing.
+    """
     with open_file(path, error) as file:
         return os.fstat(file.fileno()).st_size
 
 
 @contextlib.contextmanager
 def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO[bytes]]:
-    """Open a regular file to read it; raises `error` for any other, without waiting for a pipe's other end."""
+    """Open a regular file to read it; raises `error` for any other, without waiting for a pipe's
+    other end.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as cause:
-        raise error("cannot be read", where=_printable(path), why=getattr(cause, "strerror", None) or str(cause)) from cause
+        raise error(
+            "cannot be read", where=_printable(path), why=getattr(cause, "strerror", None) or str(cause)
+        ) from cause
     with open(descriptor, "rb") as file:  # noqa: PTH123
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise error("is no regular file", where=str(path), why="A pipe or a device is not read", remedy="Copy it to a file")
+            raise error(
+                "is no regular file", where=str(path), why="A pipe or a device is not read", remedy="Copy it to a file"
+            )
         yield file
 
 
 def check_kinds(directory: Path) -> None:
-    """Raise SourceError for a pipe, socket or device in a directory: whoever reads a file of that name would wait for ever."""
+    """Raise SourceError for a pipe, socket or device in a directory: whoever reads a file of that
+    name would wait for ever.
+    """
     with os.scandir(directory) as entries:
-        odd = [entry.name for entry in entries if stat.S_IFMT(mode_of(Path(entry.path))) not in (0, stat.S_IFREG, stat.S_IFDIR)]
+        odd = [
+            entry.name
+            for entry in entries
+            if stat.S_IFMT(mode_of(Path(entry.path))) not in (0, stat.S_IFREG, stat.S_IFDIR)
+        ]
     if odd:
-        raise SourceError(f"{odd[0]} is no regular file", where=str(directory), why="A pipe or a device is not read", remedy="Remove it")
+        raise SourceError(
+            f"{odd[0]} is no regular file",
+            where=str(directory),
+            why="A pipe or a device is not read",
+            remedy="Remove it",
+        )
 
 
 def _printable(path: Path | str) -> str:
@@ -84,7 +107,9 @@ def _printable(path: Path | str) -> str:
 
 
 def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: int | None = MOST_BYTES) -> str:
-    """Return the text of a regular file of UTF-8. Raises `error` where it cannot be read, is too large or something else."""
+    """Return the text of a regular file of UTF-8. Raises `error` where it cannot be read, is too
+    large or something else.
+    """
     with open_file(path, error) as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
@@ -140,7 +165,9 @@ def check_name_inside(name: str) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the `st_mode` of what a path leads to; 0 if nothing is there, or no system of files would take the name."""
+    """Return the `st_mode` of what a path leads to; 0 if nothing is there, or no system of files
+    would take the name.
+    """
     try:
         return path.stat().st_mode
     except (OSError, ValueError):

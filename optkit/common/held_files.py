@@ -1,4 +1,6 @@
-"""Files that a process holds (flock) while it works on something; the kernel frees them when that process dies."""
+"""Files that a process holds (flock) while it works on something; the kernel frees them when that
+process dies.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from typing import IO
 
 
 def hold(path: Path) -> IO[str]:
-    """Return the file at `path`, made where it is missing and held by this process alone; closing it frees it.
+    """Return the file at `path`, made where it is missing and held by this process alone; closing
+    it frees it.
 
-    Raises BlockingIOError where another process holds it, FileNotFoundError where its directory is gone.
+    Raises BlockingIOError where another process holds it, FileNotFoundError where its directory is
+    gone.
     """
     while True:
         file = path.open("a")
@@ -23,12 +27,15 @@ def hold(path: Path) -> IO[str]:
             raise
         if _is_at(file, path):
             return file
-        # Its holder unlinked it between the two calls, and another process may hold a new file of this name.
+        # Its holder unlinked it between the two calls, and another process may hold a new file of
+        # this name.
         file.close()
 
 
 def release(file: IO[str], path: Path) -> None:
-    """Unlink a held file, then free it; in this order, so that nobody unlinks a file that another process holds already."""
+    """Unlink a held file, then free it; in this order, so that nobody unlinks a file that another
+    process holds already.
+    """
     with contextlib.suppress(OSError):
         path.unlink()
     file.close()

@@ -1,4 +1,6 @@
-"""What an exception says of a limit of the machine: memory, disk, the size of a file. Libraries say it in many ways."""
+"""What an exception says of a limit of the machine: memory, disk, the size of a file. Libraries say
+it in many ways.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,17 @@ import errno
 import re
 from pathlib import Path
 
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory", "std::bad_alloc", "unable to mmap")
-"""What torch's RuntimeErrors say of an allocation on the CPU or a GPU, or of a memory map, that failed; also C++ itself."""
+NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+    "unable to mmap",
+)
+"""What torch's RuntimeErrors say of an allocation on the CPU or a GPU, or of a memory map, that
+failed; also C++ itself.
+"""
 NO_THREAD = "can't start new thread"
 NO_SEGMENT = "failed to map segment"
 """What the loader of libraries says without memory."""
@@ -20,13 +31,17 @@ NO_ROOM = {
 
 
 def room_error(error: BaseException, path: Path) -> OSError | None:
-    """Return the OSError behind what a library says of a failed write of `path`; None where it says nothing of room."""
+    """Return the OSError behind what a library says of a failed write of `path`; None where it says
+    nothing of room.
+    """
     number = errno_of(error)
     return OSError(number, NO_ROOM[number], str(path)) if number in NO_ROOM else None
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the system's number of what went wrong: of an OSError, or as Rust writes it, `(os error 28)`; None where there is none."""
+    """Return the system's number of what went wrong: of an OSError, or as Rust writes it, `(os
+    error 28)`; None where there is none.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -34,7 +49,9 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is an allocation that failed, in main memory or on a GPU, or comes of one."""
+    """Say whether an error is an allocation that failed, in main memory or on a GPU, or comes of
+    one.
+    """
     if error.__cause__ is not None and is_out_of_memory(error.__cause__):
         return True
     if isinstance(error, MemoryError) or errno_of(error) == errno.ENOMEM:

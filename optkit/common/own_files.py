@@ -1,4 +1,6 @@
-"""The files that optkit itself leaves beside the weights of an artifact: they say how it was made and measured, and deploy nothing."""
+"""The files that optkit itself leaves beside the weights of an artifact: they say how it was made
+and measured, and deploy nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SV
 
 
 def is_own(relative: PurePath | str) -> bool:
-    """Say whether a file, by its name relative to the model's directory, is one of these; below that directory none is."""
+    """Say whether a file, by its name relative to the model's directory, is one of these; below
+    that directory none is.
+    """
     return str(relative) in OWN_FILES
 
 
 def without_home(text: str) -> str:
-    """Return a text for others: what lies in the user's home directory begins with `~`, which does not say whose it is."""
+    """Return a text for others: what lies in the user's home directory begins with `~`, which does
+    not say whose it is.
+    """
     home = str(Path.home())
     return text.replace(f"{home}/", "~/") if home != "/" else text

@@ -1,4 +1,6 @@
-"""Uncertainty of measured numbers: means with t intervals, ratios, shares and quantiles with theirs. All intervals are 95%."""
+"""Uncertainty of measured numbers: means with t intervals, ratios, shares and quantiles with
+theirs. All intervals are 95%.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ _T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.262
 """The 97.5% quantile of Student's t for 1 to 10 degrees of freedom."""
 _Z_975 = NormalDist().inv_cdf(0.975)
 NEIGHBOURS = 0.4
-"""Least correlation of neighbouring windows. Losses of SmolLM2-135M had 0.44 in 39 windows of 2048 tokens of WikiText-2, 0.47 in 24 of 1024
-and 0.18 in 17 of the Python reference; the divergence of its INT4 form 0.43 and 0.40, its 99th percentile 0.42 and 0.41."""
+"""Least correlation of neighbouring windows. Losses of SmolLM2-135M had 0.44 in 39 windows of 2048
+tokens of WikiText-2, 0.47 in 24 of 1024 and 0.18 in 17 of the Python reference; the divergence of
+its INT4 form 0.43 and 0.40, its 99th percentile 0.42 and 0.41."""
 PAIRED_NEIGHBOURS = 0.2
-"""That of differences between two models: the losses of INT4 less those of the model had 0.15 in the 24 windows and 0.08 in the 17."""
+"""That of differences between two models: the losses of INT4 less those of the model had 0.15 in
+the 24 windows and 0.08 in the 17.
+"""
 MOST_CORRELATION = 0.7
 """More is not believed of a few windows."""
 LEAST_TO_CORRELATE = 8
@@ -39,7 +44,9 @@ def mean(samples: Sequence[float]) -> float:
 
 
 def standard_error(samples: Sequence[float]) -> float:
-    """Return the standard error of the mean of independent samples; raises ValueError for fewer than two."""
+    """Return the standard error of the mean of independent samples; raises ValueError for fewer
+    than two.
+    """
     if len(samples) < 2:
         raise ValueError(f"{len(samples)} sample(s) have no standard error: at least 2 are needed")
     centre = mean(samples)
@@ -50,8 +57,8 @@ def standard_error(samples: Sequence[float]) -> float:
 def t_quantile(degrees: float) -> float:
     """Return the 97.5% quantile of Student's t.
 
-    Up to 10 degrees from a table (linear in 1/degrees in between); above, four terms of the Cornish-Fisher expansion (Abramowitz and
-    Stegun 26.7.5), which is within 1e-4 there.
+    Up to 10 degrees from a table (linear in 1/degrees in between); above, four terms of the
+    Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5), which is within 1e-4 there.
     """
     if degrees < 1:
         raise ValueError(f"{degrees} degrees of freedom: at least 1 is needed")
@@ -72,9 +79,11 @@ def t_quantile(degrees: float) -> float:
 
 
 def mean_estimate(samples: Sequence[float], least: float = -math.inf, most: float = math.inf) -> Estimate:
-    """Return the mean of independent samples with its t interval; raises ValueError for fewer than two.
+    """Return the mean of independent samples with its t interval; raises ValueError for fewer than
+    two.
 
-    The interval is cut off at `least` and `most`, the limits of what is possible: the mean cannot lie beyond them, so no coverage is lost.
+    The interval is cut off at `least` and `most`, the limits of what is possible: the mean cannot
+    lie beyond them, so no coverage is lost.
     """
     error = standard_error(samples)
     centre, half = mean(samples), error * t_quantile(len(samples) - 1)
@@ -82,7 +91,8 @@ def mean_estimate(samples: Sequence[float], least: float = -math.inf, most: floa
 
 
 def neighbours_estimate(samples: Sequence[float], least: float = -math.inf, most: float = math.inf) -> Estimate:
-    """Return the mean of samples that follow each other, as windows of a text do; raises ValueError for fewer than two.
+    """Return the mean of samples that follow each other, as windows of a text do; raises ValueError
+    for fewer than two.
 
     Their interval is cut off at `least` and `most` as that of `mean_estimate`.
     """
@@ -91,12 +101,14 @@ def neighbours_estimate(samples: Sequence[float], least: float = -math.inf, most
 
 
 def neighbours_half_width(samples: Sequence[float], correlation: float = NEIGHBOURS) -> float:
-    """Return half of the interval of the mean of samples of which neighbours correlate: that of t, times what correlation adds.
+    """Return half of the interval of the mean of samples of which neighbours correlate: that of t,
+    times what correlation adds.
 
-    They are taken as a process in which each depends on the one before it (AR(1)). Its correlation is estimated from eight samples on, with
-    Marriott and Pope's correction of the bias (https://doi.org/10.1093/biomet/41.3-4.390), and is at least `correlation`: windows of real
-    texts correlate, and few of them do not show it. The variance of few such samples is too small as well.
-    Raises ValueError for fewer than two samples.
+    They are taken as a process in which each depends on the one before it (AR(1)). Its correlation
+    is estimated from eight samples on, with Marriott and Pope's correction of the bias
+    (https://doi.org/10.1093/biomet/41.3-4.390), and is at least `correlation`: windows of real
+    texts correlate, and few of them do not show it. The variance of few such samples is too small
+    as well. Raises ValueError for fewer than two samples.
     """
     error, count, centre = standard_error(samples), len(samples), mean(samples)
     squares = math.fsum((sample - centre) ** 2 for sample in samples)
@@ -110,10 +122,12 @@ def neighbours_half_width(samples: Sequence[float], correlation: float = NEIGHBO
 
 
 def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: bool = False) -> Estimate:
-    """Return the mean of shares, each of some trials, with the interval that holds both the shares' t interval and Clopper and Pearson's.
+    """Return the mean of shares, each of some trials, with the interval that holds both the shares'
+    t interval and Clopper and Pearson's.
 
-    The first counts what differs between groups of trials (`neighbours`: that follow each other) and is nothing where all went alike; the
-    second (https://doi.org/10.1093/biomet/26.4.404) is that of independent trials, and alone where each group is one trial.
+    The first counts what differs between groups of trials (`neighbours`: that follow each other)
+    and is nothing where all went alike; the second (https://doi.org/10.1093/biomet/26.4.404) is
+    that of independent trials, and alone where each group is one trial.
     """
     hits = math.fsum(share * count for share, count in zip(shares, trials, strict=True))
     low, high = binomial_interval(round(hits), sum(trials))
@@ -125,7 +139,9 @@ def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: b
 
 
 def binomial_interval(hits: int, trials: int) -> tuple[float, float]:
-    """Return the probabilities with which so many hits or more, and so few or fewer, come in 2.5% of cases (Clopper and Pearson 1934)."""
+    """Return the probabilities with which so many hits or more, and so few or fewer, come in 2.5%
+    of cases (Clopper and Pearson 1934).
+    """
     import numpy
 
     counts = numpy.arange(trials + 1)
@@ -150,10 +166,12 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def tail_estimate(groups: Sequence[Sequence[float]], fraction: float) -> Estimate:
-    """Return a quantile of all values, not negative; its interval is that of the mean of the neighbouring groups' own quantiles.
+    """Return a quantile of all values, not negative; its interval is that of the mean of the
+    neighbouring groups' own quantiles.
 
-    Values within a group may depend on each other (tokens of a window). The interval is symmetric in the logarithm, in which quantiles far
-    out in a tail are nearly normal. Raises ValueError for fewer than two groups.
+    Values within a group may depend on each other (tokens of a window). The interval is symmetric
+    in the logarithm, in which quantiles far out in a tail are nearly normal. Raises ValueError for
+    fewer than two groups.
     """
     value = quantile([each for group in groups for each in group], fraction)
     quantiles = [quantile(group, fraction) for group in groups]
@@ -176,14 +194,17 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
 
 
 def exact_ratio(value: float, baseline: float) -> Estimate:
-    """Return the ratio of two numbers that have no error; raises ValueError where the baseline is 0."""
+    """Return the ratio of two numbers that have no error; raises ValueError where the baseline is
+    0.
+    """
     if baseline == 0:
         raise ValueError("a ratio to 0 has no value")
     return Estimate(value / baseline)
 
 
 def paired_log_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """Return exp of the mean difference of paired log samples, e.g. window losses on the same tokens -> ratio of perplexities.
+    """Return exp of the mean difference of paired log samples, e.g. window losses on the same
+    tokens -> ratio of perplexities.
 
     Raises ValueError for fewer than two pairs.
     """
@@ -195,10 +216,12 @@ def paired_log_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Est
 
 
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """Return the ratio of the means of two sets of numbers, not negative, of which those of equal index were measured beside each other.
+    """Return the ratio of the means of two sets of numbers, not negative, of which those of equal
+    index were measured beside each other.
 
-    What both numbers of a pair share is in neither error. The interval is symmetric in the logarithm: t over the pairs' differences of
-    relative deviations (delta method). Raises ValueError for a baseline of 0.
+    What both numbers of a pair share is in neither error. The interval is symmetric in the
+    logarithm: t over the pairs' differences of relative deviations (delta method). Raises
+    ValueError for a baseline of 0.
     """
     ours, theirs = mean(samples), mean(baseline)
     ratio = exact_ratio(ours, theirs).value
@@ -210,10 +233,11 @@ def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimat
 
 
 def independent_ratio(ours: Estimate, theirs: Estimate) -> Estimate:
-    """Return the ratio of two positive numbers from their intervals alone, the errors of both in quadrature, in the logarithm.
+    """Return the ratio of two positive numbers from their intervals alone, the errors of both in
+    quadrature, in the logarithm.
 
-    It keeps intervals that are not symmetric (the method of variance estimates recovery, https://doi.org/10.1002/sim.3095).
-    Raises ValueError for a baseline of 0.
+    It keeps intervals that are not symmetric (the method of variance estimates recovery,
+    https://doi.org/10.1002/sim.3095). Raises ValueError for a baseline of 0.
     """
     ratio = exact_ratio(ours.value, theirs.value).value
     if not (ours.interval or theirs.interval):

@@ -1,11 +1,15 @@
-"""Text of others on a terminal: control characters are shown and never sent, so that none moves the cursor or begins a line."""
+"""Text of others on a terminal: control characters are shown and never sent, so that none moves the
+cursor or begins a line.
+"""
 
 from __future__ import annotations
 
 import re
 
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Those of ASCII and Latin-1 (ESC and CSI among them), and of Unicode the ends of lines and the marks that turn the direction."""
+"""Those of ASCII and Latin-1 (ESC and CSI among them), and of Unicode the ends of lines and the
+marks that turn the direction.
+"""
 
 
 def visible(text: str) -> str:

@@ -1,4 +1,6 @@
-"""How much of the cores that this process may run on others used meanwhile: a timing that they spoiled is known without a look at it."""
+"""How much of the cores that this process may run on others used meanwhile: a timing that they
+spoiled is known without a look at it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FEWEST_TICKS = 20
 
 @dataclass(frozen=True)
 class Moment:
-    """Ticks since the machine started, of the cores together, and seconds that this process has computed."""
+    """Ticks since the machine started, of the cores together, and seconds that this process has
+    computed.
+    """
 
     busy: int
     all: int
@@ -21,14 +25,18 @@ class Moment:
 
 
 class CpuWatch:
-    """Reads /proc/stat (man 5 proc_stat) before and after; where there is none, nobody else is ever seen."""
+    """Reads /proc/stat (man 5 proc_stat) before and after; where there is none, nobody else is ever
+    seen.
+    """
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
         self._cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
 
     def now(self) -> Moment:
-        """Return the counts of this moment. Time that the hypervisor gave to others (steal) is busy."""
+        """Return the counts of this moment. Time that the hypervisor gave to others (steal) is
+        busy.
+        """
         busy = everything = 0
         for line in self._stat.read_text(encoding="utf-8").splitlines() if self._stat.is_file() else ():
             name, *fields = line.split()
@@ -39,7 +47,9 @@ class CpuWatch:
         return Moment(busy, everything, time.process_time())
 
     def others(self, before: Moment) -> float:
-        """Return the share of the cores' time since a moment that went to other processes; 0 where too little time has passed to say."""
+        """Return the share of the cores' time since a moment that went to other processes; 0 where
+        too little time has passed to say.
+        """
         after = self.now()
         ticks = after.all - before.all
         if ticks < FEWEST_TICKS:

@@ -1,6 +1,8 @@
-"""What devices can do at most, from the makers' datasheets: memory bandwidth and dense matrix rates, without sparsity.
+"""What devices can do at most, from the makers' datasheets: memory bandwidth and dense matrix
+rates, without sparsity.
 
-Rates are those with float32 sums where a datasheet tells two. Datasheets that give rates with 2:4 sparsity alone are halved.
+Rates are those with float32 sums where a datasheet tells two. Datasheets that give rates with 2:4
+sparsity alone are halved.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class Device:
     bandwidth: float
     """Bytes per second of the main memory."""
     rates: Mapping[str, float]
-    """Operations per second (a multiply and an add are two) of dense matrix products: fp32, tf32, bf16, fp16, int8, fp8."""
+    """Operations per second (a multiply and an add are two) of dense matrix products: fp32, tf32,
+    bf16, fp16, int8, fp8.
+    """
     memory_bytes: float
     source: str
     """Where the numbers are from: a datasheet, or how they were measured."""
@@ -31,7 +35,9 @@ class Device:
         return next(name for name in ("bf16", "fp16", "fp32") if name in self.rates)
 
     def rate(self, arithmetic: str) -> float:
-        """Return the rate of a dtype; where the device has none, that of its 16-bit float, in which it is computed."""
+        """Return the rate of a dtype; where the device has none, that of its 16-bit float, in which
+        it is computed.
+        """
         return self.rates.get(arithmetic) or self.rates[self.wide]
 
 
@@ -39,7 +45,8 @@ def rates_text(rates: Mapping[str, float]) -> str:
     """Return e.g. `TFLOP/s: fp32 66.9, bf16 989`; of slow devices in GFLOP/s."""
     scale, unit = (1e12, "TFLOP/s") if max(rates.values()) >= 1e13 else (1e9, "GFLOP/s")
     numbers = {name: rate / scale for name, rate in rates.items()}
-    return f"{unit}: {', '.join(f'{name} {rate:,.3g}' if rate < 1e3 else f'{name} {rate:,.0f}' for name, rate in numbers.items())}"
+    texts = (f"{name} {rate:,.3g}" if rate < 1e3 else f"{name} {rate:,.0f}" for name, rate in numbers.items())
+    return f"{unit}: {', '.join(texts)}"
 
 
 def _device(name: str, tb_per_s: float, memory_gb: float, source: str, **tera: float) -> Device:
@@ -53,13 +60,15 @@ ADA = "NVIDIA Ada GPU architecture whitepaper v2.1, appendix A"
 HOPPER = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "int8": 1978.9, "fp8": 1978.9}
 AMPERE = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0, "int8": 624.0}
 DEVICES: Mapping[str, Device] = {
-    "b200": _device("NVIDIA B200 (HGX)", 7.7, 180, "https://www.nvidia.com/en-us/data-center/hgx/ (sparse rates halved)",
+    "b200": _device("NVIDIA B200 (HGX)", 7.7, 180, "https://www.nvidia.com/en-us/data-center/hgx/ "
+                                                   "(sparse rates halved)",
                     fp32=75, tf32=1100, bf16=2250, fp16=2250, int8=4500, fp8=4500),
     "h200": _device("NVIDIA H200 SXM", 4.8, 141, f"{H200} (sparse rates halved)", **HOPPER),
     "h200-nvl": _device("NVIDIA H200 NVL", 4.8, 141, f"{H200} (sparse rates halved)",
                         fp32=60, tf32=417.5, bf16=835.5, fp16=835.5, int8=1670.5, fp8=1670.5),
     "h100": _device("NVIDIA H100 SXM", 3.35, 80, H100, **HOPPER),
-    "h100-pcie": _device("NVIDIA H100 PCIe", 2.0, 80, H100, fp32=51.2, tf32=378, bf16=756, fp16=756, int8=1513, fp8=1513),
+    "h100-pcie": _device("NVIDIA H100 PCIe", 2.0, 80, H100, fp32=51.2, tf32=378, bf16=756, fp16=756, int8=1513,
+    fp8=1513),
     "a100-80gb": _device("NVIDIA A100 80GB SXM", 2.039, 80, A100, **AMPERE),
     "a100-80gb-pcie": _device("NVIDIA A100 80GB PCIe", 1.935, 80, A100, **AMPERE),
     "a100-40gb": _device("NVIDIA A100 40GB", 1.555, 40, "NVIDIA A100 architecture whitepaper, table 4", **AMPERE),
@@ -69,7 +78,8 @@ DEVICES: Mapping[str, Device] = {
                   fp32=30.3, tf32=60, bf16=121, fp16=121, int8=242.5, fp8=242.5),
     "a10": _device("NVIDIA A10", 0.6, 24, "https://www.nvidia.com/en-us/data-center/products/a10-gpu/",
                    fp32=31.2, tf32=62.5, bf16=125, fp16=125, int8=250),
-    "t4": _device("NVIDIA T4", 0.32, 16, "https://www.nvidia.com/en-us/data-center/tesla-t4/", fp32=8.1, fp16=65, int8=130),
+    "t4": _device("NVIDIA T4", 0.32, 16, "https://www.nvidia.com/en-us/data-center/tesla-t4/", fp32=8.1,
+    fp16=65, int8=130),
     "rtx4090": _device("NVIDIA GeForce RTX 4090", 1.008, 24, ADA,
                        fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, int8=660.6, fp8=330.3),
     "rtx3090": _device("NVIDIA GeForce RTX 3090", 0.936, 24, "NVIDIA GA102 architecture whitepaper v2, appendix A",
@@ -118,5 +128,7 @@ DRIVER_NAMES = {
 
 def datasheet_of(driver_name: str) -> Device | None:
     """Return the device of the table that the driver calls e.g. `NVIDIA H200`; None where none is."""
-    found = next((name for pattern, name in DRIVER_NAMES.items() if re.search(rf"(?:^|\s){pattern}", driver_name)), None)
+    found = next(
+        (name for pattern, name in DRIVER_NAMES.items() if re.search(rf"(?:^|\s){pattern}", driver_name)), None
+    )
     return DEVICES[found] if found else None

@@ -9,7 +9,9 @@ from typing import Any
 from optkit.devices.nvml import Gpu, Reading, described, find_gpu, slowdowns
 
 OWN_BYTES = 2 << 30
-"""Memory of a GPU beyond what torch reserved that one process may take: CUDA's context, libraries' workspaces, kernels."""
+"""Memory of a GPU beyond what torch reserved that one process may take: CUDA's context, libraries'
+workspaces, kernels.
+"""
 
 
 @dataclass
@@ -84,9 +86,13 @@ class SeveralGpus(GpuWatch):
         return None if None in each else sum(value for value in each if value is not None)
 
     def others(self) -> str:
-        """Return how one sees that somebody else is on a GPU, beside this process and the one that holds a share of the model."""
+        """Return how one sees that somebody else is on a GPU, beside this process and the one that
+        holds a share of the model.
+        """
         counts = [(part.device, part.gpu.processes() if part.gpu else None) for part in self.parts]
-        return next((f"{count - 2} further processes are on {device}" for device, count in counts if count and count > 2), "")
+        return next(
+            (f"{count - 2} further processes are on {device}" for device, count in counts if count and count > 2), ""
+        )
 
     def warnings(self) -> Iterator[str]:
         """Yield what the user must know of each."""
@@ -105,7 +111,9 @@ def devices_of(session: Any) -> tuple[str, ...]:
 
 
 def foreign_bytes(device: str) -> int:
-    """Return the bytes of a GPU's memory that are in use and that torch has not reserved; 0 on a CPU."""
+    """Return the bytes of a GPU's memory that are in use and that torch has not reserved; 0 on a
+    CPU.
+    """
     if device == "cpu":
         return 0
     import torch

@@ -1,7 +1,9 @@
-"""Measure a device's roof with torch: bandwidth of reading and copying, rates of matrix products for each dtype it has.
+"""Measure a device's roof with torch: bandwidth of reading and copying, rates of matrix products
+for each dtype it has.
 
-Kernels alone are timed: on CUDA by events around a group of calls, on CPUs by the clock. Buffers are several times as large as the last
-cache, so nothing that is read was in one; matrices hold normal numbers, because zeros cost less power and let clocks rise.
+Kernels alone are timed: on CUDA by events around a group of calls, on CPUs by the clock. Buffers
+are several times as large as the last cache, so nothing that is read was in one; matrices hold
+normal numbers, because zeros cost less power and let clocks rise.
 """
 
 from __future__ import annotations
@@ -42,9 +44,11 @@ SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 
 
 def measure_roof(device: str, progress: Progress) -> Roof:
-    """Return what a device (`cpu`, `cuda`, `cuda:1`) reaches, with the spread of its repeats; takes some seconds.
+    """Return what a device (`cpu`, `cuda`, `cuda:1`) reaches, with the spread of its repeats; takes
+    some seconds.
 
-    Raises torch's out-of-memory error where half of the free memory is less than the smallest buffer.
+    Raises torch's out-of-memory error where half of the free memory is less than the smallest
+    buffer.
     """
     products = dict(_products(device))
     with progress.task(f"measuring {device_name(device)}", 2 + len(products), "rates") as task, torch.inference_mode():
@@ -73,7 +77,9 @@ def last_cache_bytes(caches: Path = CACHES) -> int:
     """Return the size of a CPU's largest cache, 0 where the system does not say."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     found = [path.read_text(encoding="ascii").strip() for path in caches.glob("index*/size")]
-    return max((int(text[:-1]) * units[text[-1]] for text in found if text[-1:] in units and text[:-1].isdigit()), default=0)
+    return max(
+        (int(text[:-1]) * units[text[-1]] for text in found if text[-1:] in units and text[:-1].isdigit()), default=0
+    )
 
 
 Calls = Iterator[tuple[Callable[[], object], float]]
@@ -81,7 +87,9 @@ Calls = Iterator[tuple[Callable[[], object], float]]
 
 
 def _reads(device: str) -> Calls:
-    """Yield ways to read a buffer once: the fastest is what the memory gives. A matrix-vector product is what decoding does."""
+    """Yield ways to read a buffer once: the fastest is what the memory gives. A matrix-vector
+    product is what decoding does.
+    """
     columns = 4096
     rows = buffer_bytes(device) // 4 // columns
     held = _buffer(rows * columns, device).view(rows, columns)
@@ -93,7 +101,9 @@ def _reads(device: str) -> Calls:
 
 
 def _buffer(elements: int, device: str) -> Tensor:
-    """Return float32 [elements] of normal numbers; on a CPU in huge pages where Linux gives them, without which reading is slower."""
+    """Return float32 [elements] of normal numbers; on a CPU in huge pages where Linux gives them,
+    without which reading is slower.
+    """
     if device != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.randn(elements, device=device)
     memory = mmap.mmap(-1, 4 * elements)
@@ -139,11 +149,16 @@ def _floats8(device: str) -> Calls:
     one = torch.ones((), device=device)
     for side in SIDES[device.partition(":")[0]]:
         left, right = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-        yield partial(torch._scaled_mm, left, right.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True), 2.0 * side**3
+        yield (
+            partial(torch._scaled_mm, left, right.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+            2.0 * side**3,
+        )
 
 
 def _best(calls: Calls, device: str) -> Rate:
-    """Return the rate of the fastest of several calls: the median of its repeats, with their quartiles."""
+    """Return the rate of the fastest of several calls: the median of its repeats, with their
+    quartiles.
+    """
     found = [_rate(call, amount, device) for call, amount in calls]
     return max(found, key=lambda each: each.value)
 

@@ -1,4 +1,6 @@
-"""What NVIDIA's management library says of a GPU: clocks, what slows it down, energy, processes; it comes with the driver."""
+"""What NVIDIA's management library says of a GPU: clocks, what slows it down, energy, processes; it
+comes with the driver.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SLOWDOWNS = {
     0x40: "heat (hardware)",
     0x80: "the power brake",
 }
-"""Bits of nvmlClocksThrottleReasons that mean lower clocks than asked for; idling and clocks that somebody set are none."""
+"""Bits of nvmlClocksThrottleReasons that mean lower clocks than asked for; idling and clocks that
+somebody set are none.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ class Gpu:
         return self._number("nvmlDeviceGetMaxClockInfo", ctypes.c_uint, SM)
 
     def processes(self) -> int | None:
-        """Return how many processes compute on it, ours among them; a container may not see those outside it.
+        """Return how many processes compute on it, ours among them; a container may not see those
+        outside it.
 
         A process of optkit that waits for this one does not count.
         """
@@ -95,7 +100,9 @@ class Gpu:
 
 
 def find_gpu(device: str) -> Gpu | None:
-    """Return the GPU behind a torch device, None for a CPU; raises OSError where NVML does not know it."""
+    """Return the GPU behind a torch device, None for a CPU; raises OSError where NVML does not know
+    it.
+    """
     if device == "cpu":
         return None
     import torch
@@ -110,7 +117,9 @@ def slowdowns(readings: Sequence[Reading]) -> list[str]:
 
 
 def described(readings: Sequence[Reading], largest_mhz: int | None) -> str:
-    """Return e.g. `1,980 MHz (of 1,980), memory 3,201 MHz, 41 to 48 °C, up to 412 W`; empty where nothing is known."""
+    """Return e.g. `1,980 MHz (of 1,980), memory 3,201 MHz, 41 to 48 °C, up to 412 W`; empty where
+    nothing is known.
+    """
     clocks = [each.sm_mhz for each in readings if each.sm_mhz is not None]
     memory = [each.memory_mhz for each in readings if each.memory_mhz is not None]
     heat = [each.temperature_c for each in readings if each.temperature_c is not None]

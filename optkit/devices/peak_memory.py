@@ -1,4 +1,6 @@
-"""The most memory in use while something ran: what torch allocated on a GPU, how much of the process was resident on a CPU."""
+"""The most memory in use while something ran: what torch allocated on a GPU, how much of the
+process was resident on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class PeakSession(Protocol):
 
 def peak_of(session: Any) -> AbstractContextManager[Peak]:
     """Watch the peak of an opened model (`optkit.measure.Opened`), whatever processes it runs in."""
-    return session.watched_peak() if isinstance(session, PeakSession) else watched_peak(session.device, session.hidden_memory)
+    return (
+        session.watched_peak()
+        if isinstance(session, PeakSession)
+        else watched_peak(session.device, session.hidden_memory)
+    )
 
 
 @contextmanager

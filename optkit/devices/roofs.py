@@ -1,4 +1,6 @@
-"""The measured roof of a device, and where it is kept: measured once for each device, driver and version of torch."""
+"""The measured roof of a device, and where it is kept: measured once for each device, driver and
+version of torch.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,13 @@ class Roof(Frozen):
 
     @property
     def unsteady(self) -> str:
-        """What spread by more than `WIDE_SPREAD` while it was measured, e.g. `reading by 38%, int8 by 20%`; empty where nothing did."""
+        """What spread by more than `WIDE_SPREAD` while it was measured, e.g. `reading by 38%, int8
+        by 20%`; empty where nothing did.
+        """
         everything = {"reading": self.reading, "copying": self.copying, **self.products}
-        return ", ".join(f"{name} by {rate.spread:.0%}" for name, rate in everything.items() if rate.spread > WIDE_SPREAD)
+        return ", ".join(
+            f"{name} by {rate.spread:.0%}" for name, rate in everything.items() if rate.spread > WIDE_SPREAD
+        )
 
 
 class KeptRoof(Frozen):
@@ -64,11 +70,14 @@ class KeptRoof(Frozen):
     """How often it was measured again: shares of another roof are other numbers."""
 
 
-def measured_device(device: str, cache: Path | None = None, progress: Progress | None = None, again: bool = False) -> tuple[Device, Roof]:
-    """Return the roof of a device (`cpu`, `cuda`, `cuda:1`) that is here: kept from an earlier measurement, else measured now.
+def measured_device(
+    device: str, cache: Path | None = None, progress: Progress | None = None, again: bool = False
+) -> tuple[Device, Roof]:
+    """Return the roof of a device (`cpu`, `cuda`, `cuda:1`) that is here: kept from an earlier
+    measurement, else measured now.
 
-    `cache` is optkit's own directory where None; `again` measures whatever is kept. Raises UsageError for a GPU that torch does not see,
-    ResourceError without memory.
+    `cache` is optkit's own directory where None; `again` measures whatever is kept. Raises
+    UsageError for a GPU that torch does not see, ResourceError without memory.
     """
     import torch
 
@@ -90,7 +99,9 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
             if not is_out_of_memory(error):
                 raise
             remedy = "Close what else uses it"
-            raise ResourceError("memory ran out while the device was measured", where=device, why=str(error), remedy=remedy) from error
+            raise ResourceError(
+                "memory ran out while the device was measured", where=device, why=str(error), remedy=remedy
+            ) from error
         earlier = _read(place)
         kept = KeptRoof(
             circumstances=circumstances,
@@ -104,7 +115,9 @@ def measured_device(device: str, cache: Path | None = None, progress: Progress |
 
 
 def kept_device(device: str, cache: Path | None = None) -> Device | None:
-    """Return the roof of a device that is here as it was measured before; None where it was not, in these circumstances."""
+    """Return the roof of a device that is here as it was measured before; None where it was not, in
+    these circumstances.
+    """
     import torch
 
     circumstances = _circumstances(device, torch.get_num_threads())
@@ -113,7 +126,9 @@ def kept_device(device: str, cache: Path | None = None) -> Device | None:
 
 
 def roof_generation(device: str, cache: Path | None = None) -> int:
-    """Return how often the roof of a device that is here was measured again, without torch; 0 where it is still to be measured."""
+    """Return how often the roof of a device that is here was measured again, without torch; 0 where
+    it is still to be measured.
+    """
     kept = _read(_place(cache, _circumstances(device, cpu_threads())))
     return kept.generation if kept else 0
 
@@ -124,7 +139,11 @@ def _place(cache: Path | None, circumstances: dict[str, str | int | None]) -> Pa
 
 def _circumstances(device: str, threads: int) -> dict[str, str | int | None]:
     """Return what decides the numbers."""
-    found: dict[str, str | int | None] = {"version": VERSION, "device_name": device_name(device), "torch": package_version("torch")}
+    found: dict[str, str | int | None] = {
+        "version": VERSION,
+        "device_name": device_name(device),
+        "torch": package_version("torch"),
+    }
     return found | ({"threads": threads} if device == "cpu" else {"driver": driver_version()})
 
 

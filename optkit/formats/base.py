@@ -1,4 +1,6 @@
-"""How one quantized linear layer lies on disk, and what config.json says about a model of such layers. No torch is needed."""
+"""How one quantized linear layer lies on disk, and what config.json says about a model of such
+layers. No torch is needed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class LayerFormat(Protocol):
 
     @property
     def method(self) -> str:
-        """The `quant_method` of config.json that it belongs to: `compressed-tensors`, `gptq`, `awq`, `bitsandbytes`."""
+        """The `quant_method` of config.json that it belongs to: `compressed-tensors`, `gptq`,
+        `awq`, `bitsandbytes`.
+        """
         ...
 
     @property
@@ -28,7 +32,9 @@ class LayerFormat(Protocol):
         ...
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors that take the place of a weight of this dtype and shape, by their last name."""
+        """Return the tensors that take the place of a weight of this dtype and shape, by their last
+        name.
+        """
         ...
 
 
@@ -37,7 +43,9 @@ class CompressedTensors(LayerFormat, Protocol):
     """A form that compressed-tensors describes."""
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`: `weights`, `input_activations`, `output_activations`, `format`."""
+        """Return an entry of `config_groups` without `targets`: `weights`, `input_activations`,
+        `output_activations`, `format`.
+        """
         ...
 
 
@@ -46,15 +54,19 @@ class WholeModelFormat(LayerFormat, Protocol):
     """A form whose method describes a model as one thing, with exceptions."""
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a model whose layers have these formats, most of them this one."""
+        """Return the `quantization_config` of a model whose layers have these formats, most of them
+        this one.
+        """
         ...
 
 
 def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of config.json; `formats` are those of the quantized layers, `kept` the Linears that stay.
+    """Return the `quantization_config` of config.json; `formats` are those of the quantized layers,
+    `kept` the Linears that stay.
 
-    compressed-tensors: layers of equal scheme form a group. The largest group is that of every `Linear`; the others list their layers.
-    lm_head is listed in any case: vLLM takes it for no `Linear`.
+    compressed-tensors: layers of equal scheme form a group. The largest group is that of every
+    `Linear`; the others list their layers. lm_head is listed in any case: vLLM takes it for no
+    `Linear`.
     """
     counts = Counter(formats.values())
     usual = max(counts, key=lambda each: (counts[each], each.label))
@@ -81,6 +93,12 @@ def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str])
     }
 
 
-def packed_tensors(forms: Mapping[str, LayerFormat], weights: Mapping[str, tuple[str, int, int]]) -> dict[str, TensorInfo]:
-    """Return every tensor of quantized layers; `weights`: layer -> dtype, outputs and inputs of its weight."""
-    return {f"{name}.{leaf}": info for name, form in forms.items() for leaf, info in form.tensors(*weights[name]).items()}
+def packed_tensors(
+    forms: Mapping[str, LayerFormat], weights: Mapping[str, tuple[str, int, int]]
+) -> dict[str, TensorInfo]:
+    """Return every tensor of quantized layers; `weights`: layer -> dtype, outputs and inputs of its
+    weight.
+    """
+    return {
+        f"{name}.{leaf}": info for name, form in forms.items() for leaf, info in form.tensors(*weights[name]).items()
+    }

@@ -1,8 +1,11 @@
-"""How linear layers lie in a bitsandbytes checkpoint (0.50), and what config.json says about it. No torch is needed.
+"""How linear layers lie in a bitsandbytes checkpoint (0.50), and what config.json says about it. No
+torch is needed.
 
     4 bits (nf4, fp4)
-        weight                          uint8 [ceil(out * in / 2), 1]: two codes a byte, blocks of 64 weights, row after row
-        weight.absmax                   the scale of each block: float32, or uint8 where the scales are quantized once more
+        weight                          uint8 [ceil(out * in / 2), 1]: two codes a byte, blocks of 64 weights,
+                                        row after row
+        weight.absmax                   the scale of each block: float32, or uint8 where the scales are
+                                        quantized once more
         weight.quant_map                float32 [16]: the values of the codes
         weight.nested_absmax            float32, a scale for 256 of those scales
         weight.nested_quant_map         float32 [256]: the values of their codes
@@ -33,7 +36,9 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BLOCK = 64
 NESTED_BLOCK = 256
 OFFSET = 0.012345678901234568
-"""Stands for the mean of the scales, which only the weights tell; its digits are as many as most have."""
+"""Stands for the mean of the scales, which only the weights tell; its digits are as many as most
+have.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,9 @@ class FourBit:
         return f"{self.type}, blocks of {BLOCK}{', scales in 8 bits' if self.double_quantization else ''}"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name; the JSON may be a few digits longer or shorter in the end."""
+        """Return the tensors of one layer by their last name; the JSON may be a few digits longer
+        or shorter in the end.
+        """
         blocks = math.ceil(outputs * inputs / BLOCK)
         state: dict[str, Any] = {"quant_type": self.type, "blocksize": BLOCK, "dtype": DTYPES[weight_dtype]}
         state["shape"] = [outputs, inputs]
@@ -96,7 +103,11 @@ class EightBitRows:
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
         """Return the tensors of one layer by their last name."""
-        return {"weight": TensorInfo("I8", (outputs, inputs)), "SCB": TensorInfo("F32", (outputs,)), "weight_format": TensorInfo("U8", ())}
+        return {
+            "weight": TensorInfo("I8", (outputs, inputs)),
+            "SCB": TensorInfo("F32", (outputs,)),
+            "weight_format": TensorInfo("U8", ()),
+        }
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
         """Return the `quantization_config`."""
@@ -111,7 +122,9 @@ class EightBitRows:
 
 
 def _patterns(kept: Iterable[str], formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return what transformers leaves as it is. It takes a name for the beginning or end of others too; a pattern does not let it."""
+    """Return what transformers leaves as it is. It takes a name for the beginning or end of others
+    too; a pattern does not let it.
+    """
     return [rf"(.*\.)?{re.escape(name)}$" if _begins_or_ends(name, formats) else name for name in kept]
 
 

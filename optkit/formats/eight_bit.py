@@ -1,6 +1,8 @@
-"""Weights of 8 bits, floats or integers, beside inputs that are rounded too: float-quantized and int-quantized of compressed-tensors.
+"""Weights of 8 bits, floats or integers, beside inputs that are rounded too: float-quantized and
+int-quantized of compressed-tensors.
 
-Schemes are those of llm-compressor's presets FP8_DYNAMIC, FP8, FP8_BLOCK and W8A8. No torch is needed.
+Schemes are those of llm-compressor's presets FP8_DYNAMIC, FP8, FP8_BLOCK and W8A8. No torch is
+needed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class EightBitFormat:
-    """float-quantized or int-quantized of compressed-tensors (0.19); see `optkit.algorithms.eight_bit`."""
+    """float-quantized or int-quantized of compressed-tensors (0.19); see
+    `optkit.algorithms.eight_bit`.
+    """
 
     number: Number
     scales: Scales
@@ -40,7 +44,9 @@ class EightBitFormat:
         blocks = math.ceil(outputs / BLOCK), math.ceil(inputs / BLOCK)
         tensors = {
             "weight": TensorInfo("F8_E4M3" if self.number == "float" else "I8", (outputs, inputs)),
-            "weight_scale": TensorInfo(weight_dtype, {"tensor": (1,), "channel": (outputs, 1), "block": blocks}[self.scales]),
+            "weight_scale": TensorInfo(
+                weight_dtype, {"tensor": (1,), "channel": (outputs, 1), "block": blocks}[self.scales]
+            ),
         }
         if self.activations == "static":
             tensors["input_scale"] = TensorInfo(weight_dtype, (1,))
@@ -48,7 +54,13 @@ class EightBitFormat:
 
     def scheme(self) -> dict[str, Any]:
         """Return an entry of `config_groups` without `targets`."""
-        weights: dict[str, Any] = {"num_bits": 8, "type": self.number, "symmetric": True, "strategy": self.scales, "dynamic": False}
+        weights: dict[str, Any] = {
+            "num_bits": 8,
+            "type": self.number,
+            "symmetric": True,
+            "strategy": self.scales,
+            "dynamic": False,
+        }
         if self.scales == "block":
             weights["block_structure"] = [BLOCK, BLOCK]
         return {

@@ -1,4 +1,5 @@
-"""Integer weights of a few bits, packed into 32-bit words: pack-quantized of compressed-tensors, and GPTQ's own format.
+"""Integer weights of a few bits, packed into 32-bit words: pack-quantized of compressed-tensors,
+and GPTQ's own format.
 
 No torch is needed to describe them; `pack` imports it.
 """
@@ -30,7 +31,9 @@ GPTQ_MULTIPLE = 32
 
 
 class PackedFormat(LayerFormat, Protocol):
-    """A form that holds codes of a few bits, with a scale and a zero point for each group of inputs."""
+    """A form that holds codes of a few bits, with a scale and a zero point for each group of
+    inputs.
+    """
 
     @property
     def bits(self) -> int:
@@ -64,7 +67,9 @@ class PackQuantized:
     group_size: int | None
     symmetric: bool
     activation_order: bool = False
-    """Whether the inputs were rounded in another order than they are stored in; told to readers, who need not care."""
+    """Whether the inputs were rounded in another order than they are stored in; told to readers,
+    who need not care.
+    """
     method: ClassVar[str] = COMPRESSED_TENSORS
 
     @property
@@ -137,7 +142,9 @@ class GptqPacked:
         }
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config`; layers of another form are listed in `dynamic`, as gptqmodel has it."""
+        """Return the `quantization_config`; layers of another form are listed in `dynamic`, as
+        gptqmodel has it.
+        """
         others = {
             f"+:^{re.escape(name)}$": {"bits": form.bits, "group_size": form.group_size or -1}
             for name, form in formats.items()
@@ -165,7 +172,9 @@ class GptqPacked:
 
 @dataclass(frozen=True)
 class IntQuantized(EightBitFormat):
-    """int-quantized of compressed-tensors: 8-bit codes, a scale for each output channel, inputs rounded with a scale for each token."""
+    """int-quantized of compressed-tensors: 8-bit codes, a scale for each output channel, inputs
+    rounded with a scale for each token.
+    """
 
     number: Number = "int"
     scales: Scales = "channel"

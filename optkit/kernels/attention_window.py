@@ -1,6 +1,8 @@
-"""Let a model that sees everything see its newest tokens alone, and the first few: attention sinks (StreamingLLM, arXiv:2309.17453).
+"""Let a model that sees everything see its newest tokens alone, and the first few: attention sinks
+(StreamingLLM, arXiv:2309.17453).
 
-Unlike there, tokens keep the positions that they have in the text, so a text may not be longer than the model's positions.
+Unlike there, tokens keep the positions that they have in the text, so a text may not be longer than
+the model's positions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from optkit.errors import StageError
 
 
 def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
-    """Let every call of the model mask what lies outside of a window of tokens; the KV cache has to forget it (`CodedLayer`).
+    """Let every call of the model mask what lies outside of a window of tokens; the KV cache has to
+    forget it (`CodedLayer`).
 
     Raises StageError for attention that takes no mask, and for a model with windows of its own.
     """
@@ -25,7 +28,9 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
     config = model.config.get_text_config(decoder=True)
     own = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if own or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise StageError("the model's layers have windows of their own", where=where, remedy="Take window out of the recipe")
+        raise StageError(
+            "the model's layers have windows of their own", where=where, remedy="Take window out of the recipe"
+        )
     whole = model.forward
 
     @wraps(whole)
@@ -35,7 +40,9 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
         if count > 1 and past + count > window:
             seen = visible(past, count, window, sinks).to(input_ids.device)
             if kind == "eager":
-                seen = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill(~seen, torch.finfo(model.dtype).min)
+                seen = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill(
+                    ~seen, torch.finfo(model.dtype).min
+                )
             options["attention_mask"] = seen.expand(len(input_ids), 1, *seen.shape)
         return whole(input_ids, *args, past_key_values=past_key_values, **options)
 
@@ -43,7 +50,9 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
 
 
 def visible(past: int, count: int, window: int, sinks: int) -> Tensor:
-    """Return which of the keys, those kept of `past` tokens and then the new ones, each of `count` new tokens sees: bool [count, keys]."""
+    """Return which of the keys, those kept of `past` tokens and then the new ones, each of `count`
+    new tokens sees: bool [count, keys].
+    """
     new = torch.arange(past, past + count)
     keys = torch.cat([kept_tokens(past, window, sinks), new])
     distance = new[:, None] - keys
@@ -51,6 +60,8 @@ def visible(past: int, count: int, window: int, sinks: int) -> Tensor:
 
 
 def kept_tokens(length: int, window: int, sinks: int) -> Tensor:
-    """Return the tokens of `length` that are kept for those to come: the first `sinks`, and with them `window - 1` in all; int64."""
+    """Return the tokens of `length` that are kept for those to come: the first `sinks`, and with
+    them `window - 1` in all; int64.
+    """
     tokens = torch.arange(length)
     return tokens if length < window else torch.cat([tokens[:sinks], tokens[length - (window - 1 - sinks) :]])

@@ -21,10 +21,14 @@ CODES_PER_WORD = 8
 
 
 def awq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[AwqLayer] | None:
-    """Return the layers of a checkpoint whose `quant_method` is awq, None where the layout is that of another kernel (GEMV, Marlin)."""
+    """Return the layers of a checkpoint whose `quant_method` is awq, None where the layout is that
+    of another kernel (GEMV, Marlin).
+    """
     if str(config.get("version", "gemm")).lower() != "gemm" or config.get("bits", 4) != 4:
         return None
-    return [AwqLayer(checkpoint, name.removesuffix(WEIGHT), config) for name in checkpoint.tensors if name.endswith(WEIGHT)]
+    return [
+        AwqLayer(checkpoint, name.removesuffix(WEIGHT), config) for name in checkpoint.tensors if name.endswith(WEIGHT)
+    ]
 
 
 class AwqLayer(StoredLayer):
@@ -42,11 +46,15 @@ class AwqLayer(StoredLayer):
         return words * CODES_PER_WORD, inputs
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do not fit each other."""
+        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do
+        not fit each other.
+        """
         return integer_layer(self.integers(device), bias, dtype, device)
 
     def integers(self, device: str) -> PackedWeight:
-        """Return its codes, scales and zero points on the device. Raises SourceError where its tensors do not fit each other."""
+        """Return its codes, scales and zero points on the device. Raises SourceError where its
+        tensors do not fit each other.
+        """
         parts = self.read(LEAVES, device, required=("qzeros", "scales"))
         outputs, inputs = self.shape
         groups = len(parts["scales"])

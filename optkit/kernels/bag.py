@@ -1,9 +1,10 @@
 """Linear layers of 2, 4 or 8 bits on the CPU, exact in float32, through FBGEMM's embedding bags.
 
-torch's own int4 kernel is fast for bfloat16 alone: its float32 version is a scalar loop, 15 times slower than a dense float32 product.
-An embedding bag with weights per sample adds up quantized rows times numbers, so it is a matrix-vector product when the rows are the
-inputs, a bag is a group of inputs, and the weights are the activations: the sum over the inputs k of a group of
-x[k] (code[k, n] - 2^(bits - 1)), for all outputs n at once, in float32. Scales and zero points act on these sums.
+torch's own int4 kernel is fast for bfloat16 alone: its float32 version is a scalar loop, 15 times
+slower than a dense float32 product. An embedding bag with weights per sample adds up quantized rows
+times numbers, so it is a matrix-vector product when the rows are the inputs, a bag is a group of
+inputs, and the weights are the activations: the sum over the inputs k of a group of x[k] (code[k,
+n] - 2^(bits - 1)), for all outputs n at once, in float32. Scales and zero points act on these sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from optkit.kernels.packed import PackedWeight
 BAG_ROWS = 8
 """Up to so many rows of activations a bag is faster than dequantizing and a dense product.
 
-Microseconds at float32, 4 bits, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads, torch 2.13; best of 4):
+Microseconds at float32, 4 bits, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads,
+torch 2.13; best of 4):
     rows                       1     2     4     8    16    64   512   2048
     bag                       45    76   135   253   486
     dequantized, dense       130   167   246   303   373   747  4262  16883
@@ -71,7 +73,8 @@ class BagLinear(nn.Module):
     def dequantize(self) -> Tensor:
         """Return float32 [in, out], the inputs sorted by their group."""
         each = self.indices[: self.in_features]
-        codes = _bag(self.bits, self.rows, each, each, None).view(len(self.scales), self.group_size, -1)  # [groups, group, out]
+        # [groups, group, out]
+        codes = _bag(self.bits, self.rows, each, each, None).view(len(self.scales), self.group_size, -1)
         weight = codes.mul_(self.scales.unsqueeze(1))
         if self.offsets is not None:
             weight = weight.sub_(self.offsets.unsqueeze(1))
@@ -82,7 +85,11 @@ class BagLinear(nn.Module):
         rows = hidden.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows[:, self.order]
-        product = self._bags(rows.float()).to(self.dtype) if len(rows) <= BAG_ROWS else rows @ self.dequantize().to(self.dtype)
+        product = (
+            self._bags(rows.float()).to(self.dtype)
+            if len(rows) <= BAG_ROWS
+            else rows @ self.dequantize().to(self.dtype)
+        )
         if self.bias is not None:
             product = product.add_(self.bias)
         return product.view(*hidden.shape[:-1], self.out_features)
@@ -98,29 +105,41 @@ class BagLinear(nn.Module):
 
 
 def _rows(weight: PackedWeight) -> Tensor:
-    """Return the rows of an embedding table: codes of one input along the outputs, then scale 1 and offset -2^(bits - 1)."""
+    """Return the rows of an embedding table: codes of one input along the outputs, then scale 1 and
+    offset -2^(bits - 1).
+    """
     codes, per_byte = weight.grouped_codes().T.contiguous(), 8 // weight.bits
     packed = codes[:, ::per_byte]
     for place in range(1, per_byte):
         packed = packed | codes[:, place::per_byte] << (place * weight.bits)
-    header = torch.tensor([1.0, -float(1 << (weight.bits - 1))], dtype=torch.float32 if weight.bits == 8 else torch.float16)
+    header = torch.tensor(
+        [1.0, -float(1 << (weight.bits - 1))], dtype=torch.float32 if weight.bits == 8 else torch.float16
+    )
     return torch.cat([packed, header.view(torch.uint8).expand(weight.inputs, -1)], dim=1)
 
 
 def _bag(bits: int, rows: Tensor, indices: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
     operations = torch.ops.quantized
     if bits == 8:
-        sums = operations.embedding_bag_byte_rowwise_offsets(rows, indices, starts, False, 0, False, weights, None, False)
+        sums = operations.embedding_bag_byte_rowwise_offsets(
+            rows, indices, starts, False, 0, False, weights, None, False
+        )
     elif bits == 4:
-        sums = operations.embedding_bag_4bit_rowwise_offsets(rows, indices, starts, False, 0, False, weights, None, False)
+        sums = operations.embedding_bag_4bit_rowwise_offsets(
+            rows, indices, starts, False, 0, False, weights, None, False
+        )
     else:
-        sums = operations.embedding_bag_2bit_rowwise_offsets(rows, indices, starts, False, 0, False, weights, None, False)
+        sums = operations.embedding_bag_2bit_rowwise_offsets(
+            rows, indices, starts, False, 0, False, weights, None, False
+        )
     return sums  # type: ignore[no-any-return]
 
 
 @cache
 def _indices(inputs: int) -> Tensor:
-    """int32 [BAG_ROWS * inputs]: every row of the table, for each row of activations; shared by all layers of one width."""
+    """int32 [BAG_ROWS * inputs]: every row of the table, for each row of activations; shared by all
+    layers of one width.
+    """
     return torch.arange(inputs, dtype=torch.int32).repeat(BAG_ROWS)
 
 

@@ -1,6 +1,8 @@
-"""4-bit layers of a bitsandbytes checkpoint as float weights, without bitsandbytes: for trainings beside them.
+"""4-bit layers of a bitsandbytes checkpoint as float weights, without bitsandbytes: for trainings
+beside them.
 
-How they lie is in `optkit.formats.bitsandbytes`. transformers opens such a model to run it, with bitsandbytes' own kernels.
+How they lie is in `optkit.formats.bitsandbytes`. transformers opens such a model to run it, with
+bitsandbytes' own kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class FourBitLayer(StoredLayer):
         return int(outputs), int(inputs)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in] as bitsandbytes computes it: each code's value times the scale of its block, rounded to the stored dtype.
+        """Return float [out, in] as bitsandbytes computes it: each code's value times the scale of
+        its block, rounded to the stored dtype.
 
         Raises SourceError where a tensor is missing.
         """
@@ -54,7 +57,9 @@ class FourBitLayer(StoredLayer):
         codes = parts["weight"].view(-1).int()
         values = parts["weight.quant_map"][torch.stack([codes >> 4, codes & 15], dim=1).view(-1)]
         outputs, inputs = self.shape
-        weights = (values[: outputs * inputs].float() * _spread(scales, int(state["blocksize"]), outputs * inputs)).view(outputs, inputs)
+        weights = (
+            values[: outputs * inputs].float() * _spread(scales, int(state["blocksize"]), outputs * inputs)
+        ).view(outputs, inputs)
         return weights.to(getattr(torch, str(state["dtype"]))).to(dtype)
 
     @property

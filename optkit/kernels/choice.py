@@ -1,4 +1,6 @@
-"""Which of several kernels computes a layer fastest on this machine, found by timing them: milliseconds, once for each kind of layer."""
+"""Which of several kernels computes a layer fastest on this machine, found by timing them:
+milliseconds, once for each kind of layer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ TIMED_S = 0.004
 FEWEST, MOST = 3, 50
 """Calls that are timed: as many as take `TIMED_S`, within these bounds; the fastest counts."""
 GAIN = 1.2
-"""A kernel later in the order is taken where it is this many times faster: so close ones do not change places from run to run."""
+"""A kernel later in the order is taken where it is this many times faster: so close ones do not
+change places from run to run.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,19 @@ _fastest: dict[Hashable, int] = {}
 def fastest(
     kernels: Sequence[Kernel], weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str
 ) -> tuple[nn.Module, Kernel]:
-    """Return the layer by the fastest of some kernels, at one row of activations; the earlier where they are close."""
+    """Return the layer by the fastest of some kernels, at one row of activations; the earlier where
+    they are close.
+    """
     if len(kernels) == 1:
         return kernels[0].build(weight, bias, dtype), kernels[0]
-    form = (weight.outputs, weight.inputs, weight.bits, weight.group_size, weight.zeros is None, weight.group_of_input is None)
+    form = (
+        weight.outputs,
+        weight.inputs,
+        weight.bits,
+        weight.group_size,
+        weight.zeros is None,
+        weight.group_of_input is None,
+    )
     key = (*form, bias is None, dtype, device, tuple(map(id, kernels)))
     if key not in _fastest:
         row = torch.ones(1, weight.inputs, dtype=dtype, device=device)
@@ -56,7 +69,9 @@ def first_among_equals(times: Sequence[float]) -> int:
 
 
 def seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
-    """Return the shortest time that the layer takes; on a CPU, of one thread: how long threads wait for each other says what else runs."""
+    """Return the shortest time that the layer takes; on a CPU, of one thread: how long threads wait
+    for each other says what else runs.
+    """
     with torch.inference_mode(), one_thread():
         layer(rows)
         times: list[float] = []

@@ -1,4 +1,6 @@
-"""Layers of a compressed-tensors checkpoint: each is of one of the `config_groups`, whose `format` says what its tensors mean."""
+"""Layers of a compressed-tensors checkpoint: each is of one of the `config_groups`, whose `format`
+says what its tensors mean.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class LayerClass(Protocol):
     """What a format's class offers before there is a layer."""
 
     def reads(self, scheme: Mapping[str, Any]) -> bool:
-        """Whether the class knows everything that a group of `config_groups` says; transformers opens the others."""
+        """Whether the class knows everything that a group of `config_groups` says; transformers
+        opens the others.
+        """
         ...
 
     def is_weight(self, leaf: str, info: TensorInfo) -> bool:
@@ -44,11 +48,15 @@ BEYOND = ("kv_cache_scheme", "sparsity_config", "transform_config")
 
 
 def compressed_tensors_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[QuantizedLayer] | None:
-    """Return the quantized layers of a checkpoint, None where its config asks for something that is not ours.
+    """Return the quantized layers of a checkpoint, None where its config asks for something that is
+    not ours.
 
     Raises SourceError for a layer that no group names.
     """
-    groups = [{**group, "format": group.get("format") or config.get("format")} for group in (config.get("config_groups") or {}).values()]
+    groups = [
+        {**group, "format": group.get("format") or config.get("format")}
+        for group in (config.get("config_groups") or {}).values()
+    ]
     if not groups or any(config.get(key) for key in BEYOND) or not all(_is_ours(group) for group in groups):
         return None
     classes = {str(group["format"]): FORMATS[str(group["format"])] for group in groups}
@@ -67,7 +75,9 @@ def _is_ours(group: Mapping[str, Any]) -> bool:
 
 
 def _group_of(name: str, groups: Sequence[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
-    """Return the group of a layer: the one that names it in full, else by a pattern (`re:...`), else by its class."""
+    """Return the group of a layer: the one that names it in full, else by a pattern (`re:...`),
+    else by its class.
+    """
     targets = [(str(target), group) for group in groups for target in group.get("targets") or (CLASS,)]
     for matches in (_is_name, _is_pattern, _is_class):
         if named := next((group for target, group in targets if matches(target, name)), None):

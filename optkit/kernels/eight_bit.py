@@ -1,4 +1,6 @@
-"""Layers of 8-bit weights: compressed-tensors' formats "float-quantized" and "int-quantized" (see `optkit.algorithms.eight_bit`)."""
+"""Layers of 8-bit weights: compressed-tensors' formats "float-quantized" and "int-quantized" (see
+`optkit.algorithms.eight_bit`).
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ class _EightBitLayer(StoredLayer):
         """Whether this class knows everything that a group of `config_groups` says."""
         weights = scheme.get("weights") or {}
         fits = weights.get("num_bits") == 8 and weights.get("type") == cls.number and weights.get("symmetric", True)
-        return bool(fits) and weights.get("strategy") in cls.strategies and _rounding(scheme, cls.number) in cls.inputs_rounded
+        return (
+            bool(fits)
+            and weights.get("strategy") in cls.strategies
+            and _rounding(scheme, cls.number) in cls.inputs_rounded
+        )
 
     @classmethod
     def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
@@ -74,12 +80,15 @@ class _EightBitLayer(StoredLayer):
         parts = self.read(LEAVES, device, required=("weight_scale", *static))
         outputs, inputs = self.shape
         weights = self.scheme["weights"]
-        rows, columns = {"tensor": (outputs, inputs), "channel": (1, inputs)}.get(weights["strategy"]) or weights["block_structure"]
+        rows, columns = {"tensor": (outputs, inputs), "channel": (1, inputs)}.get(weights["strategy"]) or weights[
+            "block_structure"
+        ]
         tiles = (-(-outputs // rows), -(-inputs // columns))
         scales = parts["weight_scale"]
         if scales.numel() != tiles[0] * tiles[1]:
             raise SourceError(
-                f"scales {list(scales.shape)} are not those of {tiles[0]:,} x {tiles[1]:,} tiles of a weight [{outputs}, {inputs}]",
+                f"scales {list(scales.shape)} are not those of {tiles[0]:,} x {tiles[1]:,} tiles of a "
+                f"weight [{outputs}, {inputs}]",
                 where=self.where,
                 remedy="Make the artifact again",
             )
@@ -97,11 +106,15 @@ class FloatQuantizedLayer(_EightBitLayer):
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
         """Whether this class knows everything that a group of `config_groups` says."""
-        blocks_and_one_input_scale = (scheme.get("weights") or {}).get("strategy") == "block" and _rounding(scheme, "float") == "tensor"
+        blocks_and_one_input_scale = (scheme.get("weights") or {}).get("strategy") == "block" and _rounding(
+            scheme, "float"
+        ) == "tensor"
         return super().reads(scheme) and not blocks_and_one_input_scale
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where its tensors do not fit each other."""
+        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where
+        its tensors do not fit each other.
+        """
         parts = self._parts(device)
         if self.rounding in ("none", "group") or self.scheme["weights"]["strategy"] == "block":
             group = self._input_group()
@@ -115,14 +128,18 @@ class FloatQuantizedLayer(_EightBitLayer):
     def _input_group(self) -> int | None:
         """Return how many inputs are rounded with one scale, None where they are not rounded."""
         inputs = self.shape[1]
-        group = {"none": None, "token": inputs}.get(self.rounding, (self.scheme["input_activations"] or {}).get("group_size"))
+        group = {"none": None, "token": inputs}.get(
+            self.rounding, (self.scheme["input_activations"] or {}).get("group_size")
+        )
         if group and inputs % group:
             raise SourceError(f"{inputs} inputs are not a multiple of the {group} that share a scale", where=self.where)
         return group
 
 
 class IntQuantizedLayer(_EightBitLayer):
-    """A layer of 8-bit integers whose inputs are rounded to integers as well, in the format "int-quantized"."""
+    """A layer of 8-bit integers whose inputs are rounded to integers as well, in the format
+    "int-quantized".
+    """
 
     number = "int"
     dtype = "I8"
@@ -130,7 +147,9 @@ class IntQuantizedLayer(_EightBitLayer):
     inputs_rounded = frozenset({"token", "tensor"})
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where its tensors do not fit each other."""
+        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where
+        its tensors do not fit each other.
+        """
         parts = self._parts(device)
         layer = Int8Linear(parts.codes, parts.scales, parts.input_scale, bias, dtype)
         reason = why_not_integers(*self.shape, device)
@@ -147,7 +166,9 @@ _INPUTS = {
 
 
 def _rounding(scheme: Mapping[str, Any], number: str) -> str:
-    """Return `token`, `group`, `tensor` (static) or `none`, and something else for what is not known here."""
+    """Return `token`, `group`, `tensor` (static) or `none`, and something else for what is not
+    known here.
+    """
     inputs = scheme.get("input_activations")
     if not inputs:
         return "none"

@@ -11,7 +11,9 @@ from optkit.algorithms.eight_bit import NumberFormat, round_inputs
 
 
 class EightBitLinear(nn.Module):
-    """`x W^T + b` with x and W rounded to 8 bits; a scale for each output or the whole W, for each token or all of x."""
+    """`x W^T + b` with x and W rounded to 8 bits; a scale for each output or the whole W, for each
+    token or all of x.
+    """
 
     numbers: ClassVar[NumberFormat]
     """What x and W are rounded to."""
@@ -23,7 +25,9 @@ class EightBitLinear(nn.Module):
     """float32 [1]; None where each token is rounded with a scale of its own."""
     bias: Tensor | None
 
-    def __init__(self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.dtype = dtype

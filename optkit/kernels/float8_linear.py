@@ -1,7 +1,9 @@
-"""Linear layers of 8-bit floats (E4M3): on the 8-bit matrix product of NVIDIA GPUs since Ada, elsewhere with weights widened at each call.
+"""Linear layers of 8-bit floats (E4M3): on the 8-bit matrix product of NVIDIA GPUs since Ada,
+elsewhere with weights widened at each call.
 
-The product of codes is taken first and scales are applied to it, where a whole row has one scale: `Float8Linear`. Weights in blocks, or
-inputs that are not rounded, are dequantized: `WidenedLinear`. Either way the weights stay in 8 bits in memory.
+The product of codes is taken first and scales are applied to it, where a whole row has one scale:
+`Float8Linear`. Weights in blocks, or inputs that are not rounded, are dequantized: `WidenedLinear`.
+Either way the weights stay in 8 bits in memory.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ CAPABILITY = (8, 9)
 
 
 class Float8Linear(EightBitLinear):
-    """`x W^T + b` with x and W rounded to E4M3; a scale for each output or the whole W, for each token or all of x."""
+    """`x W^T + b` with x and W rounded to E4M3; a scale for each output or the whole W, for each
+    token or all of x.
+    """
 
     numbers = FLOAT8
 
-    def __init__(self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__(codes, scales, input_scale, bias, dtype)
-        self.product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 ends at 65504, and 448^2 is 200704
+        # float16 ends at 65504, and 448^2 is 200704
+        self.product_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self.scaled = why_not_scaled(self.out_features, self.in_features, str(codes.device)) is None
 
     def _sums(self, codes: Tensor) -> Tensor:
@@ -39,7 +46,9 @@ class Float8Linear(EightBitLinear):
 
 
 class WidenedLinear(nn.Module):
-    """`x W^T + b` with W in E4M3, dequantized at each call and dropped afterwards, and x rounded in groups of inputs or not at all."""
+    """`x W^T + b` with W in E4M3, dequantized at each call and dropped afterwards, and x rounded in
+    groups of inputs or not at all.
+    """
 
     codes: Tensor
     """float8_e4m3fn [out, in]."""
@@ -48,7 +57,13 @@ class WidenedLinear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, codes: Tensor, scales: Tensor, tile: tuple[int, int], input_group: int | None, bias: Tensor | None, dtype: torch.dtype
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        tile: tuple[int, int],
+        input_group: int | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = codes.shape
@@ -81,7 +96,9 @@ def _product(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _why_unavailable(device: str) -> str | None:
-    """Return why `torch._scaled_mm` is not used on a device, None where it computes what it should there."""
+    """Return why `torch._scaled_mm` is not used on a device, None where it computes what it should
+    there.
+    """
     chosen = torch.device(device)
     if not _is_capable(chosen):
         return "8-bit floats are multiplied by NVIDIA GPUs of compute capability 8.9 and above alone"
@@ -100,4 +117,8 @@ def _why_unavailable(device: str) -> str | None:
 
 def _is_capable(device: torch.device) -> bool:
     """Whether a device multiplies 8-bit floats faster than wider ones."""
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return (
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= CAPABILITY
+    )

@@ -1,7 +1,9 @@
-"""The quantization methods whose checkpoints optkit opens with layers of its own: `quant_method` -> the layers of a checkpoint.
+"""The quantization methods whose checkpoints optkit opens with layers of its own: `quant_method` ->
+the layers of a checkpoint.
 
-A method is a function that returns the quantized layers of a checkpoint (`optkit.kernels.stored.QuantizedLayer`), or None where the
-checkpoint asks for something beyond that method's layers here; transformers opens it then, with the packages that it needs.
+A method is a function that returns the quantized layers of a checkpoint
+(`optkit.kernels.stored.QuantizedLayer`), or None where the checkpoint asks for something beyond
+that method's layers here; transformers opens it then, with the packages that it needs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ METHODS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[QuantizedL
 
 
 def quantized_layers(checkpoint: Checkpoint) -> dict[str, QuantizedLayer] | None:
-    """Return the quantized layers by name where optkit opens them itself, None for float weights and what transformers has to open.
+    """Return the quantized layers by name where optkit opens them itself, None for float weights
+    and what transformers has to open.
 
     Raises SourceError where the `quantization_config` is one of ours and no weight is quantized.
     """
@@ -33,7 +36,11 @@ def quantized_layers(checkpoint: Checkpoint) -> dict[str, QuantizedLayer] | None
     method = str(config.get("quant_method")) if config else ""
     if config is None or method not in METHODS:
         return None
-    with reading(checkpoint.directory / "config.json", "its quantization_config does not fit the weights", "Make the artifact again"):
+    with reading(
+        checkpoint.directory / "config.json",
+        "its quantization_config does not fit the weights",
+        "Make the artifact again",
+    ):
         layers = METHODS[method](checkpoint, config)
     if layers is None:
         return None

@@ -1,11 +1,16 @@
-"""Linear layers on torch's own int4 kernels (tinygemm): bfloat16 activations, on x86 CPUs and on NVIDIA GPUs since Ampere.
+"""Linear layers on torch's own int4 kernels (tinygemm): bfloat16 activations, on x86 CPUs and on
+NVIDIA GPUs since Ampere.
 
-A weight is `(code - 8) * scale + zero` with bfloat16 scales and zeros [groups, out, 2], zero = (8 - zero point) * scale. The kernels read
-codes in tiles whose layout differs by device; `_read_codes` reads them back, for products with so many rows that a dense product is faster.
+A weight is `(code - 8) * scale + zero` with bfloat16 scales and zeros [groups, out, 2], zero = (8 -
+zero point) * scale. The kernels read codes in tiles whose layout differs by device; `_read_codes`
+reads them back, for products with so many rows that a dense product is faster.
 
-CPU: `aten::_convert_weight_to_int4pack_for_cpu`, int32 [out, in] -> uint8 [out, in / 2]: tiles of 64 (AVX-512) or 32 (AVX2) outputs x 1
-input, whose first half is in the low halves of the bytes. Without AVX2 the kernel is a scalar loop and is not used.
-CUDA: `aten::_convert_weight_to_int4pack`, uint8 [out, in / 2] (even inputs in the high halves) -> int32 [out / 8, in / 128, 32, 4]: tiles
+CPU: `aten::_convert_weight_to_int4pack_for_cpu`, int32 [out, in] -> uint8 [out, in / 2]: tiles of
+64 (AVX-512) or 32 (AVX2) outputs x 1
+input, whose first half is in the low halves of the bytes. Without AVX2 the kernel is a scalar loop
+and is not used.
+CUDA: `aten::_convert_weight_to_int4pack`, uint8 [out, in / 2] (even inputs in the high halves) ->
+int32 [out / 8, in / 128, 32, 4]: tiles
 of 8 outputs x 128 inputs (inner_k_tiles = 8), in the order in which tensor cores take them.
 """
 
@@ -25,9 +30,11 @@ CUDA_TILE = (8, 128)
 """Outputs and inputs of a tile."""
 INNER_K_TILES = 8
 DENSE_ROWS = {"cpu": 128, "cuda": 320}
-"""From so many rows of activations on, dequantizing and a dense product take less time than the int4 kernel.
+"""From so many rows of activations on, dequantizing and a dense product take less time than the
+int4 kernel.
 
-Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads, torch 2.13; best of 150):
+Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512, 2 threads, torch
+2.13; best of 150):
     rows                       1     4    16    64   128   192   512
     int4                      20    28    84   304   600   895  2370
     dequantized, dense       423   427   458   397   512   726  1558
@@ -51,10 +58,16 @@ def why_not_int4(weight: PackedWeight, dtype: torch.dtype, device: str) -> str |
     if unavailable := _why_unavailable(device):
         return unavailable
     if weight.group_size not in GROUP_SIZES:
-        return f"torch's int4 kernel has groups of 32, 64, 128 or 256 inputs, not {weight.group_size or 'of different sizes'}"
+        return (
+            "torch's int4 kernel has groups of 32, 64, 128 or 256 inputs, not "
+            f"{weight.group_size or 'of different sizes'}"
+        )
     outputs, inputs = CUDA_TILE if kind == "cuda" else (CPU_TILES[torch.backends.cpu.get_cpu_capability()], 2)
     if weight.outputs % outputs or weight.inputs % inputs:
-        return f"torch's int4 kernel takes multiples of {outputs} outputs and {inputs} inputs, not {weight.outputs} x {weight.inputs}"
+        return (
+            f"torch's int4 kernel takes multiples of {outputs} outputs and {inputs} inputs, not "
+            f"{weight.outputs} x {weight.inputs}"
+        )
     return None
 
 
@@ -77,7 +90,9 @@ class Int4Linear(nn.Module):
         shifts = weight.shifts()
         zeros = torch.zeros_like(scales) if shifts is None else -shifts * scales
         self.register_buffer("codes", _write_codes(weight.grouped_codes()))
-        self.register_buffer("scales_and_zeros", torch.stack([scales.T, zeros.T], dim=-1).to(torch.bfloat16).contiguous())
+        self.register_buffer(
+            "scales_and_zeros", torch.stack([scales.T, zeros.T], dim=-1).to(torch.bfloat16).contiguous()
+        )
         self.register_buffer("order", weight.order)
         self.register_buffer("bias", None if bias is None else bias.to(torch.bfloat16))
 
@@ -123,7 +138,8 @@ def _read_codes(packed: Tensor, outputs: int, inputs: int) -> Tensor:
         return tiles.view(*tiles.shape[:2], tile_outputs, tile_inputs).permute(1, 3, 0, 2).reshape(inputs, outputs)
     tile = CPU_TILES[torch.backends.cpu.get_cpu_capability()]
     tiles = packed.view(outputs // tile, inputs, tile // 2)
-    rows = torch.cat([tiles & 15, tiles >> 4], dim=-1).view(torch.int64)  # eight codes at a time, which is how they are copied
+    # eight codes at a time, which is how they are copied
+    rows = torch.cat([tiles & 15, tiles >> 4], dim=-1).view(torch.int64)
     return rows.transpose(0, 1).contiguous().view(torch.uint8).view(inputs, outputs)
 
 
@@ -135,7 +151,9 @@ def _half_bytes(packed: Tensor, *tiles: int) -> Tensor:
 
 @cache
 def _places_in_cuda_tile(device: torch.device) -> Tensor:
-    """int64 [8 * 128]: where in memory each code of a tile is, found by packing the digits of its index."""
+    """int64 [8 * 128]: where in memory each code of a tile is, found by packing the digits of its
+    index.
+    """
     tile_outputs, tile_inputs = CUDA_TILE
     indices = torch.arange(tile_outputs * tile_inputs, device=device).view(tile_outputs, tile_inputs)
     found = torch.zeros(indices.numel(), dtype=torch.int64, device=device)
@@ -146,7 +164,9 @@ def _places_in_cuda_tile(device: torch.device) -> Tensor:
 
 @cache
 def _why_unavailable(device: str) -> str | None:
-    """Return why the kernel cannot be used on a device, None where it computes what it should there."""
+    """Return why the kernel cannot be used on a device, None where it computes what it should
+    there.
+    """
     chosen = torch.device(device)
     if chosen.type == "cuda":
         if torch.version.cuda is None or torch.cuda.get_device_capability(chosen) < (8, 0):
@@ -162,5 +182,7 @@ def _why_unavailable(device: str) -> str | None:
     rows = torch.randint(-2, 3, (1, 256), generator=generator).to(chosen, torch.bfloat16)
     expected = rows.float() @ ((codes.float() - 8) * 0.5 + 0.5).T
     right = torch.equal(_read_codes(packed, 128, 256), codes.T)
-    right = right and torch.allclose(_product(rows, packed, 64, scales_and_zeros).float(), expected, rtol=0.02, atol=0.5)
+    right = right and torch.allclose(
+        _product(rows, packed, 64, scales_and_zeros).float(), expected, rtol=0.02, atol=0.5
+    )
     return None if right else f"torch {torch.__version__}'s int4 kernel does not compute here what it is documented to"

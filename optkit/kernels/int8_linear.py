@@ -1,4 +1,6 @@
-"""A linear layer of 8-bit integers whose inputs are rounded to 8-bit integers too (W8A8), on torch's integer matrix product."""
+"""A linear layer of 8-bit integers whose inputs are rounded to 8-bit integers too (W8A8), on
+torch's integer matrix product.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ CUDA_MULTIPLE = 8
 class Int8Linear(EightBitLinear):
     """`x W^T + b` with x and W in 8-bit integers, their products summed in 32-bit ones.
 
-    Microseconds at 1536 outputs x 576 inputs, one thread (EPYC with AVX-512 VNNI, torch 2.13; best of 20):
+    Microseconds at 1536 outputs x 576 inputs, one thread (EPYC with AVX-512 VNNI, torch 2.13; best
+    of 20):
         rows                            1     4    16    64   512   2048
         integers, inputs given         10    30    52   138   912   3728
         float32, dense                 50   144   334  1078  8211  33851
@@ -27,7 +30,9 @@ class Int8Linear(EightBitLinear):
 
     numbers = INT8
 
-    def __init__(self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, codes: Tensor, scales: Tensor, input_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__(codes, scales, input_scale, bias, dtype)
         self.integers = why_not_integers(self.out_features, self.in_features, str(codes.device)) is None
 
@@ -56,7 +61,9 @@ def _product(codes: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def _why_unavailable(device: str) -> str | None:
-    """Return why `torch._int_mm` cannot be used on a device, None where it is right even for the largest sums."""
+    """Return why `torch._int_mm` cannot be used on a device, None where it is right even for the
+    largest sums.
+    """
     chosen = torch.device(device)
     if chosen.type not in ("cpu", "cuda"):
         return f"torch._int_mm is not used on {chosen.type}"
@@ -68,4 +75,8 @@ def _why_unavailable(device: str) -> str | None:
         found = _product(codes.to(chosen), weight.to(chosen)).cpu()
     except RuntimeError as error:
         return f"torch._int_mm fails: {next(iter(str(error).splitlines()), '')}"
-    return None if torch.equal(found, expected) else f"torch {torch.__version__}'s _int_mm does not compute here what it is documented to"
+    return (
+        None
+        if torch.equal(found, expected)
+        else f"torch {torch.__version__}'s _int_mm does not compute here what it is documented to"
+    )

@@ -1,4 +1,6 @@
-"""A packed integer weight from the tensors of either format, and the fastest layer that can compute with it on a device."""
+"""A packed integer weight from the tensors of either format, and the fastest layer that can compute
+with it on a device.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ BITS = (2, 3, 4, 8)
 
 
 def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -> int:
-    """Return the bits of a code of `words`, int32 [out, words]. Raises SourceError where words and scales are no weight of that shape."""
+    """Return the bits of a code of `words`, int32 [out, words]. Raises SourceError where words and
+    scales are no weight of that shape.
+    """
     outputs, inputs = shape
     bits = next((bits for bits in BITS if words.shape == (outputs, packed_length(inputs, bits))), None)
     if bits is None or scales.dim() != 2 or scales.shape[0] != outputs:
         raise SourceError(
-            f"words {list(words.shape)} and scales {list(scales.shape)} are no weight [{outputs}, {inputs}] of 2, 3, 4 or 8 bits",
+            f"words {list(words.shape)} and scales {list(scales.shape)} are no weight [{outputs}, "
+            f"{inputs}] of 2, 3, 4 or 8 bits",
             where=where,
             remedy="Make the artifact again",
         )
@@ -34,14 +39,18 @@ def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -
 def packed_weight(
     words: Tensor, scales: Tensor, zeros: Tensor | None, group_of_input: Tensor | None, bits: int, inputs: int
 ) -> PackedWeight:
-    """Return the weight without what says nothing: zero points that all are 2^(bits - 1), inputs that are grouped in order."""
+    """Return the weight without what says nothing: zero points that all are 2^(bits - 1), inputs
+    that are grouped in order.
+    """
     if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
         zeros = None
     return PackedWeight(words, scales, zeros, _out_of_order(group_of_input, scales.shape[1]), bits, inputs)
 
 
 def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer that can compute with a packed weight on the device, and the sentence that says which it is."""
+    """Return the fastest layer that can compute with a packed weight on the device, and the
+    sentence that says which it is.
+    """
     layer, phrase = packed_layer(weight, bias, dtype, device)
     return layer, f"int{weight.bits}: {{layers}} {phrase}"
 
@@ -71,11 +80,15 @@ KERNELS = (
         phrase=lambda weight: f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32",
     ),
 )
-"""In order of preference: exact ones first. A layer takes the fastest of those that can compute it (see `choice`)."""
+"""In order of preference: exact ones first. A layer takes the fastest of those that can compute it
+(see `choice`).
+"""
 
 
 def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer that can compute with a packed weight on the device, and one phrase that says which it is."""
+    """Return the fastest layer that can compute with a packed weight on the device, and one phrase
+    that says which it is.
+    """
     reasons = [kernel.refuses(weight, dtype, device) for kernel in KERNELS]
     able = [kernel for kernel, reason in zip(KERNELS, reasons, strict=True) if reason is None]
     if not able:

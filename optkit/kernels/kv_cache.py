@@ -1,4 +1,6 @@
-"""A KV cache that holds codes instead of floats, in the form that transformers' models take; attention sees what the codes stand for."""
+"""A KV cache that holds codes instead of floats, in the form that transformers' models take;
+attention sees what the codes stand for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CacheFactory = Callable[[], Cache]
 
 
 class CodedLayer(CacheLayerMixin):
-    """The coded keys and values of one attention layer; with a window, those of `window - 1` tokens: the first `sinks` and the last."""
+    """The coded keys and values of one attention layer; with a window, those of `window - 1`
+    tokens: the first `sinks` and the last.
+    """
 
     def __init__(self, keys_code: StateCode, values_code: StateCode, window: int | None = None, sinks: int = 0) -> None:
         super().__init__()
@@ -32,7 +36,9 @@ class CodedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Code float [batch, heads, new tokens, head_dim]; return all keys and values as they are read back, in the same dtype."""
+        """Code float [batch, heads, new tokens, head_dim]; return all keys and values as they are
+        read back, in the same dtype.
+        """
         self.is_initialized = True
         self.length += key_states.shape[-2]
         self.key_parts = _joined(self.key_parts, self.keys_code.encode(key_states))
@@ -49,7 +55,9 @@ class CodedLayer(CacheLayerMixin):
         return torch.cat([part[..., : self.sinks, :], last], dim=-2)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens out again, as many as the absolute value says; only without a window."""
+        """Take the last tokens out again, as many as the absolute value says; only without a
+        window.
+        """
         if count := abs(tokens_to_remove):
             self.key_parts = tuple(part[..., :-count, :] for part in self.key_parts)
             self.value_parts = tuple(part[..., :-count, :] for part in self.value_parts)
@@ -69,7 +77,9 @@ class CodedLayer(CacheLayerMixin):
         return -1 if self.sliding_window is None else self.sliding_window
 
     def token_bytes(self) -> int:
-        """Return the bytes that a token of one sequence takes; raises ValueError for an empty layer."""
+        """Return the bytes that a token of one sequence takes; raises ValueError for an empty
+        layer.
+        """
         parts = (*self.key_parts, *self.value_parts)
         if not parts:
             raise ValueError("the layer holds no token")
@@ -83,7 +93,8 @@ def coded_cache(
     window: int | None = None,
     sinks: int = 0,
 ) -> CacheFactory:
-    """Return what makes an empty coded cache for a model: `codes` of keys and values, one pair for all layers or one for each.
+    """Return what makes an empty coded cache for a model: `codes` of keys and values, one pair for
+    all layers or one for each.
 
     A `window` is for models without windows of their own (`attention_window.see_window_`).
 
@@ -91,12 +102,16 @@ def coded_cache(
     """
     like = _plain_layers(config, where)
     if not isinstance(codes, tuple) and len(codes) != len(like):
-        raise StageError(f"there are scales for {len(codes)} of {len(like)} layers", where=where, remedy="Make the artifact again")
+        raise StageError(
+            f"there are scales for {len(codes)} of {len(like)} layers", where=where, remedy="Make the artifact again"
+        )
     windows = [window or getattr(layer, "sliding_window", None) for layer in like]
     pairs = [codes] * len(like) if isinstance(codes, tuple) else codes
 
     def make() -> Cache:
-        return Cache(layers=[CodedLayer(keys, values, size, sinks) for (keys, values), size in zip(pairs, windows, strict=True)])
+        return Cache(
+            layers=[CodedLayer(keys, values, size, sinks) for (keys, values), size in zip(pairs, windows, strict=True)]
+        )
 
     return make
 
@@ -121,7 +136,9 @@ class RecordingLayer(DynamicLayer):
 
 
 def recording_cache(config: Any, where: str) -> tuple[Cache, list[RecordingLayer]]:
-    """Return a cache that notes the largest key and value of each layer, and its layers; raises StageError as `coded_cache` does."""
+    """Return a cache that notes the largest key and value of each layer, and its layers; raises
+    StageError as `coded_cache` does.
+    """
     layers = [RecordingLayer() for _ in _plain_layers(config, where)]
     return Cache(layers=list(layers)), layers
 
@@ -129,7 +146,9 @@ def recording_cache(config: Any, where: str) -> tuple[Cache, list[RecordingLayer
 def _plain_layers(config: Any, where: str) -> list[Any]:
     """Return transformers' own layers for a model, all of keys and values."""
     like = DynamicCache(config=config).layers
-    others = sorted({type(layer).__name__ for layer in like} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__})
+    others = sorted(
+        {type(layer).__name__ for layer in like} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    )
     if others or not like:
         raise StageError(
             f"the cache of {config.model_type} has layers of another kind: {', '.join(others) or 'none are known'}",

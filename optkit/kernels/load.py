@@ -1,4 +1,6 @@
-"""Open a quantized checkpoint as a torch model that computes with the quantized weights; the float model is never held."""
+"""Open a quantized checkpoint as a torch model that computes with the quantized weights; the float
+model is never held.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def load_packed(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model on the device and a sentence for each kernel in use; `options` go to transformers' `from_config`.
+    """Return the model on the device and a sentence for each kernel in use; `options` go to
+    transformers' `from_config`.
 
     Raises SourceError where weights and model do not belong together.
     """
@@ -58,9 +61,15 @@ class Matched:
 
 
 def match_packed(
-    checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer], dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
+    checkpoint: Checkpoint,
+    quantized: Mapping[str, QuantizedLayer],
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    **options: Any,
 ) -> Matched:
-    """Return the model of a quantized checkpoint, empty. Raises SourceError where weights and model do not belong together."""
+    """Return the model of a quantized checkpoint, empty. Raises SourceError where weights and model
+    do not belong together.
+    """
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
     unfuse_experts_(model, stored_parameters(model, checkpoint))
     layers = _layers_by_module(model, checkpoint, quantized)
@@ -68,7 +77,9 @@ def match_packed(
 
 
 def fill_(matched: Matched, checkpoint: Checkpoint, device: str, dtype: torch.dtype, progress: Progress) -> list[str]:
-    """Build the quantized layers of an empty model on the device and load everything else; returns a sentence for each kernel in use."""
+    """Build the quantized layers of an empty model on the device and load everything else; returns
+    a sentence for each kernel in use.
+    """
     model, layers = matched.model, matched.layers
     sentences: Counter[str] = Counter()
     with progress.task("open", len(layers), "layers") as task:
@@ -84,9 +95,13 @@ def fill_(matched: Matched, checkpoint: Checkpoint, device: str, dtype: torch.dt
     return [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
 
 
-def _layers_by_module(model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]) -> dict[str, QuantizedLayer]:
+def _layers_by_module(
+    model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]
+) -> dict[str, QuantizedLayer]:
     """Return the layer of the checkpoint for each module of the model."""
-    modules = {f"{name}.weight": name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    modules = {
+        f"{name}.weight": name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    }
     weights = {f"{name}.weight": name for name in quantized}
     found: dict[str, QuantizedLayer] = {}
     for weight, renamed in renamed_tensors(model, weights).items():
@@ -101,24 +116,37 @@ def _layers_by_module(model: PreTrainedModel, checkpoint: Checkpoint, quantized:
     return found
 
 
-def _with_float_weights(model: PreTrainedModel, checkpoint: Checkpoint, layers: Mapping[str, QuantizedLayer]) -> Checkpoint:
-    """Return the checkpoint as it would be in floats, to match its names and shapes to the model's; its weights cannot be read."""
+def _with_float_weights(
+    model: PreTrainedModel, checkpoint: Checkpoint, layers: Mapping[str, QuantizedLayer]
+) -> Checkpoint:
+    """Return the checkpoint as it would be in floats, to match its names and shapes to the model's;
+    its weights cannot be read.
+    """
     view = copy.copy(checkpoint)
     view.tensors = dict(checkpoint.tensors)
     for name, layer in layers.items():
         for tensor in layer.tensors:
             del view.tensors[tensor]
         module, bias = model.get_submodule(name), f"{layer.name}.bias"
-        view.tensors[f"{layer.name}.weight"] = TensorInfo("F32", layer.shape[::-1] if isinstance(module, Conv1D) else layer.shape)
+        view.tensors[f"{layer.name}.weight"] = TensorInfo(
+            "F32", layer.shape[::-1] if isinstance(module, Conv1D) else layer.shape
+        )
         if bias in view.tensors and getattr(module, "bias", None) is None:
             del view.tensors[bias]
     return view
 
 
 def _load_rest_(
-    model: PreTrainedModel, checkpoint: Checkpoint, names: Mapping[str, str], built: Container[str], device: str, dtype: torch.dtype
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    built: Container[str],
+    device: str,
+    dtype: torch.dtype,
 ) -> None:
-    """Put every parameter and buffer outside the modules that are `built` on the device; tied ones stay one."""
+    """Put every parameter and buffer outside the modules that are `built` on the device; tied ones
+    stay one.
+    """
     kept = planned_dtypes(model, dtype)
     loaded: dict[tuple[str, torch.dtype], nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -129,9 +157,13 @@ def _load_rest_(
             if parameter is not None:
                 key = (names[name], kept.get(name, parameter.dtype))
                 if key not in loaded:
-                    loaded[key] = nn.Parameter(checkpoint.read(key[0]).to(device, key[1], copy=True), requires_grad=False)
+                    loaded[key] = nn.Parameter(
+                        checkpoint.read(key[0]).to(device, key[1], copy=True), requires_grad=False
+                    )
                 module._parameters[leaf] = loaded[key]
         for leaf, buffer in list(module._buffers.items()):
             name = f"{prefix}.{leaf}" if prefix else leaf
             if buffer is not None:
-                module._buffers[leaf] = (checkpoint.read(names[name]).to(buffer.dtype) if name in names else buffer).to(device)
+                module._buffers[leaf] = (checkpoint.read(names[name]).to(buffer.dtype) if name in names else buffer).to(
+                    device
+                )

@@ -1,4 +1,6 @@
-"""LoRA beside layers that stay as they are: `base(x) + scale * B (A x)`, whatever kernel computes the base."""
+"""LoRA beside layers that stay as they are: `base(x) + scale * B (A x)`, whatever kernel computes
+the base.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ def apply_adapter_(model: nn.Module, adapter: Adapter, device: str, dtype: torch
 
 def _base(modules: dict[str, nn.Module], name: str, layer: LowRank, adapter: Adapter) -> nn.Module:
     base = modules.get(name)
-    sizes = None if base is None else (getattr(base, "out_features", getattr(base, "nf", None)), getattr(base, "in_features", None))
+    sizes = (
+        None
+        if base is None
+        else (getattr(base, "out_features", getattr(base, "nf", None)), getattr(base, "in_features", None))
+    )
     if base is None or sizes is None or (sizes[0] != layer.outputs or sizes[1] not in (layer.inputs, None)):
         what = f"is {sizes[0]} x {sizes[1]} there" if sizes else "is not there"
         raise SourceError(

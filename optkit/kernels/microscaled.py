@@ -1,7 +1,8 @@
-"""Layers of 4-bit floats in blocks: compressed-tensors' formats "mxfp4-pack-quantized" and "nvfp4-pack-quantized", weights only.
+"""Layers of 4-bit floats in blocks: compressed-tensors' formats "mxfp4-pack-quantized" and
+"nvfp4-pack-quantized", weights only.
 
-No kernel of torch multiplies with E2M1 weights and wider activations, so they are dequantized at each call (see
-`optkit.algorithms.microscaling`); what is kept has the size that it has on disk.
+No kernel of torch multiplies with E2M1 weights and wider activations, so they are dequantized at
+each call (see `optkit.algorithms.microscaling`); what is kept has the size that it has on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class MicroscaledLinear(nn.Module):
     """float32 [1], of NVFP4 only."""
     bias: Tensor | None
 
-    def __init__(self, packed: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, packed: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = packed.shape[0], packed.shape[1] * 2
         self.dtype = dtype
@@ -83,7 +86,9 @@ class MicroscaledLayer(StoredLayer):
         return outputs, half * 2
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the layer on the device. Raises SourceError where its tensors do not fit each other."""
+        """Return the layer on the device. Raises SourceError where its tensors do not fit each
+        other.
+        """
         name = NAMES[str(self.scheme["format"])]
         block, stored = (32, torch.uint8) if name == "mxfp4" else (16, torch.float8_e4m3fn)
         parts = self.read(LEAVES, device, required=LEAVES[1:2] if name == "mxfp4" else LEAVES[1:])
@@ -101,13 +106,17 @@ class MicroscaledLayer(StoredLayer):
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """int64 [256]: the float32 values of the two codes of each byte, the low half first; one lookup for both is four times faster."""
+    """int64 [256]: the float32 values of the two codes of each byte, the low half first; one lookup
+    for both is four times faster.
+    """
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
 
 
 @cache
 def _scales(device: torch.device, stored: torch.dtype) -> Tensor:
-    """float32 [256]: the scale of each byte, E8M0 or E4M3; looked up 15 times faster than torch's CPU converts E4M3."""
+    """float32 [256]: the scale of each byte, E8M0 or E4M3; looked up 15 times faster than torch's
+    CPU converts E4M3.
+    """
     each = torch.arange(256, device=device).to(torch.uint8)
     return exponent_scales(each) if stored == torch.uint8 else each.view(stored).float()

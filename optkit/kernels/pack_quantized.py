@@ -1,4 +1,6 @@
-"""Layers of integers packed along the inputs: compressed-tensors' format "pack-quantized" (see `optkit.algorithms.packing`)."""
+"""Layers of integers packed along the inputs: compressed-tensors' format "pack-quantized" (see
+`optkit.algorithms.packing`).
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,21 @@ class PackQuantizedLayer(StoredLayer):
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs; reads 16 bytes."""
-        outputs, inputs = (int(size) for size in self.read(("weight_shape",), "cpu", required=("weight_shape",))["weight_shape"])
+        outputs, inputs = (
+            int(size) for size in self.read(("weight_shape",), "cpu", required=("weight_shape",))["weight_shape"]
+        )
         return outputs, inputs
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do not fit each other."""
+        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do
+        not fit each other.
+        """
         return integer_layer(self.integers(device), bias, dtype, device)
 
     def integers(self, device: str) -> PackedWeight:
-        """Return its codes, scales and zero points on the device. Raises SourceError where its tensors do not fit each other."""
+        """Return its codes, scales and zero points on the device. Raises SourceError where its
+        tensors do not fit each other.
+        """
         parts = self.read(LEAVES, device, required=("weight_scale", "weight_shape"))
         words, scales, packed = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
         outputs, inputs = self.shape

@@ -1,7 +1,8 @@
-"""A linear layer's packed weight as read from a checkpoint, and the layer that computes with any of them.
+"""A linear layer's packed weight as read from a checkpoint, and the layer that computes with any of
+them.
 
-`PackedLinear` keeps the packed words and dequantizes them at every call: right for all bits and shapes, and slower than a kernel that
-reads the codes themselves.
+`PackedLinear` keeps the packed words and dequantizes them at every call: right for all bits and
+shapes, and slower than a kernel that reads the codes themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from optkit.algorithms.packing import unpack
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """The weight `(code - zero[group]) * scale[group]` of a linear layer, with what its format says about it."""
+    """The weight `(code - zero[group]) * scale[group]` of a linear layer, with what its format says
+    about it.
+    """
 
     words: Tensor
     """int32 [out, ceil(in * bits / 32)]: unsigned codes, packed along the inputs."""
@@ -69,7 +72,9 @@ class PackedWeight:
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [rows, words] -> uint8 [rows, count]; byte by byte where bytes hold whole codes, which is 30 times faster."""
+    """int32 [rows, words] -> uint8 [rows, count]; byte by byte where bytes hold whole codes, which
+    is 30 times faster.
+    """
     if 8 % bits:
         return unpack(words, bits, count, 1)
     held = words.contiguous().view(torch.uint8)
@@ -94,7 +99,9 @@ class PackedLinear(nn.Module):
         self.in_order = size is not None
         group_of_input = weight.group_of_input
         if group_of_input is None:
-            group_of_input = torch.arange(weight.inputs, device=weight.words.device) // (size or -(-weight.inputs // weight.groups))
+            group_of_input = torch.arange(weight.inputs, device=weight.words.device) // (
+                size or -(-weight.inputs // weight.groups)
+            )
         self.register_buffer("words", weight.words)
         self.register_buffer("scales", weight.scales.to(dtype))
         self.register_buffer("zeros", weight.zeros)

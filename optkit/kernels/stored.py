@@ -16,7 +16,9 @@ from optkit.model.shape import TensorInfo
 
 
 class QuantizedLayer(Protocol):
-    """What opening a model asks of each quantized layer; one class for each format, in a file of its own."""
+    """What opening a model asks of each quantized layer; one class for each format, in a file of
+    its own.
+    """
 
     @property
     def name(self) -> str:
@@ -34,14 +36,16 @@ class QuantizedLayer(Protocol):
         ...
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the module on the device, and what computes in it: `int4: {layers} use ...`, `{layers}` to be filled with a count.
+        """Return the module on the device, and what computes in it: `int4: {layers} use ...`,
+        `{layers}` to be filled with a count.
 
         Raises SourceError where its tensors do not fit each other.
         """
         ...
 
     def integers(self, device: str) -> PackedWeight | None:
-        """Return its codes, scales and zero points on the device; None for a format whose weight is not integer codes in groups of inputs.
+        """Return its codes, scales and zero points on the device; None for a format whose weight is
+        not integer codes in groups of inputs.
 
         Raises SourceError where its tensors do not fit each other.
         """
@@ -75,8 +79,13 @@ class StoredLayer:
         return tuple(f"{self.name}.{leaf}" for leaf in leaves if self.info(leaf))
 
     def read(self, leaves: Iterable[str], device: str, required: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Return those of the given tensors that it has, on the device. Raises SourceError where one of the `required` is missing."""
-        parts = {name[len(self.name) + 1 :]: self.checkpoint.read(name).to(device, copy=True) for name in self.present(leaves)}
+        """Return those of the given tensors that it has, on the device. Raises SourceError where
+        one of the `required` is missing.
+        """
+        parts = {
+            name[len(self.name) + 1 :]: self.checkpoint.read(name).to(device, copy=True)
+            for name in self.present(leaves)
+        }
         if missing := [leaf for leaf in required if leaf not in parts]:
             raise SourceError(f"there is no {', '.join(missing)}", where=self.where)
         return parts

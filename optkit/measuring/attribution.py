@@ -1,6 +1,8 @@
-"""What each stage added to the damage: the recipe's evals of accuracy on every directory between the model and the artifact.
+"""What each stage added to the damage: the recipe's evals of accuracy on every directory between
+the model and the artifact.
 
-Their numbers have the keys that they would have in a recipe that ends there, so that the two share them in the store.
+Their numbers have the keys that they would have in a recipe that ends there, so that the two share
+them in the store.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ class Between:
 
 
 def between(plan: Plan) -> tuple[Between, ...]:
-    """Return what has to be measured to attribute the damage: nothing where one stage alone makes it.
+    """Return what has to be measured to attribute the damage: nothing where one stage alone makes
+    it.
 
-    Without settings, so the last stage's directory is among them where a setting changes the numbers too.
+    Without settings, so the last stage's directory is among them where a setting changes the
+    numbers too.
     """
     last = len(plan.steps) - 1
     entries = [entry for entry in plan.recipe.evals if entry.value.attributed and plan.recipe.attribution]
@@ -48,7 +52,9 @@ def between(plan: Plan) -> tuple[Between, ...]:
         for entry in entries:
             beside = {"baseline": plan.steps[0].key} if entry.value.compares else {}
             key = make_metric_key(entry, plan.recipe.seed, step.key, [], beside)
-            evals.append(PlannedEval(kind=entry.kind, eval=entry.value, key=key, baseline_key=None, hit=False, baseline_hit=True))
+            evals.append(
+                PlannedEval(kind=entry.kind, eval=entry.value, key=key, baseline_key=None, hit=False, baseline_hit=True)
+            )
         found.append(Between(index, step.kind, tuple(evals)))
     return tuple(found)
 
@@ -56,10 +62,11 @@ def between(plan: Plan) -> tuple[Between, ...]:
 def attribute(
     plan: Plan, measured: Measurement, store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]
 ) -> tuple[Rung, ...]:
-    """Return the accuracy of the model, after each stage and of the artifact, measuring what the store does not hold.
+    """Return the accuracy of the model, after each stage and of the artifact, measuring what the
+    store does not hold.
 
-    Without the memory for it, it is left out with a warning: everything that the recipe asked for is measured already. Raises what else
-    evals and stages raise.
+    Without the memory for it, it is left out with a warning: everything that the recipe asked for
+    is measured already. Raises what else evals and stages raise.
     """
     rungs = between(plan)
     if not rungs:
@@ -78,10 +85,16 @@ def attribute(
     )
 
 
-def _measure(plan: Plan, rungs: Sequence[Between], store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]) -> None:
-    """Measure what the store does not hold; the unmodified model is open beside the others where an eval compares with it."""
+def _measure(
+    plan: Plan, rungs: Sequence[Between], store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]
+) -> None:
+    """Measure what the store does not hold; the unmodified model is open beside the others where an
+    eval compares with it.
+    """
     missing = {rung.index: [each for each in rung.evals if not known(store, each.key)] for rung in rungs}
-    measuring = EvalContext(seed=plan.recipe.seed, progress=context.progress, data=context.data, calibrated_on=calibrated_on)
+    measuring = EvalContext(
+        seed=plan.recipe.seed, progress=context.progress, data=context.data, calibrated_on=calibrated_on
+    )
     bench = Bench(store, plan.device, measuring, plan.steps[0].size_bytes)
 
     def subject(index: int) -> Subject:

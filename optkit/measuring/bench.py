@@ -1,4 +1,6 @@
-"""Measure an artifact and its baseline: only what the store does not hold, timings of both in turns."""
+"""Measure an artifact and its baseline: only what the store does not hold, timings of both in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,12 @@ def measure(
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
 ) -> Measurement:
-    """Return all metrics. Timings are measured first, while the memory is clean, then everything else. Each is kept in the store.
+    """Return all metrics. Timings are measured first, while the memory is clean, then everything
+    else. Each is kept in the store.
 
-    `retime` measures the timed evals again, of both models, whatever the store holds.
-    `baseline` is None where the artifact is the unmodified model. Raises EvalError and ResourceError from the evals.
+    `retime` measures the timed evals again, of both models, whatever the store holds. `baseline` is
+    None where the artifact is the unmodified model. Raises EvalError and ResourceError from the
+    evals.
     """
     began, environment = datetime.now(UTC).isoformat(timespec="seconds"), describe_environment(plan.device)
     if baseline is None:
@@ -98,19 +102,27 @@ def measure(
     )
 
 
-def _notes(kinds: Sequence[str], entries: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], began: str) -> tuple[str, ...]:
-    """Return what was said while evals measured, and which of them did so before this run, with what was different there."""
+def _notes(
+    kinds: Sequence[str], entries: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], began: str
+) -> tuple[str, ...]:
+    """Return what was said while evals measured, and which of them did so before this run, with
+    what was different there.
+    """
     found = [note for entry in entries for note in entry["notes"]]
     for kind, entry in zip(kinds, entries, strict=True):
         if entry["created"] < began:
-            there = {name: value for name, value in entry["environment"].items() if environment.get(name, value) != value}
+            there = {
+                name: value for name, value in entry["environment"].items() if environment.get(name, value) != value
+            }
             different = ", ".join(f"{name} {value}" for name, value in there.items())
             found.append(f"{kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}")
     return tuple(dict.fromkeys(found))
 
 
 def refuse_comparisons(plan: Plan) -> None:
-    """Raise EvalError where an eval or a gate compares with the unmodified model, and the artifact is that model."""
+    """Raise EvalError where an eval or a gate compares with the unmodified model, and the artifact
+    is that model.
+    """
     why = f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline"
     comparing = [each.kind for each in plan.evals if each.eval.compares]
     if comparing:
@@ -128,7 +140,9 @@ def known(store: Store, key: str | None) -> bool:
 
 
 def in_turns(artifact: Subject, baseline: Subject | None, count: int) -> Iterator[tuple[Subject, int]]:
-    """Yield each model `count` times, with the index of its turn: baseline, artifact, artifact, baseline, and so on."""
+    """Yield each model `count` times, with the index of its turn: baseline, artifact, artifact,
+    baseline, and so on.
+    """
     for index in range(count):
         pair = [subject for subject in (baseline, artifact) if subject]
         yield from ((subject, index) for subject in (pair if index % 2 == 0 else pair[::-1]))
@@ -169,7 +183,9 @@ class Bench:
     """Bytes of the unmodified model's weights."""
 
     def measure(self, session: Opened, wanted: Sequence[tuple[str, PlannedEval]], beside: Opened | None = None) -> None:
-        """Run evals on one opened model, those that compare with the baseline `beside` it, and keep each under its key."""
+        """Run evals on one opened model, those that compare with the baseline `beside` it, and keep
+        each under its key.
+        """
         for key, each in wanted:
             stopping.check()
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
@@ -178,16 +194,22 @@ class Bench:
             self.keep(key, each, metrics, [*session.notes, *context.notes], time.perf_counter() - start)
 
     def time_in_turns(self, timed: Sequence[PlannedEval], artifact: Subject, baseline: Subject | None) -> None:
-        """Run timed evals, each model in turns: baseline, artifact, artifact, baseline, and so on; keep all numbers or none.
+        """Run timed evals, each model in turns: baseline, artifact, artifact, baseline, and so on;
+        keep all numbers or none.
 
-        A machine that slows down steadily then costs both the same, and one that changes at once costs neighbours the same.
-        Each turn opens its model anew, so that the two are never in memory together: in a process of its own for evals that ask for it.
+        A machine that slows down steadily then costs both the same, and one that changes at once
+        costs neighbours the same. Each turn opens its model anew, so that the two are never in
+        memory together: in a process of its own for evals that ask for it.
         """
         runs: dict[str, TimedRun] = {}
         for subject, index in in_turns(artifact, baseline, max(each.eval.turns() for each in timed)):
             stopping.check()
             for measured in (self._apart, self._here):
-                some = [each for each in timed if each.eval.apart() == (measured == self._apart) and index < each.eval.turns()]
+                some = [
+                    each
+                    for each in timed
+                    if each.eval.apart() == (measured == self._apart) and index < each.eval.turns()
+                ]
                 if not some:
                     continue
                 start = time.perf_counter()
@@ -206,7 +228,9 @@ class Bench:
 
     def _apart(self, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
         """Run a turn of timed evals in a fresh process."""
-        return measure_apart(subject.weights(), subject.settings, evals, self.device, subject.trust_remote_code, self.context, index)
+        return measure_apart(
+            subject.weights(), subject.settings, evals, self.device, subject.trust_remote_code, self.context, index
+        )
 
     def _here(self, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
         """Run a turn of timed evals in this process."""
@@ -215,7 +239,9 @@ class Bench:
             for each in evals:
                 context = replace(self.context, turn=Turn(index, each.turns()), notes=[])
                 metrics = each.run(session, context)
-                answers.append(Answer(tuple(metrics), tuple(context.notes), session.notes, describe_environment(self.device)))
+                answers.append(
+                    Answer(tuple(metrics), tuple(context.notes), session.notes, describe_environment(self.device))
+                )
         return answers
 
     def keep(
@@ -227,7 +253,9 @@ class Bench:
         seconds: float,
         environment: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep what an eval measured, with what the scorecard must say beside it; `environment` is this process's where it is not given."""
+        """Keep what an eval measured, with what the scorecard must say beside it; `environment` is
+        this process's where it is not given.
+        """
         self.store.put_json(
             key,
             {

@@ -58,7 +58,9 @@ class ToldTask:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._channel.tell("done", id=self._number)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
@@ -67,7 +69,9 @@ class ToldTask:
 
 
 def run(order: Mapping[str, Any], channel: Channel) -> list[dict[str, Any]]:
-    """Open the model of an order, run its evals one after another, and return what each measured as JSON values."""
+    """Open the model of an order, run its evals one after another, and return what each measured as
+    JSON values.
+    """
     from optkit.session import open_session
 
     if order["threads"] is not None:
@@ -76,7 +80,9 @@ def run(order: Mapping[str, Any], channel: Channel) -> list[dict[str, Any]]:
         torch.set_num_threads(order["threads"])
     settings = [restored(each) for each in order["settings"]]
     trusted = order["trust_remote_code"]
-    session = open_session(Path(order["directory"]), settings, device=order["device"], progress=channel, trust_remote_code=trusted)
+    session = open_session(
+        Path(order["directory"]), settings, device=order["device"], progress=channel, trust_remote_code=trusted
+    )
     found = []
     try:
         for each in map(restored, order["evals"]):

@@ -1,8 +1,10 @@
-"""A turn of timed evals in a Python process of its own, which opens the model, measures it and ends: nothing of before is in its numbers.
+"""A turn of timed evals in a Python process of its own, which opens the model, measures it and
+ends: nothing of before is in its numbers.
 
-What this process has left behind (memory that an allocator keeps, compiled code, settings of libraries) would be in the timings and in the
-peak of memory. The other one is told what to do by a line of JSON, and answers with such lines: progress, then metrics with their raw
-samples, or an error.
+What this process has left behind (memory that an allocator keeps, compiled code, settings of
+libraries) would be in the timings and in the peak of memory. The other one is told what to do by a
+line of JSON, and answers with such lines: progress, then metrics with their raw samples, or an
+error.
 """
 
 from __future__ import annotations
@@ -56,9 +58,11 @@ def measure_apart(
     context: EvalContext,
     index: int,
 ) -> list[Answer]:
-    """Open a model directory in a fresh process, run the turn `index` of each eval, one after another, and return what each measured.
+    """Open a model directory in a fresh process, run the turn `index` of each eval, one after
+    another, and return what each measured.
 
-    Raises what opening and measuring raise, ResourceError where the system ends the process, EvalError where it ends otherwise.
+    Raises what opening and measuring raise, ResourceError where the system ends the process,
+    EvalError where it ends otherwise.
     """
     order = {
         "directory": str(directory.absolute()),
@@ -107,7 +111,9 @@ def told_error(error: OptkitError) -> dict[str, Any]:
 
 
 def heard_error(said: Mapping[str, Any]) -> OptkitError:
-    """Return the error that `told_error` told; of a class that `optkit.errors` does not have, as the nearest that it has."""
+    """Return the error that `told_error` told; of a class that `optkit.errors` does not have, as
+    the nearest that it has.
+    """
     kind = next(getattr(errors, name) for name in said["kinds"] if hasattr(errors, name))
     error: OptkitError = kind.__new__(kind)
     Exception.__init__(error, said["text"])
@@ -121,7 +127,9 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
     reading, writing = os.pipe()
     with open(reading, encoding="utf-8") as messages:  # noqa: PTH123
         try:
-            process = start(python_command("-m", MODULE, str(writing)), stdin=subprocess.PIPE, pass_fds=(writing,), env=_variables())
+            process = start(
+                python_command("-m", MODULE, str(writing)), stdin=subprocess.PIPE, pass_fds=(writing,), env=_variables()
+            )
         finally:
             os.close(writing)
         try:
@@ -131,7 +139,9 @@ def _process() -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
 
 
 def _variables() -> dict[str, str]:
-    """Return the process's environment variables, having given back the memory that this one does not use."""
+    """Return the process's environment variables, having given back the memory that this one does
+    not use.
+    """
     return python_environment(**{WAITING: str(int(_leave_memory()))})
 
 
@@ -195,7 +205,9 @@ def _ended(status: int, evals: str) -> OptkitError:
             remedy="Lower batch_sizes, prompts or new_tokens, or measure a smaller model",
         )
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    return EvalError(f"the process that measured ended {how} and without a result", where=evals, why="What it printed stands above")
+    return EvalError(
+        f"the process that measured ended {how} and without a result", where=evals, why="What it printed stands above"
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,9 +1,12 @@
-"""A LoRA adapter that lies beside the weights which it was trained on, in `adapter/`, as peft writes it. No torch is needed to describe it.
+"""A LoRA adapter that lies beside the weights which it was trained on, in `adapter/`, as peft
+writes it. No torch is needed to describe it.
 
     adapter/adapter_config.json         rank and scale, with exceptions for single layers
-    adapter/adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [rank, in], base_model.model.LAYER.lora_B.weight [out, rank]
+    adapter/adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [rank, in],
+                                        base_model.model.LAYER.lora_B.weight [out, rank]
 
-LAYER is the name in the model of transformers. The layer computes `W x + scale * B (A x)`, with the scale alpha / rank.
+LAYER is the name in the model of transformers. The layer computes `W x + scale * B (A x)`, with the
+scale alpha / rank.
 """
 
 from __future__ import annotations
@@ -28,8 +31,18 @@ ADAPTER = "adapter"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
-UNKNOWN = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "alora_invocation_tokens", "use_bdlora", "use_qalora")
-"""What an adapter can ask for beside two matrices a layer; optkit applies none of it, and vLLM neither."""
+UNKNOWN = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
+)
+"""What an adapter can ask for beside two matrices a layer; optkit applies none of it, and vLLM
+neither.
+"""
 FEW_BITS = "Adapters learn beside codes of a few bits whose layers do not round their inputs"
 LEARNABLE = "Quantize with nf4, rtn, gptq or awq, or train before the stage that quantizes"
 """Why something is no base for an adapter, and what is."""
@@ -71,7 +84,9 @@ class Adapter:
         return tuple(sorted({layer.rank for layer in self.layers.values()}))
 
     def read(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return layer -> A, float [rank, in], and B, float [out, rank]. Raises SourceError for NaN and Inf."""
+        """Return layer -> A, float [rank, in], and B, float [out, rank]. Raises SourceError for NaN
+        and Inf.
+        """
         from safetensors.torch import load_file
 
         from optkit.model.checkpoint import all_finite
@@ -79,7 +94,11 @@ class Adapter:
         held = load_file(self.weights)
         bad = next((name for name, tensor in held.items() if not all_finite(tensor)), None)
         if bad:
-            raise SourceError("weights of the adapter are NaN or Inf", where=f"{self.weights}: {bad}", remedy="Make the artifact again")
+            raise SourceError(
+                "weights of the adapter are NaN or Inf",
+                where=f"{self.weights}: {bad}",
+                remedy="Make the artifact again",
+            )
         return {name: (held[f"{PREFIX}{name}{DOWN}"], held[f"{PREFIX}{name}{UP}"]) for name in self.layers}
 
 
@@ -103,7 +122,10 @@ def read_adapter(directory: Path) -> Adapter | None:
     asked = [f"peft_type {kind}"] * (kind != "LORA") + [name for name in UNKNOWN if config.get(name)]
     if asked:
         raise SourceError(
-            f"the adapter asks for {', '.join(asked)}", where=str(place), why="optkit applies plain LoRA alone", remedy="Merge it with peft"
+            f"the adapter asks for {', '.join(asked)}",
+            where=str(place),
+            why="optkit applies plain LoRA alone",
+            remedy="Merge it with peft",
         )
     if not (place / WEIGHTS).is_file():
         raise SourceError(f"there is no {WEIGHTS}", where=str(place), remedy="Make the artifact again")
@@ -112,7 +134,9 @@ def read_adapter(directory: Path) -> Adapter | None:
 
 
 def _check_patterns(config: Mapping[str, Any]) -> None:
-    """Raise ValueError or re.error unless rank and alpha are numbers, for single layers by patterns."""
+    """Raise ValueError or re.error unless rank and alpha are numbers, for single layers by
+    patterns.
+    """
     for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         single = config.get(patterns) or {}
         if not isinstance(single, dict):
@@ -124,7 +148,9 @@ def _check_patterns(config: Mapping[str, Any]) -> None:
 
 
 def pattern_value(patterns: Mapping[str, Value], name: str, usual: Value) -> Value:
-    """Return what peft takes for a layer: the value of the first pattern that is the end of its name, else the usual one."""
+    """Return what peft takes for a layer: the value of the first pattern that is the end of its
+    name, else the usual one.
+    """
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), usual)
 
 
@@ -133,13 +159,17 @@ def _layers(place: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
     for name, info in tensors.items():
         half = next((end for end in (DOWN, UP) if name.endswith(end)), None)
         if half is None or not name.startswith(PREFIX) or len(info.shape) != 2:
-            raise SourceError(f"{name} is no half of a LoRA", where=str(place / WEIGHTS), why="optkit applies plain LoRA alone")
+            raise SourceError(
+                f"{name} is no half of a LoRA", where=str(place / WEIGHTS), why="optkit applies plain LoRA alone"
+            )
         halves.setdefault(name.removeprefix(PREFIX).removesuffix(half), {})[half] = info
     layers = {}
     for name, found in halves.items():
         if set(found) != {DOWN, UP} or found[DOWN].shape[0] != found[UP].shape[1]:
             said = ", ".join(f"{half[1:]} {list(info.shape)}" for half, info in found.items())
-            raise SourceError(f"{said} are no product", where=f"{place / WEIGHTS}: {name}", remedy="Make the artifact again")
+            raise SourceError(
+                f"{said} are no product", where=f"{place / WEIGHTS}: {name}", remedy="Make the artifact again"
+            )
         rank, inputs = found[DOWN].shape
         told = pattern_value(config.get("rank_pattern") or {}, name, config.get("r"))
         alpha = pattern_value(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))

@@ -27,7 +27,9 @@ class AttentionLayer:
     """How many tokens back it sees, itself included; None: all."""
 
     def pairs(self, queries: int, context: int) -> int:
-        """Return how many query-key pairs causal attention has: `queries` new tokens behind `context` others, one sequence."""
+        """Return how many query-key pairs causal attention has: `queries` new tokens behind
+        `context` others, one sequence.
+        """
         last = context + queries
         if self.window is None or last <= self.window:
             return _triangle(last) - _triangle(context)
@@ -35,7 +37,9 @@ class AttentionLayer:
         return _triangle(context + rising) - _triangle(context) + (queries - rising) * self.window
 
     def flops(self, pairs: int) -> int:
-        """Return the operations of so many pairs: a multiply and an add for each channel, for scores and for values."""
+        """Return the operations of so many pairs: a multiply and an add for each channel, for
+        scores and for values.
+        """
         return 2 * (self.query_width + self.value_width) * pairs
 
     def cached(self, context: int) -> int:
@@ -50,7 +54,11 @@ def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[Attentio
     if not heads or not width:
         return (), ("attention and KV cache are not counted: config.json does not say how many heads there are",)
     kinds = text.get("layer_types")
-    kinds = list(kinds) if isinstance(kinds, list) and len(kinds) >= blocks else [_kind(text, index) for index in range(blocks)]
+    kinds = (
+        list(kinds)
+        if isinstance(kinds, list) and len(kinds) >= blocks
+        else [_kind(text, index) for index in range(blocks)]
+    )
     layers = tuple(_layer(text, heads, width, kind) for kind in kinds[:blocks] if kind in ATTENDING)
     others = sorted({kind for kind in kinds[:blocks] if kind not in ATTENDING})
     return layers, tuple(f"the states of layers of the kind {kind} are not counted" for kind in others)
@@ -58,11 +66,14 @@ def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[Attentio
 
 def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> AttentionLayer:
     window = _window(text) if kind != "full_attention" else None
-    if latent := text.get("kv_lora_rank"):  # multi-head latent attention (DeepSeek): the cache keeps the latent and one rotary key
+    # multi-head latent attention (DeepSeek): the cache keeps the latent and one rotary key
+    if latent := text.get("kv_lora_rank"):
         rotary, plain, value = (int(text[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         return AttentionLayer(heads * (rotary + plain), heads * value, int(latent) + rotary, window)
     size = int(text.get("head_dim") or width // heads)
-    key_heads = 1 if text.get("multi_query") and not text.get("new_decoder_architecture") else _first(text, KEY_HEADS) or heads
+    key_heads = (
+        1 if text.get("multi_query") and not text.get("new_decoder_architecture") else _first(text, KEY_HEADS) or heads
+    )
     return AttentionLayer(heads * size, heads * size, 2 * key_heads * size, window)
 
 

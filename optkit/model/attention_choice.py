@@ -1,4 +1,6 @@
-"""Which attention implementations of transformers compute what a model asks of attention; the others leave it out in silence."""
+"""Which attention implementations of transformers compute what a model asks of attention; the
+others leave it out in silence.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,53 @@ from optkit.model.attention import HEADS
 
 EAGER = frozenset(
     {
-        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "git", "got_ocr2", "gpt_neo", "gpt_neox_japanese"),
-        *("gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "megatron-bert", "mimo_v2_flash", "mpt", "mvp", "openai-gpt"),
+        *(
+            "big_bird",
+            "bigbird_pegasus",
+            "bloom",
+            "codegen",
+            "cpmant",
+            "deepseek_v4",
+            "git",
+            "got_ocr2",
+            "gpt_neo",
+            "gpt_neox_japanese",
+        ),
+        *(
+            "gpt_oss",
+            "gptj",
+            "granite_swa",
+            "granitemoe_swa",
+            "hy_v4",
+            "megatron-bert",
+            "mimo_v2_flash",
+            "mpt",
+            "mvp",
+            "openai-gpt",
+        ),
         *("prophetnet", "reformer", "rembert", "roformer", "trocr", "xglm", "xlm", "xlnet"),
     }
 )
-"""Models (`model_type`) whose attention transformers has as matrix products alone, without torch's fused one."""
+"""Models (`model_type`) whose attention transformers has as matrix products alone, without torch's
+fused one.
+"""
 FLOAT_MATRICES = 3
-"""What scores become on their way through scale, cap, mask and softmax, as float32: so much is held at the peak, whatever the dtype."""
+"""What scores become on their way through scale, cap, mask and softmax, as float32: so much is held
+at the peak, whatever the dtype.
+"""
 ASKED = {
     **dict.fromkeys(("gemma2", "vaultgemma"), "softcap"),
     **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), "s_aux"),
     "inkling_text": "position_bias",
 }
-"""`model_type` -> the argument by which transformers asks an implementation for more than masked softmax attention."""
-PHRASES = {"softcap": "the soft cap of the scores", "s_aux": "attention sinks", "position_bias": "the bias of the scores"}
+"""`model_type` -> the argument by which transformers asks an implementation for more than masked
+softmax attention.
+"""
+PHRASES = {
+    "softcap": "the soft cap of the scores",
+    "s_aux": "attention sinks",
+    "position_bias": "the bias of the scores",
+}
 HONOURED: Mapping[str, frozenset[str]] = {
     "eager": frozenset(PHRASES),
     "sdpa": frozenset({"position_bias"}),
@@ -31,29 +65,39 @@ HONOURED: Mapping[str, frozenset[str]] = {
     "flash_attention_2": frozenset({"softcap"}),
     "flash_attention_3": frozenset({"softcap"}),
 }
-"""Implementation -> those of the arguments that it computes with. What a kernel of the hub takes is known when it is loaded."""
+"""Implementation -> those of the arguments that it computes with. What a kernel of the hub takes is
+known when it is loaded.
+"""
 
 
 def asked_of_attention(config: Mapping[str, Any]) -> str:
-    """Return the argument of `PHRASES` that a model with this config.json hands to its attention; empty where there is none."""
+    """Return the argument of `PHRASES` that a model with this config.json hands to its attention;
+    empty where there is none.
+    """
     text = _text(config)
     asked = ASKED.get(_kind(config), "")
     return "" if asked == "softcap" and text.get("attn_logit_softcapping", "the default") is None else asked
 
 
 def needs_eager(config: Mapping[str, Any]) -> bool:
-    """Say whether transformers would open a model with sdpa, which leaves out what the model asks for."""
+    """Say whether transformers would open a model with sdpa, which leaves out what the model asks
+    for.
+    """
     asked = asked_of_attention(config)
     return bool(asked) and asked not in HONOURED["sdpa"] and _kind(config) not in EAGER
 
 
 def attends_eagerly(config: Mapping[str, Any]) -> bool:
-    """Say whether attention is computed as matrix products, which hold the weights of all query-key pairs, where nothing else is asked."""
+    """Say whether attention is computed as matrix products, which hold the weights of all query-key
+    pairs, where nothing else is asked.
+    """
     return _kind(config) in EAGER or needs_eager(config)
 
 
 def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
-    """Return the bytes of the matrices that eager attention holds at once in one layer's forward pass; 0 where attention is fused."""
+    """Return the bytes of the matrices that eager attention holds at once in one layer's forward
+    pass; 0 where attention is fused.
+    """
     heads = next((int(_text(config)[name]) for name in HEADS if _text(config).get(name)), 1)
     return FLOAT_MATRICES * 4 * sequences * heads * length**2 if attends_eagerly(config) else 0
 
@@ -64,7 +108,8 @@ def caps_scores(config: Mapping[str, Any]) -> bool:
 
 
 def attention_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` or `from_config` with the implementation that keeps what the model asks for.
+    """Return the options of `from_pretrained` or `from_config` with the implementation that keeps
+    what the model asks for.
 
     One that the options name stays.
     """
@@ -79,7 +124,9 @@ def eager_note(config: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
 
 
 def why_not_attention(config: Mapping[str, Any], implementation: str) -> str:
-    """Return why an implementation cannot compute a model's attention; empty where nothing in config.json speaks against it."""
+    """Return why an implementation cannot compute a model's attention; empty where nothing in
+    config.json speaks against it.
+    """
     asked = asked_of_attention(config)
     if asked and implementation in HONOURED and asked not in HONOURED[implementation]:
         return f"{implementation} leaves out {PHRASES[asked]}"

@@ -1,7 +1,9 @@
-"""The decoder blocks of a model: where they are, what each of them is called with, and running one of them alone.
+"""The decoder blocks of a model: where they are, what each of them is called with, and running one
+of them alone.
 
-The base model decides per block what it passes (a sliding or a full attention mask, local or global rotary embeddings), so the arguments
-of every block are recorded, by running the model with blocks that hand their input on unchanged.
+The base model decides per block what it passes (a sliding or a full attention mask, local or global
+rotary embeddings), so the arguments of every block are recorded, by running the model with blocks
+that hand their input on unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Call:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     hidden_keyword: str | None = None
-    """The keyword of the hidden states where the model passes them by one; None where they are the first argument."""
+    """The keyword of the hidden states where the model passes them by one; None where they are the
+    first argument.
+    """
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """float [batch, sequence, hidden] -> float [batch, sequence, hidden], without gradients."""
@@ -41,7 +45,9 @@ class Call:
             return self.graph(module, hidden)
 
     def graph(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """float [batch, sequence, hidden] -> float [batch, sequence, hidden], with gradients where torch records them."""
+        """float [batch, sequence, hidden] -> float [batch, sequence, hidden], with gradients where
+        torch records them.
+        """
         if self.hidden_keyword is None:
             output = module(hidden, *self.arguments, **self.keywords)
         else:
@@ -69,11 +75,15 @@ class BlockInputs:
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
-    """Return the decoder blocks, in order; raises SourceError where the model has no list of `num_hidden_layers` modules."""
+    """Return the decoder blocks, in order; raises SourceError where the model has no list of
+    `num_hidden_layers` modules.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     fitting = [(name, module) for name, module in lists if len(module) == count and len(set(module)) == count]
-    outermost = [(name, module) for name, module in fitting if not any(name.startswith(f"{other}.") for other, _ in fitting)]
+    outermost = [
+        (name, module) for name, module in fitting if not any(name.startswith(f"{other}.") for other, _ in fitting)
+    ]
     if not outermost:
         seen = ", ".join(f"{name} with {len(module)}" for name, module in lists[:3]) or "none at all"
         raise SourceError(
@@ -94,9 +104,11 @@ class _OtherFormError(Exception):
 
 
 def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
-    """Run int64 [batch, sequence] up to the blocks; return the hidden states that enter the first and the call of each.
+    """Run int64 [batch, sequence] up to the blocks; return the hidden states that enter the first
+    and the call of each.
 
-    Raises SourceError where the model changes the hidden states between two blocks or passes more than them from one to the next.
+    Raises SourceError where the model changes the hidden states between two blocks or passes more
+    than them from one to the next.
     """
     reason = ""
     for as_tuple in (False, True):
@@ -124,13 +136,17 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
 
 @contextmanager
 def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor], as_tuple: bool) -> Iterator[None]:
-    """Let each block record its call and return the hidden states that it was given; the last one raises _AllRecordedError."""
+    """Let each block record its call and return the hidden states that it was given; the last one
+    raises _AllRecordedError.
+    """
 
     def record(*arguments: Any, **keywords: Any) -> Any:
         keyword = None if arguments else "hidden_states"
         hidden = keywords.pop(keyword) if keyword else arguments[0]
         if entered and hidden is not entered[0]:
-            raise _OtherFormError("the hidden states that enter a block are not those that the block before it returned")
+            raise _OtherFormError(
+                "the hidden states that enter a block are not those that the block before it returned"
+            )
         entered.append(hidden)
         calls.append(Call(arguments[1:], keywords, keyword))
         if len(calls) == len(blocks):
@@ -147,7 +163,9 @@ def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor
 
 
 def shared_with(call: Call, reference: Call) -> Call:
-    """Return the call with each tensor that equals the reference's replaced by it, so that batches do not keep copies."""
+    """Return the call with each tensor that equals the reference's replaced by it, so that batches
+    do not keep copies.
+    """
     arguments = _shared(call.arguments, reference.arguments)
     keywords = {name: _shared(value, reference.keywords.get(name)) for name, value in call.keywords.items()}
     return Call(arguments, keywords, call.hidden_keyword)

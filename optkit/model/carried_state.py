@@ -1,4 +1,5 @@
-"""What a model keeps of the tokens that it has seen, and how each pass takes it in and gives it out.
+"""What a model keeps of the tokens that it has seen, and how each pass takes it in and gives it
+out.
 
 past_key_values   attention, and blocks of it beside others   a `Cache`, filled in place
 cache_params      Mamba, Mamba 2, Falcon-Mamba                a `Cache`, filled in place
@@ -22,7 +23,9 @@ from optkit.errors import SourceError, StageError
 KEYS_AND_VALUES = "past_key_values"
 CACHES = KEYS_AND_VALUES, "cache_params"
 NAMES = *CACHES, "state"
-"""Arguments of a pass, and fields of what it returns, that carry the state of causal language models."""
+"""Arguments of a pass, and fields of what it returns, that carry the state of causal language
+models.
+"""
 PROBE = 8
 """Tokens in front of the one whose position is tried."""
 _positions_needed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -32,14 +35,17 @@ class CarriedState:
     """What a model keeps of the tokens that went through `step`."""
 
     def __init__(self, model: Any, cache: Cache | None = None) -> None:
-        """Begin with nothing seen, or with an empty cache of another kind; raises SourceError for a state of no known kind."""
+        """Begin with nothing seen, or with an empty cache of another kind; raises SourceError for a
+        state of no known kind.
+        """
         self.model, self.name = model, state_name(model)
         self.held: Any = cache
         if cache is None and self.name == KEYS_AND_VALUES:
             self.held = DynamicCache(config=model.config)
 
     def step(self, tokens: Tensor, call: Callable[..., Any] | None = None, *, last: bool = False) -> Tensor:
-        """Return the logits, [batch, new, vocabulary], of tokens, int64 [batch, new], that follow those before; `call` runs the model.
+        """Return the logits, [batch, new, vocabulary], of tokens, int64 [batch, new], that follow
+        those before; `call` runs the model.
 
         If `last`, those of the last token are enough.
 
@@ -57,7 +63,8 @@ class CarriedState:
         logits: Tensor = output.logits
         if logits.shape[1] not in (1, tokens.shape[1]):
             raise SourceError(
-                f"{type(self.model).__name__} gives logits of {list(logits.shape[:2])} for tokens of {list(tokens.shape)}",
+                f"{type(self.model).__name__} gives logits of {list(logits.shape[:2])} for tokens "
+                f"of {list(tokens.shape)}",
                 where=str(self.model.config.model_type),
                 why="Its step in transformers mixes the sequences of a batch",
                 remedy="Use a batch of one",
@@ -76,7 +83,8 @@ class CarriedState:
 
     def _carried(self, tokens: Tensor, last: bool) -> dict[str, Any]:
         given = {} if self.held is None else {self.name: self.held}
-        # For a state of tensors, the shape of a single token's logits has to show whether the batch was mixed.
+        # For a state of tensors, the shape of a single token's logits has to show whether the batch
+        # was mixed.
         if last and (self.name in CACHES or tokens.shape[1] > 1) and "logits_to_keep" in _arguments(self.model):
             given["logits_to_keep"] = 1
         if self.name == KEYS_AND_VALUES and needs_positions(self.model, tokens.device):
@@ -86,7 +94,9 @@ class CarriedState:
 
 
 def state_name(model: Any) -> str:
-    """Return the argument of a model's passes that carries its state; raises SourceError where there is none that is known."""
+    """Return the argument of a model's passes that carries its state; raises SourceError where
+    there is none that is known.
+    """
     arguments = _arguments(model)
     if found := next((name for name in NAMES if name in arguments), None):
         return found
@@ -99,7 +109,9 @@ def state_name(model: Any) -> str:
 
 
 def keeps_keys_and_values(model: Any) -> bool:
-    """Whether keys and values are all that a model keeps, in every layer; raises SourceError as `state_name` does."""
+    """Whether keys and values are all that a model keeps, in every layer; raises SourceError as
+    `state_name` does.
+    """
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     return state_name(model) == KEYS_AND_VALUES and all(type(layer) in plain for layer in CarriedState(model).layers)
 
@@ -116,10 +128,11 @@ def check_keys_and_values(model: Any, where: str) -> None:
 
 
 def needs_positions(model: Any, device: torch.device) -> bool:
-    """Whether each pass, of tokens on `device`, has to be told where its tokens stand, because the model counts them from 0 (Bamba).
+    """Whether each pass, of tokens on `device`, has to be told where its tokens stand, because the
+    model counts them from 0 (Bamba).
 
-    Found once for each model, by running a token behind others with its position and without. Those that count otherwise than from 0
-    (RoBERTa) are left to themselves.
+    Found once for each model, by running a token behind others with its position and without. Those
+    that count otherwise than from 0 (RoBERTa) are left to themselves.
     """
     if model not in _positions_needed:
         _positions_needed[model] = _try_positions(model, device)
@@ -131,7 +144,10 @@ def _try_positions(model: Any, device: torch.device) -> bool:
     if "position_ids" not in _arguments(model):
         return False
     tokens = torch.arange(1, PROBE + 2, device=device)[None] % model.config.get_text_config(decoder=True).vocab_size
-    untold, told = _last_logits(model, tokens, {}), _last_logits(model, tokens, {"position_ids": tokens.new_full((1, 1), PROBE)})
+    untold, told = (
+        _last_logits(model, tokens, {}),
+        _last_logits(model, tokens, {"position_ids": tokens.new_full((1, 1), PROBE)}),
+    )
     if torch.equal(untold, told):
         return False
     whole: Tensor = model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()

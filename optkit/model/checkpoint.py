@@ -24,7 +24,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a float tensor of 16 bits or more holds no NaN and no Inf, found without a temporary tensor."""
+    """Whether a float tensor of 16 bits or more holds no NaN and no Inf, found without a temporary
+    tensor.
+    """
     if not tensor.numel():
         return True
     low, high = tensor.aminmax()
@@ -71,7 +73,9 @@ class Checkpoint:
         return ModelShape(config=self.config, tensors=self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU, in the dtype that the file has it in. Raises SourceError for an unknown name."""
+        """Return one tensor, on the CPU, in the dtype that the file has it in. Raises SourceError
+        for an unknown name.
+        """
         from safetensors import safe_open
 
         if name not in self.files:
@@ -117,4 +121,6 @@ class Checkpoint:
                 why="A pickle can run code when it is read, so only safetensors are",
                 remedy="Convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
             )
-        raise SourceError("there are no weights", where=str(self.directory), why=f"Neither {SINGLE} nor {INDEX} is there")
+        raise SourceError(
+            "there are no weights", where=str(self.directory), why=f"Neither {SINGLE} nor {INDEX} is there"
+        )

@@ -1,6 +1,8 @@
-"""Which files of a model directory are the model's: what really lies in it, and of that the kinds that travel with weights.
+"""Which files of a model directory are the model's: what really lies in it, and of that the kinds
+that travel with weights.
 
-A link that leads out of the directory would publish a file of its owner, and so would a file that merely happens to lie there.
+A link that leads out of the directory would publish a file of its owner, and so would a file that
+merely happens to lie there.
 """
 
 from __future__ import annotations
@@ -16,9 +18,25 @@ from optkit.errors import SourceError
 from optkit.model.weight_files import holds_weights
 
 KINDS = {
-    "configs": ("config.json", "*_config.json", "config_*.json", "*config.json", "configuration.json", "params.json", "modules.json"),
+    "configs": (
+        "config.json",
+        "*_config.json",
+        "config_*.json",
+        "*config.json",
+        "configuration.json",
+        "params.json",
+        "modules.json",
+    ),
     "tokenizers": (
-        *("tokenizer*.json", "vocab*.json", "vocab*.txt", "merges*.txt", "added_tokens.json", "special_tokens_map.json", "tekken.json"),
+        *(
+            "tokenizer*.json",
+            "vocab*.json",
+            "vocab*.txt",
+            "merges*.txt",
+            "added_tokens.json",
+            "special_tokens_map.json",
+            "tekken.json",
+        ),
         *("*.model", "tokenizer.model*", "*.tiktoken", "*.spm", "*.vocab", "dict.txt", "bpe.codes", "normalizer.json"),
     ),
     "templates": ("*.jinja", "chat_template*.json"),
@@ -49,7 +67,10 @@ class Companions:
             return ""
         shown = [f"{name} ({why})" for name, why in sorted(self.left.items())[:SHOWN]]
         more = len(self.left) - len(shown)
-        return f"files beside the model that the artifact does not have: {', '.join(shown)}{f' and {more} more' if more else ''}"
+        return (
+            "files beside the model that the artifact does not have: "
+            f"{', '.join(shown)}{f' and {more} more' if more else ''}"
+        )
 
 
 def find_companions(root: Path, trusted: bool = False) -> Companions:
@@ -67,7 +88,9 @@ def find_companions(root: Path, trusted: bool = False) -> Companions:
 
 
 def published_files(root: Path, trusted: bool) -> list[str]:
-    """Return the names of what an artifact has of a user's model directory: every safetensors or the ONNX model, and companions."""
+    """Return the names of what an artifact has of a user's model directory: every safetensors or
+    the ONNX model, and companions.
+    """
     from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
 
     if is_onnx(root):
@@ -79,7 +102,9 @@ def published_files(root: Path, trusted: bool) -> list[str]:
 
 
 def files_of(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield relative name and path of every file and link below a directory, in order; what links lead to is not entered."""
+    """Yield relative name and path of every file and link below a directory, in order; what links
+    lead to is not entered.
+    """
     for place, folders, names in os.walk(root):
         folders.sort()
         links = [name for name in folders if (Path(place) / name).is_symlink()]
@@ -91,7 +116,8 @@ def files_of(root: Path) -> Iterator[tuple[str, Path]]:
 def lies_inside(root: Path, path: Path) -> bool:
     """Say whether a path is a regular file that lies below a directory, or leads to one there.
 
-    A snapshot in the hub's cache consists of links to the blobs of the same repository, which count as its own.
+    A snapshot in the hub's cache consists of links to the blobs of the same repository, which count
+    as its own.
     """
     try:
         real, home = path.resolve(strict=True), root.resolve(strict=True)
@@ -102,7 +128,9 @@ def lies_inside(root: Path, path: Path) -> bool:
 
 
 def require_inside(root: Path, name: str, named_by: str = "") -> Path:
-    """Return the path of a file that belongs to a model; raises SourceError where it is named or leads out of the directory."""
+    """Return the path of a file that belongs to a model; raises SourceError where it is named or
+    leads out of the directory.
+    """
     path = root / name
     climbs = Path(name).is_absolute() or ".." in Path(name).parts
     if climbs or (path.exists() and not lies_inside(root, path)):

@@ -1,6 +1,7 @@
 """config.json: what optkit and transformers compute with is checked once, when the file is read.
 
-A config that is damaged, or made to do harm, would end in any error, or in none for hours: 10^9 layers are built one by one.
+A config that is damaged, or made to do harm, would end in any error, or in none for hours: 10^9
+layers are built one by one.
 """
 
 from __future__ import annotations
@@ -23,15 +24,32 @@ SIZES = {
 }  # fmt: skip
 """Whole numbers above 0 and below a bound that no model is near, where they are there."""
 LISTED_SIZES = {
-    "num_key_value_heads": WIDTH, "head_dim": WIDTH, "intermediate_size": WIDTH, "ffn_dim": WIDTH, "moe_intermediate_size": WIDTH,
+    "num_key_value_heads": WIDTH, "head_dim": WIDTH, "intermediate_size": WIDTH, "ffn_dim": WIDTH,
+    "moe_intermediate_size": WIDTH,
     "num_experts": WIDTH, "num_local_experts": WIDTH, "n_routed_experts": WIDTH, "num_experts_per_tok": WIDTH,
 }  # fmt: skip
 """The same, one for all layers or a list, or null."""
-FROM_ZERO = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+FROM_ZERO = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
 """Some models have none of these."""
 POSITIONS = ("max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-PARTS = ("text_config", "vision_config", "audio_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map", "encoder")
+PARTS = (
+    "text_config",
+    "vision_config",
+    "audio_config",
+    "quantization_config",
+    "rope_scaling",
+    "rope_parameters",
+    "auto_map",
+    "encoder",
+)
 """Objects, where they are there and not null."""
 NESTED = ("text_config",)
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
@@ -39,7 +57,9 @@ HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a parsed config.json whose numbers can be computed with. Raises SourceError where it is damaged."""
+    """Return a parsed config.json whose numbers can be computed with. Raises SourceError where it
+    is damaged.
+    """
     config = read_object(path, remedy=AGAIN)
     check_values(config, str(path))
     return config
@@ -106,7 +126,9 @@ def _no_size(key: str, value: Any, least: int, most: int) -> str:
 
 
 def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise SourceError where a config.json asks for what its tensors cannot be: more layers or words than they have, another width."""
+    """Raise SourceError where a config.json asks for what its tensors cannot be: more layers or
+    words than they have, another width.
+    """
     text = config.get("text_config") or config
     sizes = {size for shape in shapes.values() for size in shape}
     layers = next((text[key] for key in BLOCK_COUNTS if text.get(key)), 0)

@@ -1,4 +1,6 @@
-"""A model with fewer decoder blocks: what its tensors are called, and what config.json says of each block. No torch."""
+"""A model with fewer decoder blocks: what its tensors are called, and what config.json says of each
+block. No torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ FIRST_BLOCKS = ("max_window_layers", "first_k_dense_replace")
 
 
 def block_count(config: Mapping[str, Any]) -> int:
-    """Return how many decoder blocks a model has; raises SourceError where config.json does not say."""
+    """Return how many decoder blocks a model has; raises SourceError where config.json does not
+    say.
+    """
     return _number(config, BLOCK_COUNTS, "how many decoder blocks the model has")
 
 
@@ -32,7 +36,11 @@ def _number(config: Mapping[str, Any], keys: Sequence[str], meaning: str) -> int
     for key in keys:
         if isinstance(text.get(key), int):
             return int(text[key])
-    raise SourceError(f"config.json does not say {meaning}", where=str(text.get("model_type")), why=f"None of {', '.join(keys)} is there")
+    raise SourceError(
+        f"config.json does not say {meaning}",
+        where=str(text.get("model_type")),
+        why=f"None of {', '.join(keys)} is there",
+    )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -40,7 +48,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("text_config") or config
 
 
-def with_text_config(config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def with_text_config(
+    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     """Return config.json with the part that is about the language model changed."""
     if config.get("text_config"):
         return {**config, "text_config": change(config["text_config"])}
@@ -48,7 +58,9 @@ def with_text_config(config: Mapping[str, Any], change: Callable[[Mapping[str, A
 
 
 def shallower_tensors(shape: ModelShape, kept: Sequence[int]) -> dict[str, str]:
-    """Return tensor -> its name in a model with these of the blocks, numbered anew; what belongs to the others is left out."""
+    """Return tensor -> its name in a model with these of the blocks, numbered anew; what belongs to
+    the others is left out.
+    """
     numbers = {index: number for number, index in enumerate(kept)}
     names = {}
     for name in shape.tensors:
@@ -63,11 +75,14 @@ def shallower_tensors(shape: ModelShape, kept: Sequence[int]) -> dict[str, str]:
     return names
 
 
-def shallower_config(config: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def shallower_config(
+    config: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return config.json of a model with these of the blocks.
 
-    `resolved` is what transformers makes of the language model's part: kinds of blocks that it derives from their index (a sliding window
-    in all but every sixth, say) are written out, as the index is another one now.
+    `resolved` is what transformers makes of the language model's part: kinds of blocks that it
+    derives from their index (a sliding window in all but every sixth, say) are written out, as the
+    index is another one now.
     """
     return with_text_config(config, lambda text: _shallower(text, kept, resolved or {}))
 
@@ -75,7 +90,9 @@ def shallower_config(config: Mapping[str, Any], kept: Sequence[int], resolved: M
 def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[str, Any]) -> dict[str, Any]:
     blocks = block_count(text)
     derived = {
-        key: value for key, value in resolved.items() if text.get(key) is None and is_per_block(key, value, blocks) and _varies(value)
+        key: value
+        for key, value in resolved.items()
+        if text.get(key) is None and is_per_block(key, value, blocks) and _varies(value)
     }
     found = {**text, **derived}
     for key in BLOCK_COUNTS:
@@ -95,7 +112,9 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
 
 def is_per_block(key: str, value: Any, blocks: int) -> bool:
     """Whether a value of config.json is a list with an entry for each block."""
-    return isinstance(value, list) and len(value) == blocks and key not in INDEX_LISTS and not key.endswith(NOT_OF_BLOCKS)
+    return (
+        isinstance(value, list) and len(value) == blocks and key not in INDEX_LISTS and not key.endswith(NOT_OF_BLOCKS)
+    )
 
 
 def _varies(values: Sequence[Any]) -> bool:
@@ -103,8 +122,13 @@ def _varies(values: Sequence[Any]) -> bool:
 
 
 def _sparse_blocks(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Return the keys that say which blocks have experts where every n-th has: the others are named one by one (Qwen's MoE)."""
+    """Return the keys that say which blocks have experts where every n-th has: the others are named
+    one by one (Qwen's MoE).
+    """
     step, dense = text.get("decoder_sparse_step"), text.get("mlp_only_layers") or []
     if not isinstance(step, int) or step <= 1:
         return {}
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [new for new, old in enumerate(kept) if old in dense or (old + 1) % step]}
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [new for new, old in enumerate(kept) if old in dense or (old + 1) % step],
+    }

@@ -1,8 +1,10 @@
-"""Take fused experts apart: transformers 5 holds the experts of a block in two 3-D parameters, checkpoints hold one matrix per projection.
+"""Take fused experts apart: transformers 5 holds the experts of a block in two 3-D parameters,
+checkpoints hold one matrix per projection.
 
-Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each fused module becomes a list of
-experts made of Linears, named as on disk (`experts.3.w1` for Mixtral, `experts.3.gate_proj` for Qwen and most others). The names are
-those that transformers itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of its eager experts.
+Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each
+fused module becomes a list of experts made of Linears, named as on disk (`experts.3.w1` for
+Mixtral, `experts.3.gate_proj` for Qwen and most others). The names are those that transformers
+itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of its eager experts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ FUSED_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Expert(nn.Module):
-    """One feed-forward expert: `down(gate([first; second](x)))`, with one input projection less where the model has no gate."""
+    """One feed-forward expert: `down(gate([first; second](x)))`, with one input projection less
+    where the model has no gate.
+    """
 
     def __init__(self, inputs: dict[str, nn.Linear], down: tuple[str, nn.Linear], gate: Gate) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class Experts(nn.ModuleList):
     """The experts of one block; each sees only the tokens that the router sends to it."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens, hidden]."""
+        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens,
+        hidden].
+        """
         total = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             token, place = torch.where(chosen == index)
@@ -52,17 +58,20 @@ class Experts(nn.ModuleList):
 
 @dataclass(frozen=True)
 class _Leaves:
-    """The names on disk of the matrices that one fused parameter is made of, in the order in which they are joined."""
+    """The names on disk of the matrices that one fused parameter is made of, in the order in which
+    they are joined.
+    """
 
     inputs: tuple[str, ...]
     down: str
 
 
 def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, str]:
-    """Replace each fused experts module by `Experts` with the same outputs; the new weights are views of the old ones.
+    """Replace each fused experts module by `Experts` with the same outputs; the new weights are
+    views of the old ones.
 
-    `stored` holds the parameter names that the checkpoint itself has in the fused form: these modules stay as they are. Returns those that
-    stay fused: module name -> the reason.
+    `stored` holds the parameter names that the checkpoint itself has in the fused form: these
+    modules stay as they are. Returns those that stay fused: module name -> the reason.
     """
     converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
     fused: dict[str, str] = {}
@@ -101,11 +110,17 @@ def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leave
     for converter in converters:
         patterns = [pattern.rpartition("*.")[2].replace("\\", "").rstrip("$") for pattern in converter.source_patterns]
         targets = {converter.rename_source_key(f"{name}.0.{pattern}")[0] for pattern in patterns}
-        operations = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+        operations = [
+            (type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")
+        ]
         joined = [(MergeModulelist, 0)] if len(patterns) == 1 else [(MergeModulelist, 0), (Concatenate, 1)]
         plain = len(operations) == len(converter.operations) and operations == joined
         for parameter in (first, "down_proj"):
-            if targets == {f"{name}.{parameter}"} and plain and all(pattern.endswith(".weight") for pattern in patterns):
+            if (
+                targets == {f"{name}.{parameter}"}
+                and plain
+                and all(pattern.endswith(".weight") for pattern in patterns)
+            ):
                 found[parameter] = tuple(pattern.removesuffix(".weight") for pattern in patterns)
     inputs, down = found.get(first, ()), found.get("down_proj", ())
     if len(inputs) != 1 + module.has_gate or len(down) != 1:
@@ -114,7 +129,8 @@ def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leave
 
 
 def _take_apart(module: Any, leaves: _Leaves) -> Experts:
-    joined: Tensor = (module.gate_up_proj if module.has_gate else module.up_proj).detach()  # [experts, inputs * intermediate, hidden]
+    # [experts, inputs * intermediate, hidden]
+    joined: Tensor = (module.gate_up_proj if module.has_gate else module.up_proj).detach()
     down: Tensor = module.down_proj.detach()  # [experts, hidden, intermediate]
     for leaf in [leaf for leaf, _ in module.named_parameters(recurse=False)]:
         delattr(module, leaf)

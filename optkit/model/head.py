@@ -1,4 +1,6 @@
-"""What stands behind the decoder blocks: from the hidden states that leave the last of them to the logits."""
+"""What stands behind the decoder blocks: from the hidden states that leave the last of them to the
+logits.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,22 @@ class _ReachedError(Exception):
 
 
 def logits_behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
-    """Return the logits, float [batch, positions, vocabulary], of what leaves the last block, float [batch, positions, hidden].
+    """Return the logits, float [batch, positions, vocabulary], of what leaves the last block, float
+    [batch, positions, hidden].
 
-    Everything outside the blocks is on the device of `hidden`; gradients flow where torch records them. The blocks are not run, so any
-    positions of a sequence can be given alone. Raises SourceError where the model does not hand its last block's output to its head.
+    Everything outside the blocks is on the device of `hidden`; gradients flow where torch records
+    them. The blocks are not run, so any positions of a sequence can be given alone. Raises
+    SourceError where the model does not hand its last block's output to its head.
     """
     return _behind(model, blocks, hidden, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
 
 
 def given_to_head(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
-    """Return what the output layer is given, float [batch, positions, hidden], for what leaves the last block; it is not run itself.
+    """Return what the output layer is given, float [batch, positions, hidden], for what leaves the
+    last block; it is not run itself.
 
-    Everything else outside the blocks is on the device of `hidden`. Raises SourceError where the model does not hand its last block's
-    output to its head.
+    Everything else outside the blocks is on the device of `hidden`. Raises SourceError where the
+    model does not hand its last block's output to its head.
     """
     given: list[Tensor] = []
 
@@ -83,7 +88,9 @@ def _ending_with(blocks: Sequence[Block], last: Tensor, as_tuple: bool) -> Itera
     def hand_on(*arguments: Any, **keywords: Any) -> Any:
         given: Tensor = arguments[0] if arguments else keywords["hidden_states"]
         if passed and given is not passed[-1]:
-            raise _OtherFormError("the hidden states that enter a block are not those that the block before it returned")
+            raise _OtherFormError(
+                "the hidden states that enter a block are not those that the block before it returned"
+            )
         passed.append(given)
         output = last if len(passed) == len(blocks) else given
         return (output,) if as_tuple else output

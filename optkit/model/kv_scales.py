@@ -1,7 +1,9 @@
-"""Scales of a float8 KV cache in a checkpoint, as compressed-tensors describes them and vLLM reads them; no torch is needed.
+"""Scales of a float8 KV cache in a checkpoint, as compressed-tensors describes them and vLLM reads
+them; no torch is needed.
 
-`quantization_config.kv_cache_scheme` says float8 with one scale per layer; `<attention>.k_scale` and `<attention>.v_scale`, float32 [1],
-hold largest value / 448 for the keys (after rotary embedding) and the values of a layer.
+`quantization_config.kv_cache_scheme` says float8 with one scale per layer; `<attention>.k_scale`
+and `<attention>.v_scale`, float32 [1], hold largest value / 448 for the keys (after rotary
+embedding) and the values of a layer.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ class KvScales:
 
 
 def attention_layers(tensors: Iterable[str]) -> list[str]:
-    """Return the names of the attention layers, in order of their blocks, e.g. `model.layers.0.self_attn`, as far as names tell."""
+    """Return the names of the attention layers, in order of their blocks, e.g.
+    `model.layers.0.self_attn`, as far as names tell.
+    """
     found = {match[1] for name in tensors if (match := PROJECTION.match(name))}
     return sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
 
 
 def split_kv_scales(checkpoint: Checkpoint) -> tuple[Checkpoint, KvScales | None]:
-    """Return the checkpoint without the scales of its KV cache, and these; None where it has none that optkit reads.
+    """Return the checkpoint without the scales of its KV cache, and these; None where it has none
+    that optkit reads.
 
     Raises SourceError where the config announces scales and a layer has none.
     """
@@ -49,18 +54,23 @@ def split_kv_scales(checkpoint: Checkpoint) -> tuple[Checkpoint, KvScales | None
     missing = [name for each in names.values() for name in each if name not in checkpoint.tensors]
     if missing or not layers:
         raise SourceError(
-            f"{len(missing):,} scales of the KV cache are missing: {', '.join(missing[:3]) or 'there is no attention layer'}",
+            f"{len(missing):,} scales of the KV cache are missing: "
+            f"{', '.join(missing[:3]) or 'there is no attention layer'}",
             where=str(checkpoint.directory),
             why="kv_cache_scheme in config.json announces them",
             remedy="Make the artifact again",
         )
-    scales = KvScales(*(tuple(float(checkpoint.read(name).flatten()[0]) for name in names[leaf]) for leaf in (KEYS, VALUES)))
+    scales = KvScales(
+        *(tuple(float(checkpoint.read(name).flatten()[0]) for name in names[leaf]) for leaf in (KEYS, VALUES))
+    )
     rest = copy.copy(checkpoint)
     held = {*names[KEYS], *names[VALUES]}
     rest.tensors = {name: info for name, info in checkpoint.tensors.items() if name not in held}
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     rest.__dict__.pop("shape", None)
-    rest.__dict__["config"] = {**config, "quantization_config": quantization} if quantization.get("config_groups") else config
+    rest.__dict__["config"] = (
+        {**config, "quantization_config": quantization} if quantization.get("config_groups") else config
+    )
     return rest, scales
 
 

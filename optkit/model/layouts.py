@@ -1,8 +1,10 @@
-"""How a packed linear layer lies on disk, format by format: the tensors that it must have, from the words of config.json alone.
+"""How a packed linear layer lies on disk, format by format: the tensors that it must have, from the
+words of config.json alone.
 
-Written from the readers' side (compressed-tensors 0.19, gptqmodel 7, AutoAWQ 0.2.9, bitsandbytes 0.50) and not from the writers in
-`optkit.stages`, so that one checks the other. Shapes are [outputs, inputs] of the layer's weight. A new format is one function here and one
-line in `schemes.py`.
+Written from the readers' side (compressed-tensors 0.19, gptqmodel 7, AutoAWQ 0.2.9, bitsandbytes
+0.50) and not from the writers in `optkit.stages`, so that one checks the other. Shapes are
+[outputs, inputs] of the layer's weight. A new format is one function here and one line in
+`schemes.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class StoredLayer:
     """The bytes of a leaf."""
 
     def shape(self, leaf: str, dimensions: int) -> Shape:
-        """Return the shape of a leaf; raises ValueError where it is not there or has other dimensions."""
+        """Return the shape of a leaf; raises ValueError where it is not there or has other
+        dimensions.
+        """
         if leaf not in self.leaves:
             raise ValueError(f"there is no {leaf}")
         shape = self.leaves[leaf].shape
@@ -50,7 +54,9 @@ class StoredLayer:
 
 
 Layout: TypeAlias = Callable[[Mapping[str, Any], StoredLayer], dict[str, Leaf]]
-"""From the words for a layer in config.json and the layer itself to leaf -> what it must be; ValueError where the layer does not tell."""
+"""From the words for a layer in config.json and the layer itself to leaf -> what it must be;
+ValueError where the layer does not tell.
+"""
 
 
 def plain(_words: Mapping[str, Any], _layer: StoredLayer) -> dict[str, Leaf]:
@@ -71,7 +77,9 @@ def pack_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Le
         "weight_g_idx": Leaf(("I32", "I64"), ((inputs,),), required=weights.get("actorder") in ("group", True)),
     }
     if not weights.get("symmetric", True):
-        leaves["weight_zero_point"] = Leaf(("I32",), tuple((_words(outputs, weights["num_bits"]), shape[-1]) for shape in scales))
+        leaves["weight_zero_point"] = Leaf(
+            ("I32",), tuple((_words(outputs, weights["num_bits"]), shape[-1]) for shape in scales)
+        )
     return leaves | _activations(words)
 
 
@@ -91,18 +99,24 @@ def naive_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, L
 
 
 def mxfp8_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """compressed-tensors `mxfp8-quantized`: float8 with the exponent of a power of two for 32 inputs."""
+    """compressed-tensors `mxfp8-quantized`: float8 with the exponent of a power of two for 32
+    inputs.
+    """
     return _one_code_each(words, layer, "F8_E4M3", ("U8", "F8_E8M0"))
 
 
 def nvfp4(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """compressed-tensors `nvfp4-pack-quantized`: two FP4 codes a byte, float8 scales under one float32 scale."""
+    """compressed-tensors `nvfp4-pack-quantized`: two FP4 codes a byte, float8 scales under one
+    float32 scale.
+    """
     scalar = Leaf(("F32",), ((1,), ()))
     return _fp4(words, layer, ("F8_E4M3",)) | {"weight_global_scale": scalar}
 
 
 def mxfp4(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """compressed-tensors `mxfp4-pack-quantized`: two FP4 codes a byte, the exponent of a power of two for 32 inputs."""
+    """compressed-tensors `mxfp4-pack-quantized`: two FP4 codes a byte, the exponent of a power of
+    two for 32 inputs.
+    """
     return _fp4(words, layer, ("U8", "F8_E8M0"))
 
 
@@ -133,7 +147,9 @@ def awq(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
 
 
 def bitsandbytes_4bit(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """bitsandbytes `Linear4bit`: two codes a byte in one column; sizes in the JSON of `quant_state`."""
+    """bitsandbytes `Linear4bit`: two codes a byte in one column; sizes in the JSON of
+    `quant_state`.
+    """
     kind = words.get("bnb_4bit_quant_type", "fp4")
     state = f"weight.quant_state.bitsandbytes__{kind}"
     bytes_of_state = layer.shape(state, 1)
@@ -187,7 +203,9 @@ def _scale_shapes(weights: Mapping[str, Any], outputs: int, inputs: int) -> tupl
     raise ValueError(f"config.json says strategy {strategy}, which is none for weights")
 
 
-def _one_code_each(words: Mapping[str, Any], layer: StoredLayer, dtype: str, scale_dtypes: tuple[str, ...]) -> dict[str, Leaf]:
+def _one_code_each(
+    words: Mapping[str, Any], layer: StoredLayer, dtype: str, scale_dtypes: tuple[str, ...]
+) -> dict[str, Leaf]:
     outputs, inputs = layer.shape("weight", 2)
     scales = _scale_shapes(words["weights"], outputs, inputs)
     leaves = {"weight": Leaf((dtype,), ((outputs, inputs),)), "weight_scale": Leaf(scale_dtypes, scales)}
@@ -206,7 +224,9 @@ def _fp4(words: Mapping[str, Any], layer: StoredLayer, scale_dtypes: tuple[str, 
 
 
 def _activations(words: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the tensors of scales that were fixed before inference; those of dynamic ones are not stored."""
+    """Return the tensors of scales that were fixed before inference; those of dynamic ones are not
+    stored.
+    """
     leaves = {}
     one = ((1,), ())
     for side in ("input", "output"):

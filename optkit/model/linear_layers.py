@@ -1,4 +1,6 @@
-"""Which layers a quantizer, or pruning, takes: all of the decoder blocks but routers, narrowed by patterns."""
+"""Which layers a quantizer, or pruning, takes: all of the decoder blocks but routers, narrowed by
+patterns.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Selection:
     skipped: Mapping[str, str]
 
     def without(self, reasons: Mapping[str, str], stage: str) -> Selection:
-        """Return the selection with some layers skipped, each with its reason. Raises StageError where no layer is left."""
+        """Return the selection with some layers skipped, each with its reason. Raises StageError
+        where no layer is left.
+        """
         chosen = {name: layer for name, layer in self.layers.items() if name not in reasons}
         _refuse_nothing(chosen, len(self.layers), stage)
         return Selection(chosen, dict(sorted({**self.skipped, **reasons}.items())))
@@ -57,7 +61,9 @@ def stacks(names: Iterable[str]) -> list[list[str]]:
 
 
 def scaled_together(names: Iterable[str]) -> list[list[list[str]]]:
-    """Return the `stacks` of a block with those behind one norm together, as far as names tell: all experts' gate and up are."""
+    """Return the `stacks` of a block with those behind one norm together, as far as names tell: all
+    experts' gate and up are.
+    """
     found: dict[str, list[list[str]]] = {}
     for stack in stacks(names):
         found.setdefault(JOINED.get(stack[0].rpartition(".")[2], stack[0]), []).append(stack)
@@ -65,7 +71,9 @@ def scaled_together(names: Iterable[str]) -> list[list[list[str]]]:
 
 
 def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
-    """Return layers with those of one block together; what is in no block (lm_head) is together too."""
+    """Return layers with those of one block together; what is in no block (lm_head) is together
+    too.
+    """
     found: dict[tuple[str, int] | None, list[str]] = {}
     for name in names:
         found.setdefault(shape.block(f"{name}.weight"), []).append(name)
@@ -73,7 +81,9 @@ def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
 
 
 def layers_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the linear layers of the decoder blocks as far as names and shapes tell: what `Skeleton.linears` finds, without torch."""
+    """Return the linear layers of the decoder blocks as far as names and shapes tell: what
+    `Skeleton.linears` finds, without torch.
+    """
     return {name: layer for name, layer in matrices_of(shape).items() if shape.block(f"{name}.weight")}
 
 
@@ -91,14 +101,21 @@ def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     return layers
 
 
-def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequence[str], exclude: Sequence[str], stage: str) -> Selection:
-    """Choose layers by glob patterns against their full names. `outside` are the linear layers outside the blocks (lm_head), never taken.
+def select(
+    layers: Mapping[str, Layer], outside: Iterable[str], include: Sequence[str], exclude: Sequence[str], stage: str
+) -> Selection:
+    """Choose layers by glob patterns against their full names. `outside` are the linear layers
+    outside the blocks (lm_head), never taken.
 
     Raises StageError for a pattern that matches nothing and where no layer is left.
     """
     beyond = tuple(outside)
     refuse_unmatched(f"{stage}.include", include, layers, beyond)
-    refuse_unmatched(f"{stage}.exclude", [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in beyond)], layers)
+    refuse_unmatched(
+        f"{stage}.exclude",
+        [pattern for pattern in exclude if not any(fnmatchcase(name, pattern) for name in beyond)],
+        layers,
+    )
     skipped = dict.fromkeys(beyond, OUTSIDE)
     chosen = {}
     for name, layer in layers.items():
@@ -114,7 +131,9 @@ def select(layers: Mapping[str, Layer], outside: Iterable[str], include: Sequenc
     return Selection(chosen, dict(sorted(skipped.items())))
 
 
-def refuse_unmatched(where: str, patterns: Iterable[str], layers: Mapping[str, Layer], outside: Sequence[str] = ()) -> None:
+def refuse_unmatched(
+    where: str, patterns: Iterable[str], layers: Mapping[str, Layer], outside: Sequence[str] = ()
+) -> None:
     """Raise StageError, with a did-you-mean, for a pattern that matches none of the layers."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
@@ -132,7 +151,9 @@ def _refuse_nothing(chosen: Mapping[str, Layer], count: int, stage: str) -> None
 
 def _refuse(where: str, pattern: str, layers: Mapping[str, Layer], outside: Sequence[str]) -> None:
     if any(fnmatchcase(name, pattern) for name in outside):
-        raise StageError(f"`{pattern}` is outside the decoder blocks", where=where, why="lm_head and embeddings stay as they are")
+        raise StageError(
+            f"`{pattern}` is outside the decoder blocks", where=where, why="lm_head and embeddings stay as they are"
+        )
     ends = sorted({f"*.{name.rpartition('.')[2]}" for name in layers})
     near = difflib.get_close_matches(pattern, layers, n=1, cutoff=0.8)
     hint = did_you_mean(pattern, near or ends)

@@ -1,8 +1,10 @@
-"""Which tensor of the checkpoint holds which parameter of the model: every one on both sides is accounted for, or it is an error.
+"""Which tensor of the checkpoint holds which parameter of the model: every one on both sides is
+accounted for, or it is an error.
 
-The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the model), by the prefix of the base model
-(old GPT-2 files have no `transformer.`) and by tied weights (no `lm_head` in the file). transformers would fill a parameter that it does
-not find with random numbers; here that is a SourceError.
+The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the
+model), by the prefix of the base model (old GPT-2 files have no `transformer.`) and by tied weights
+(no `lm_head` in the file). transformers would fill a parameter that it does not find with random
+numbers; here that is a SourceError.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|atten
 
 
 def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
-    """Return tensor of the checkpoint -> the name that transformers gives it before it joins experts and adjusts the prefix."""
+    """Return tensor of the checkpoint -> the name that transformers gives it before it joins
+    experts and adjusts the prefix.
+    """
     renamings = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
     renamed = {}
     for name in tensors:
@@ -34,7 +38,9 @@ def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str,
 
 
 def with_base_prefix(name: str, prefix: str, known: Mapping[str, object] | set[str]) -> str:
-    """Return the name as `known` has it: with the prefix of the base model added or removed, or as it is."""
+    """Return the name as `known` has it: with the prefix of the base model added or removed, or as
+    it is.
+    """
     if name in known or not prefix:
         return name
     candidates = (f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
@@ -42,9 +48,11 @@ def with_base_prefix(name: str, prefix: str, known: Mapping[str, object] | set[s
 
 
 def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return parameter or persistent buffer -> tensor of the checkpoint, for a model whose experts are unfused.
+    """Return parameter or persistent buffer -> tensor of the checkpoint, for a model whose experts
+    are unfused.
 
-    Raises SourceError where a side has names that the other lacks, or shapes differ; up to three of each are named.
+    Raises SourceError where a side has names that the other lacks, or shapes differ; up to three of
+    each are named.
     """
     slots = {name: tuple(slot.shape) for name, slot in model.state_dict(keep_vars=True).items()}
     found: dict[str, str] = {}
@@ -71,9 +79,13 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
 
 
 def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    """Raise SourceError where transformers would change a tensor while loading it (a transposition only where the shape asks for it)."""
+    """Raise SourceError where transformers would change a tensor while loading it (a transposition
+    only where the shape asks for it).
+    """
     converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
-    rewriting = [item for item in converters if not all(getattr(operation, "check_dims", False) for operation in item.operations)]
+    rewriting = [
+        item for item in converters if not all(getattr(operation, "check_dims", False) for operation in item.operations)
+    ]
     unfused = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
     for name, tensor in found.items():
         if not name.startswith(unfused) and any(converter.rename_source_key(name)[1] for converter in rewriting):
@@ -84,12 +96,18 @@ def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoi
             )
 
 
-def _refuse_other_shapes(found: Mapping[str, str], slots: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> None:
+def _refuse_other_shapes(
+    found: Mapping[str, str], slots: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint
+) -> None:
     wrong = {tensor: name for name, tensor in found.items() if checkpoint.tensors[tensor].shape != slots[name]}
     if wrong:
-        different = [f"{tensor} is {list(checkpoint.tensors[tensor].shape)}, not {list(slots[name])}" for tensor, name in wrong.items()]
+        different = [
+            f"{tensor} is {list(checkpoint.tensors[tensor].shape)}, not {list(slots[name])}"
+            for tensor, name in wrong.items()
+        ]
         raise SourceError(
-            f"{len(wrong):,} of {len(checkpoint.tensors):,} tensors have another shape than config.json says: {'; '.join(different[:3])}",
+            f"{len(wrong):,} of {len(checkpoint.tensors):,} tensors have another shape than config.json "
+            f"says: {'; '.join(different[:3])}",
             where=str(checkpoint.directory),
             remedy="See that config.json and the weights belong together",
         )
@@ -99,15 +117,23 @@ def _tie(found: dict[str, str], model: PreTrainedModel) -> None:
     """Give a tied parameter that is not in the file the tensor of a partner that is."""
     ties: Mapping[str, str] = model.all_tied_weights_keys
     for target, source in ties.items():
-        group = [name for name in (source, target, *(other for other, same in ties.items() if same == source)) if name in found]
+        group = [
+            name
+            for name in (source, target, *(other for other, same in ties.items() if same == source))
+            if name in found
+        ]
         for name in (target, source):
             if group and name not in found:
                 found[name] = found[group[0]]
 
 
 def is_ignorable(name: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor holds no weight of this model: a buffer that the code computes now, or a part that it never reads."""
-    return any(re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())))
+    """Whether a tensor holds no weight of this model: a buffer that the code computes now, or a
+    part that it never reads.
+    """
+    return any(
+        re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))
+    )
 
 
 def _may_be_missing(name: str, model: PreTrainedModel) -> bool:

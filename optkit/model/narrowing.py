@@ -24,7 +24,9 @@ class Left:
     heads: tuple[int, ...] | None = None
     """Of the queries."""
     pools: tuple[tuple[int, ...], ...] | None = None
-    """For each head of the keys and values, those that it is the mean of (arXiv:2305.13245, section 2.1)."""
+    """For each head of the keys and values, those that it is the mean of (arXiv:2305.13245, section
+    2.1).
+    """
 
     def touches(self, axes: tuple[Axis, ...]) -> bool:
         """Whether a tensor with these axes changes."""
@@ -40,17 +42,22 @@ class Left:
         return tensor
 
     def spread(self, narrowed: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-        """Return what is left in the shape that the tensor had: 0 in place of what was removed, pooled heads as often as they were."""
+        """Return what is left in the shape that the tensor had: 0 in place of what was removed,
+        pooled heads as often as they were.
+        """
         for dim, axis in enumerate(axes):
             if self.touches((axis,)):
                 parts = narrowed.split([self.after.size(role) for role in axis], dim)
-                narrowed = torch.cat([self._place(part, dim, role) for part, role in zip(parts, axis, strict=True)], dim)
+                narrowed = torch.cat(
+                    [self._place(part, dim, role) for part, role in zip(parts, axis, strict=True)], dim
+                )
         return narrowed
 
     def norm_weight(self, weight: Tensor) -> Tensor:
         """Return the weight of an RMS norm of the hidden states that are left, float32.
 
-        Their mean square is taken over fewer channels, which makes it larger where the others were small; the weight makes up for that.
+        Their mean square is taken over fewer channels, which makes it larger where the others were
+        small; the weight makes up for that.
         """
         if self.hidden is None:
             return weight
@@ -66,7 +73,9 @@ class Left:
     def _select(self, part: Tensor, dim: int, role: Role) -> Tensor:
         if role is Role.KEY and self.pools is not None:
             heads = part.unflatten(dim, (self.before.key_heads, self.before.head_size))
-            pooled = [heads.index_select(dim, torch.tensor(pool, device=part.device)).float().mean(dim) for pool in self.pools]
+            pooled = [
+                heads.index_select(dim, torch.tensor(pool, device=part.device)).float().mean(dim) for pool in self.pools
+            ]
             return torch.cat(pooled, dim)
         kept = self.channels(role)
         return part if kept is None else part.index_select(dim, kept.to(part.device))

@@ -1,6 +1,8 @@
-"""Read model.onnx without its weights: graph, initializers, and whether the external data that they lie in is whole.
+"""Read model.onnx without its weights: graph, initializers, and whether the external data that they
+lie in is whole.
 
-ONNX IR specification: https://github.com/onnx/onnx/blob/main/docs/IR.md, external data: .../docs/ExternalData.md
+ONNX IR specification: https://github.com/onnx/onnx/blob/main/docs/IR.md, external data:
+.../docs/ExternalData.md
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ BITS = {
     "uint64": 64, "uint32": 32, "uint16": 16, "uint8": 8, "uint4": 4, "uint2": 2,
     "float8e4m3fn": 8, "float8e4m3fnuz": 8, "float8e5m2": 8, "float8e5m2fnuz": 8, "float8e8m0": 8, "float4e2m1": 4,
 }  # fmt: skip
-"""Bits of one element, by ONNX's names of dtypes in lower case; `float` is `float32` here and `double` is `float64`."""
+"""Bits of one element, by ONNX's names of dtypes in lower case; `float` is `float32` here and
+`double` is `float64`.
+"""
 
 
 def is_onnx(directory: Path) -> bool:
-    """Say whether a directory holds model.onnx and no safetensors, which are preferred where both are there."""
+    """Say whether a directory holds model.onnx and no safetensors, which are preferred where both
+    are there.
+    """
     return (directory / MODEL).is_file() and not any(directory.glob("*.safetensors"))
 
 
@@ -81,10 +87,14 @@ class Node:
 
 
 class OnnxFile:
-    """A model.onnx and its external data. Weights are not read, and not held where the file itself contains them."""
+    """A model.onnx and its external data. Weights are not read, and not held where the file itself
+    contains them.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises SourceError where the file is missing, cut off or no ONNX, or external data is missing or too short."""
+        """Raises SourceError where the file is missing, cut off or no ONNX, or external data is
+        missing or too short.
+        """
         self.path = path
         check_kinds(path.parent)
         model = read_proto(path)
@@ -100,7 +110,9 @@ class OnnxFile:
         self.inputs = {port.name: port for each in model.graph.input if each.name not in held for port in [_port(each)]}
         self.outputs = {port.name: port for port in map(_port, model.graph.output)}
         self.nodes: tuple[Node, ...] = tuple(
-            _node(each) for nodes in (*(graph.node for graph in graphs), *(each.node for each in model.functions)) for each in nodes
+            _node(each)
+            for nodes in (*(graph.node for graph in graphs), *(each.node for each in model.functions))
+            for each in nodes
         )
         tensors = [*(tensor for graph in graphs for tensor in graph.initializer), *_constants(graphs)]
         self.initializers: dict[str, Initializer] = {tensor.name: self._initializer(tensor) for tensor in tensors}
@@ -123,13 +135,16 @@ class OnnxFile:
             raise SourceError(f"{tensor.name} has the dtype {dtype}, which optkit does not know", where=str(self.path))
         location = _external(tensor).get("location") if tensor.data_location == tensor.EXTERNAL else None
         if tensor.data_location == tensor.EXTERNAL and not location:
-            raise SourceError(f"{tensor.name} lies in a file without a name", where=str(self.path), remedy="Export it again")
+            raise SourceError(
+                f"{tensor.name} lies in a file without a name", where=str(self.path), remedy="Export it again"
+            )
         if min(shape, default=0) < 0 or (dtype == "string" and location):
             raise ValueError(f"{tensor.name} is {dtype} {list(shape)}")
         found = Initializer(tensor.name, dtype, shape, location)
         if tensor.HasField("raw_data") and len(tensor.raw_data) != found.size_bytes:
             raise SourceError(
-                f"{tensor.name} has {len(tensor.raw_data):,} bytes, and {dtype} {list(shape)} needs {found.size_bytes:,}",
+                f"{tensor.name} has {len(tensor.raw_data):,} bytes, and {dtype} {list(shape)} "
+                f"needs {found.size_bytes:,}",
                 where=str(self.path),
                 why="The file was damaged",
                 remedy="Copy or export it again",
@@ -147,12 +162,15 @@ class OnnxFile:
             place = PurePosixPath(known.location)
             if place.is_absolute() or ".." in place.parts:
                 why = "Data outside of the directory would not travel with it"
-                raise SourceError(f"{tensor.name} lies in {place}", where=str(self.path), why=why, remedy="Export it again")
+                raise SourceError(
+                    f"{tensor.name} lies in {place}", where=str(self.path), why=why, remedy="Export it again"
+                )
             entry = _external(tensor)
             length = int(entry.get("length") or known.size_bytes)
             if length != known.size_bytes:
                 raise SourceError(
-                    f"{tensor.name} has {length:,} bytes in {place}, and {known.dtype} {list(known.shape)} needs {known.size_bytes:,}",
+                    f"{tensor.name} has {length:,} bytes in {place}, and {known.dtype} {list(known.shape)} "
+                    f"needs {known.size_bytes:,}",
                     where=str(self.path),
                     why="The file was damaged",
                     remedy="Copy or export it again",
@@ -183,7 +201,9 @@ class OnnxFile:
 
 
 def read_proto(path: Path) -> ModelProto:
-    """Return a parsed ONNX file without its external data. Raises SourceError where it is none, MissingPackageError without `onnx`."""
+    """Return a parsed ONNX file without its external data. Raises SourceError where it is none,
+    MissingPackageError without `onnx`.
+    """
     try:
         import onnx
         from google.protobuf.message import DecodeError

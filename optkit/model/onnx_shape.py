@@ -22,19 +22,26 @@ SAFETENSORS_NAMES = {
 
 
 def onnx_shape(directory: Path) -> ModelShape:
-    """Return config and tensors of an ONNX directory, its initializers; without config.json, what genai_config.json says of positions.
+    """Return config and tensors of an ONNX directory, its initializers; without config.json, what
+    genai_config.json says of positions.
 
     Raises SourceError where the graph, its data or a config is damaged.
     """
     graph = OnnxFile(directory / MODEL)
     known = {name: each for name, each in graph.initializers.items() if each.dtype in SAFETENSORS_NAMES}
     tensors = {name: TensorInfo(SAFETENSORS_NAMES[each.dtype], each.shape) for name, each in known.items()}
-    config = read_config(directory / "config.json") if (directory / "config.json").is_file() else _config_of(read_genai_config(directory))
+    config = (
+        read_config(directory / "config.json")
+        if (directory / "config.json").is_file()
+        else _config_of(read_genai_config(directory))
+    )
     return ModelShape(config=config, tensors=tensors)
 
 
 def read_genai_config(directory: Path) -> dict[str, Any]:
-    """Return the genai_config.json of a directory, an empty one where there is none. Raises SourceError where it is damaged."""
+    """Return the genai_config.json of a directory, an empty one where there is none. Raises
+    SourceError where it is damaged.
+    """
     path = directory / GENAI_CONFIG
     if not path.is_file():
         return {}

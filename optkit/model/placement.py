@@ -1,4 +1,6 @@
-"""Which parts of a model lie on the GPU, which in main memory and which on disk: decided from sizes alone, by plans and openings alike."""
+"""Which parts of a model lie on the GPU, which in main memory and which on disk: decided from sizes
+alone, by plans and openings alike.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,11 @@ def stored_units(shape: ModelShape) -> tuple[Unit, ...]:
 
 
 def place_by_room(units: Sequence[Unit], room: Room) -> dict[str, Place]:
-    """Return where each unit goes: what is outside the blocks first, then the blocks in order; what does not fit to the next place.
+    """Return where each unit goes: what is outside the blocks first, then the blocks in order; what
+    does not fit to the next place.
 
-    Where not everything fits, room for the largest tensor that lies elsewhere is left on the device that computes. Raises StageError where
-    even that is not there.
+    Where not everything fits, room for the largest tensor that lies elsewhere is left on the device
+    that computes. Raises StageError where even that is not there.
     """
     total = sum(unit.size_bytes for unit in units)
     if total <= room.gpu:
@@ -59,7 +62,8 @@ def place_by_room(units: Sequence[Unit], room: Room) -> dict[str, Place]:
     left = {"gpu": room.gpu - largest.largest_bytes, "cpu": room.cpu}
     if left["gpu"] < 0:
         raise StageError(
-            f"{size_text(room.gpu)} cannot hold the largest tensor, {size_text(largest.largest_bytes)} in {largest.name}",
+            f"{size_text(room.gpu)} cannot hold the largest tensor, {size_text(largest.largest_bytes)} "
+            f"in {largest.name}",
             where="offload",
             why="Wherever a weight lies, it has to be on the device that computes while it is used",
             remedy=f"Allow {size_text(largest.largest_bytes)} at the least",
@@ -78,7 +82,8 @@ def place_by_room(units: Sequence[Unit], room: Room) -> dict[str, Place]:
 
 
 def place_by_name(units: Sequence[Unit], wanted: Mapping[str, Place]) -> dict[str, Place]:
-    """Return where each unit goes by the first pattern that matches its name, on the GPU without one; raises StageError for one in vain.
+    """Return where each unit goes by the first pattern that matches its name, on the GPU without
+    one; raises StageError for one in vain.
 
     Names may lack the prefix of the base model, as they do in some checkpoints.
     """
@@ -91,8 +96,9 @@ def place_by_name(units: Sequence[Unit], wanted: Mapping[str, Place]) -> dict[st
                 remedy="Write one of these names, with * and ? where several are meant",
             )
     return {
-        unit.name: next((place for pattern, place in wanted.items() if _matches(unit.name, pattern)), "gpu") for unit in units
-    }  # fmt: skip
+        unit.name: next((place for pattern, place in wanted.items() if _matches(unit.name, pattern)), "gpu")
+        for unit in units
+    }
 
 
 def _matches(name: str, pattern: str) -> bool:

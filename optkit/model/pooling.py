@@ -1,6 +1,8 @@
-"""How the features of tokens become the embedding of a text: what a directory of sentence-transformers says, without that library.
+"""How the features of tokens become the embedding of a text: what a directory of
+sentence-transformers says, without that library.
 
-modules.json lists what computes an embedding, e.g. Transformer, Pooling, Normalize; 1_Pooling/config.json says what the pooling takes
+modules.json lists what computes an embedding, e.g. Transformer, Pooling, Normalize;
+1_Pooling/config.json says what the pooling takes
 (https://sbert.net/docs/package_reference/sentence_transformer/modules.html).
 """
 
@@ -29,7 +31,9 @@ OLD_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Keys of a pooling config, each true or false, in the place of which newer ones have `pooling_mode`."""
+"""Keys of a pooling config, each true or false, in the place of which newer ones have
+`pooling_mode`.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Pooling:
         return f"{MODES[self.mode]}{', normalised' if self.normalized else ''}"
 
     def __call__(self, features: Any, mask: Any) -> Any:
-        """float32 [batch, tokens, hidden] and mask [batch, tokens] -> float32 [batch, hidden]; both of NumPy or both of torch."""
+        """float32 [batch, tokens, hidden] and mask [batch, tokens] -> float32 [batch, hidden]; both
+        of NumPy or both of torch.
+        """
         seen = mask[..., None]
         if self.mode == "cls":
             pooled = features[:, 0]
@@ -61,7 +67,9 @@ class Pooling:
 
 
 def read_pooling(directory: Path) -> Pooling:
-    """Return what a model directory says; raises SourceError where that is damaged, or something that optkit does not compute."""
+    """Return what a model directory says; raises SourceError where that is damaged, or something
+    that optkit does not compute.
+    """
     modules = _modules(directory)
     if not modules:
         return Pooling()
@@ -71,25 +79,37 @@ def read_pooling(directory: Path) -> Pooling:
             f"its embeddings go through the module {other}",
             where=str(directory / MODULES),
             why=f"optkit computes {', '.join(KNOWN)} as sentence-transformers does, and no others",
-            remedy=f"Delete {MODULES} in a copy of the model: then the mean of the features before this module is compared",
+            remedy=f"Delete {MODULES} in a copy of the model: then the mean of the features before "
+            "this module is compared",
         )
     if missing := missing_modules(directory):
-        raise SourceError(f"there is no {missing[0]}", where=str(directory), why=f"{MODULES} names it", remedy="Copy it from the source")
+        raise SourceError(
+            f"there is no {missing[0]}",
+            where=str(directory),
+            why=f"{MODULES} names it",
+            remedy="Copy it from the source",
+        )
     places = [path for kind, path in modules if kind == "Pooling"]
     if len(places) != 1:
-        raise SourceError(f"{len(places)} modules are Pooling", where=str(directory / MODULES), why="An embedding has one")
+        raise SourceError(
+            f"{len(places)} modules are Pooling", where=str(directory / MODULES), why="An embedding has one"
+        )
     path = directory / places[0] / CONFIG
     with reading(path, "is no configuration of a pooling", AGAIN):
         found = _stated_modes(read_object(path, remedy=AGAIN))
     if len(found) != 1 or found[0] not in MODES:
         raise SourceError(
-            f"embeddings are pooled by {' and '.join(found) or 'nothing'}", where=str(path), why=f"optkit knows one of {', '.join(MODES)}"
+            f"embeddings are pooled by {' and '.join(found) or 'nothing'}",
+            where=str(path),
+            why=f"optkit knows one of {', '.join(MODES)}",
         )
     return Pooling(next(mode for mode in MODES if mode == found[0]), "Normalize" in kinds, stated=True)
 
 
 def longest_text(directory: Path) -> int | None:
-    """Return the tokens that sentence-transformers cuts a text to; None where the directory does not say."""
+    """Return the tokens that sentence-transformers cuts a text to; None where the directory does
+    not say.
+    """
     path = directory / "sentence_bert_config.json"
     found = read_object(path, remedy=AGAIN).get("max_seq_length") if path.is_file() else None
     return found if isinstance(found, int) and found > 0 else None

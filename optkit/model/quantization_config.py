@@ -1,4 +1,6 @@
-"""The `quantization_config` of config.json: the types that every reader of it relies on, whatever its method."""
+"""The `quantization_config` of config.json: the types that every reader of it relies on, whatever
+its method.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BY_PATTERN = "dynamic"
 
 
 def wrong_in_quantization(config: Mapping[str, Any], way: str = "quantization_config") -> Iterator[str]:
-    """Yield what is wrong with a `quantization_config`, or a group of it: each key that is null or left out is right."""
+    """Yield what is wrong with a `quantization_config`, or a group of it: each key that is null or
+    left out is right.
+    """
     for key, value in config.items():
         place = f"`{way}.{key}` in config.json is {shown(value)}, not"
         if value is None:
@@ -29,7 +33,9 @@ def wrong_in_quantization(config: Mapping[str, Any], way: str = "quantization_co
             yield f"{place} text"
         elif key in NAMES and not (isinstance(value, list) and all(map(_is_name, value))):
             yield f"{place} a list of names and patterns"
-        elif key in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**31 or not value):
+        elif key in NUMBERS and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**31 or not value
+        ):
             yield f"{place} a number other than 0"
         elif key in SCHEMES:
             if isinstance(value, Mapping):

@@ -1,4 +1,6 @@
-"""Rotate the layers that touch the residual stream, and show that a part of the model computes what it did, in the new basis."""
+"""Rotate the layers that touch the residual stream, and show that a part of the model computes what
+it did, in the new basis.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from optkit.errors import StageError
 from optkit.model.residual_stream import StreamParts
 
 TOLERANCE = 1e-3
-"""Largest difference of a token's vector, relative to what the part makes of it. Sound rotations of real models stay below 1e-4."""
+"""Largest difference of a token's vector, relative to what the part makes of it. Sound rotations of
+real models stay below 1e-4.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,9 @@ class Heads:
 
 
 def fold_norms_(parts: StreamParts) -> list[str]:
-    """Multiply the weights of the norms into the layers that read them; return the names of the parameters that changed."""
+    """Multiply the weights of the norms into the layers that read them; return the names of the
+    parameters that changed.
+    """
     changed = []
     for norm in parts.norms:
         weight: Tensor = norm.module.weight  # type: ignore[assignment]
@@ -42,7 +48,9 @@ def fold_norms_(parts: StreamParts) -> list[str]:
 
 
 def rotate_stream_(parts: StreamParts, rotation: Rotation) -> list[str]:
-    """Rotate what the readers take and what the writers give; return the names of the parameters that changed."""
+    """Rotate what the readers take and what the writers give; return the names of the parameters
+    that changed.
+    """
     changed = []
     for name, reader in parts.readers.items():
         weight: Tensor = reader.weight  # type: ignore[assignment]
@@ -58,7 +66,9 @@ def rotate_stream_(parts: StreamParts, rotation: Rotation) -> list[str]:
 
 
 def rotate_heads_(heads: Heads, rotation: Rotation) -> None:
-    """Rotate each head of the values, weight [heads * size, in] and bias, and the inputs of the output projection back."""
+    """Rotate each head of the values, weight [heads * size, in] and bias, and the inputs of the
+    output projection back.
+    """
     values, outputs, size = heads.values, heads.outputs, heads.size
     by_input = values.weight.T.reshape(values.in_features, -1, size)
     values.weight.copy_(rotation.apply(by_input).flatten(1).T)
@@ -69,19 +79,28 @@ def rotate_heads_(heads: Heads, rotation: Rotation) -> None:
 
 def find_heads(block: nn.Module, config: Any) -> Heads | str:
     """Return the projections around the attention, or why the heads of a block cannot be rotated."""
-    named = {leaf: [module for name, module in block.named_modules() if name.rpartition(".")[2] == leaf] for leaf in ("v_proj", "o_proj")}
+    named = {
+        leaf: [module for name, module in block.named_modules() if name.rpartition(".")[2] == leaf]
+        for leaf in ("v_proj", "o_proj")
+    }
     missing = [leaf for leaf, modules in named.items() if len(modules) != 1 or not isinstance(modules[0], nn.Linear)]
     if missing:
         return f"no {' and no '.join(missing)}"
     values, outputs = named["v_proj"][0], named["o_proj"][0]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if not isinstance(values, nn.Linear) or not isinstance(outputs, nn.Linear) or values.out_features % size or outputs.in_features % size:
+    if (
+        not isinstance(values, nn.Linear)
+        or not isinstance(outputs, nn.Linear)
+        or values.out_features % size
+        or outputs.in_features % size
+    ):
         return f"v_proj and o_proj are not made of heads of {size}"
     return Heads(values, outputs, size)
 
 
 def refuse_difference(where: str, before: Tensor, after: Tensor, scale: Tensor, remedy: str = "") -> float:
-    """Return the largest difference of a token, float [..., features], relative to the length of `scale`, float [..., features].
+    """Return the largest difference of a token, float [..., features], relative to the length of
+    `scale`, float [..., features].
 
     Raises StageError where it is above the tolerance: the rotated part computes something else.
     """
@@ -91,7 +110,8 @@ def refuse_difference(where: str, before: Tensor, after: Tensor, scale: Tensor, 
         raise StageError(
             f"rotated, it computes something else: tokens differ by up to {difference:.2g} of what it makes of them",
             where=f"rotate: {where}",
-            why=f"The architecture has a part that does not commute with the rotation; {TOLERANCE:g} is the limit, in float32",
+            why=f"The architecture has a part that does not commute with the rotation; {TOLERANCE:g} "
+            "is the limit, in float32",
             remedy=remedy or "Set rotate.residual to false for this architecture",
         )
     return difference

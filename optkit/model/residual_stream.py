@@ -1,7 +1,9 @@
-"""Who reads the residual stream and who writes to it, found by running a few tokens and not by names.
+"""Who reads the residual stream and who writes to it, found by running a few tokens and not by
+names.
 
-A layer reads the stream where every row of its input is a row of what a norm made, bit by bit: that holds for experts too, which are given
-some of the rows. A linear layer that makes vectors as wide as the stream and does not read it writes to it.
+A layer reads the stream where every row of its input is a row of what a norm made, bit by bit: that
+holds for experts too, which are given some of the rows. A linear layer that makes vectors as wide
+as the stream and does not read it writes to it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class StreamNorm:
 
 @dataclass(frozen=True)
 class StreamParts:
-    """The layers of a block, or of the part behind the last one, that touch the residual stream; names are those of the modules."""
+    """The layers of a block, or of the part behind the last one, that touch the residual stream;
+    names are those of the modules.
+    """
 
     norms: tuple[StreamNorm, ...]
     writers: Mapping[str, nn.Linear]
@@ -46,18 +50,25 @@ class StreamParts:
 
 
 def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[], Any], where: str) -> StreamParts:
-    """Find what reads and writes a residual stream of `width` in `run()`, which calls the modules on a few tokens.
+    """Find what reads and writes a residual stream of `width` in `run()`, which calls the modules
+    on a few tokens.
 
-    Raises StageError where the stream cannot be rotated: a norm that subtracts the mean or has a bias, one behind a writer, a layer that
-    `run` never called.
+    Raises StageError where the stream cannot be rotated: a norm that subtracts the mean or has a
+    bias, one behind a writer, a layer that `run` never called.
     """
     norms = {name: module for name, module in modules.items() if _weight_shape(module) == (width,)}
-    layers = {name: module for name, module in modules.items() if len(_weight_shape(module)) == 2 and not isinstance(module, nn.Embedding)}
+    layers = {
+        name: module
+        for name, module in modules.items()
+        if len(_weight_shape(module)) == 2 and not isinstance(module, nn.Embedding)
+    }
     entered, left = _observe(norms | layers, run)
     _refuse_unseen(layers, entered, where)
     reads: dict[str, str] = {}
     for name, rows in entered.items():
-        norm = next((norm for norm in norms if name in layers and norm in left and _are_rows_of(rows, left[norm])), None)
+        norm = next(
+            (norm for norm in norms if name in layers and norm in left and _are_rows_of(rows, left[norm])), None
+        )
         if norm is not None:
             reads[_pattern(name)] = norm
     reading = {name: reads[_pattern(name)] for name in layers if _pattern(name) in reads}
@@ -70,21 +81,34 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
         raise StageError(
             f"no linear layer reads what this {type(norms[unread[-1]]).__name__} makes",
             where=f"rotate: {unread[-1]}",
-            why="A norm behind the attention or the feed-forward layers scales what they add to the residual stream, and these scales"
+            why="A norm behind the attention or the feed-forward layers scales what they add to the "
+            "residual stream, and these scales"
             " cannot be folded into a layer",
             remedy="Set rotate.residual to false for this architecture",
         )
     if not found:
-        raise StageError("no linear layer reads what a norm makes", where=f"rotate: {where}", why="Its weights could not be folded")
+        raise StageError(
+            "no linear layer reads what a norm makes", where=f"rotate: {where}", why="Its weights could not be folded"
+        )
     writers = {
-        name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear) and name not in reading and len(layer.weight) == width
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear) and name not in reading and len(layer.weight) == width
     }
     return StreamParts(tuple(found), writers)
 
 
-def _norms_of(layers: Iterable[str], norms: Iterable[str], entered: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> set[str]:
-    """Return the norms of what these layers make: those of queries and keys, where they are as wide as the stream."""
-    return {norm for norm in norms if norm in entered and any(_are_rows_of(entered[norm], left[name]) for name in layers if name in left)}
+def _norms_of(
+    layers: Iterable[str], norms: Iterable[str], entered: Mapping[str, Tensor], left: Mapping[str, Tensor]
+) -> set[str]:
+    """Return the norms of what these layers make: those of queries and keys, where they are as wide
+    as the stream.
+    """
+    return {
+        norm
+        for norm in norms
+        if norm in entered and any(_are_rows_of(entered[norm], left[name]) for name in layers if name in left)
+    }
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, ...]:
@@ -93,7 +117,9 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _observe(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what entered and what left each module, float [rows, features], by the name of the module."""
+    """Return what entered and what left each module, float [rows, features], by the name of the
+    module.
+    """
     entered: dict[str, Tensor] = {}
     left: dict[str, Tensor] = {}
 
@@ -131,7 +157,9 @@ def _are_rows_of(rows: Tensor, others: Tensor) -> bool:
 
 
 def _pattern(name: str) -> str:
-    """Return the name without its indices, so that experts that got no token are taken for what the others are."""
+    """Return the name without its indices, so that experts that got no token are taken for what the
+    others are.
+    """
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

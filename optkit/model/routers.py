@@ -1,4 +1,6 @@
-"""Which layers are routers: they decide where tokens go, are tiny, and are best left in full precision. No torch is needed to tell."""
+"""Which layers are routers: they decide where tokens go, are tiny, and are best left in full
+precision. No torch is needed to tell.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ GATES = frozenset({"gate", "shared_expert_gate"})
 
 
 def routers_of(shape: ModelShape) -> frozenset[str]:
-    """Return the matrices of the decoder blocks that decide where tokens go, by what they do and by name.
+    """Return the matrices of the decoder blocks that decide where tokens go, by what they do and by
+    name.
 
-    By what they do: they stand beside experts and have an output for each (Hunyuan's `mlp.gate.wg`). By name: a router may make several
-    choices, or none of experts (Gemma 3n's `altup.modality_router`); `experts.3.gate` is none.
+    By what they do: they stand beside experts and have an output for each (Hunyuan's
+    `mlp.gate.wg`). By name: a router may make several choices, or none of experts (Gemma 3n's
+    `altup.modality_router`); `experts.3.gate` is none.
     """
-    matrices = {name.removesuffix(".weight"): info.shape for name, info in shape.tensors.items() if name.endswith(".weight")}
+    matrices = {
+        name.removesuffix(".weight"): info.shape for name, info in shape.tensors.items() if name.endswith(".weight")
+    }
     beside = set(_experts(shape))
     return frozenset(
         name
@@ -39,7 +45,9 @@ def _is_called_router(name: str) -> bool:
 
 
 def _experts(shape: ModelShape) -> Iterator[tuple[str, str, int]]:
-    """Yield the module that holds experts, the experts, and how many these are: modules in a list, or one tensor for all of them."""
+    """Yield the module that holds experts, the experts, and how many these are: modules in a list,
+    or one tensor for all of them.
+    """
     lists: dict[tuple[str, str], set[int]] = {}
     config = shape.config.get("text_config") or shape.config
     told = {value for key, value in config.items() if "expert" in key and type(value) is int and value > 1}

@@ -1,4 +1,5 @@
-"""Headers and indexes of safetensors, checked whole when they are read (https://github.com/huggingface/safetensors#format).
+"""Headers and indexes of safetensors, checked whole when they are read
+(https://github.com/huggingface/safetensors#format).
 
 A file is 8 bytes of length, that much JSON, and the data: shapes and sizes are known without torch.
 """
@@ -24,7 +25,9 @@ MOST_DIMENSIONS = 64
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return name -> dtype and shape of one safetensors file; raises SourceError where the file is cut off or not safetensors."""
+    """Return name -> dtype and shape of one safetensors file; raises SourceError where the file is
+    cut off or not safetensors.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
@@ -76,13 +79,20 @@ def tensor_info(name: str, entry: Any) -> TensorInfo:
 
 def _offsets(name: str, entry: Mapping[str, Any]) -> tuple[int, int]:
     found = entry.get("data_offsets")
-    if not (isinstance(found, list) and len(found) == 2 and all(type(each) is int for each in found) and 0 <= found[0] <= found[1]):
+    if not (
+        isinstance(found, list)
+        and len(found) == 2
+        and all(type(each) is int for each in found)
+        and 0 <= found[0] <= found[1]
+    ):
         raise ValueError(f"{name} lies at {shown(found)}, which is no beginning and end")
     return found[0], found[1]
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return tensor -> file of an index of several safetensors files, all of them in its directory. Raises SourceError."""
+    """Return tensor -> file of an index of several safetensors files, all of them in its directory.
+    Raises SourceError.
+    """
     found = read_object(path, remedy=AGAIN)
     with reading(path, "is not an index of safetensors", AGAIN):
         files = dict(texts_of(found.get("weight_map")))

@@ -1,6 +1,8 @@
-"""Memory that an opened model takes and needs to compute, known from its shape alone and without torch.
+"""Memory that an opened model takes and needs to compute, known from its shape alone and without
+torch.
 
-Measured on random models of the shapes of Gemma 3 270M and Qwen2.5 0.5B; a peak is within 0.8 to 1.5 of what is said here.
+Measured on random models of the shapes of Gemma 3 270M and Qwen2.5 0.5B; a peak is within 0.8 to
+1.5 of what is said here.
 """
 
 from __future__ import annotations
@@ -39,11 +41,19 @@ class SessionMemory:
         if self.dtype is None or self._is_packed or self.is_onnx:
             return self.shape.size_bytes
         bits = TORCH_BITS.get(self.dtype, 32)
-        return sum(info.elements * (bits if info.dtype in FLOATS else DTYPE_BITS[info.dtype]) for info in self.shape.tensors.values()) // 8
+        return (
+            sum(
+                info.elements * (bits if info.dtype in FLOATS else DTYPE_BITS[info.dtype])
+                for info in self.shape.tensors.values()
+            )
+            // 8
+        )
 
     @cached_property
     def opening(self) -> int:
-        """Most main memory while it is opened: packed weights lie there as the file has them and as kernels want them."""
+        """Most main memory while it is opened: packed weights lie there as the file has them and as
+        kernels want them.
+        """
         copied = self._is_packed or self.weights != self.shape.size_bytes
         return self.shape.size_bytes + (self.weights if copied else 0)
 
@@ -53,7 +63,9 @@ class SessionMemory:
         return 2 if self._is_narrow else 4
 
     def logits(self, positions: int) -> int:
-        """The logits of so many positions, in float32, with the slice that is cast to it where they are narrower."""
+        """The logits of so many positions, in float32, with the slice that is cast to it where they
+        are narrower.
+        """
         return 4 * positions * self._number("vocab_size", 0) + (SLICE_BYTES if self._is_narrow else 0)
 
     def forward(self, sequences: int, length: int) -> int:
@@ -63,7 +75,11 @@ class SessionMemory:
         attention = heads * self._number("head_dim", hidden // max(1, heads))
         inner = self._number("intermediate_size", self._number("n_inner", 4 * hidden))
         width = HIDDEN_COPIES * max(hidden, attention) + INNER_COPIES * inner
-        return self.element * sequences * length * width + eager_bytes(self.shape.config, sequences, length) + self._reordered
+        return (
+            self.element * sequences * length * width
+            + eager_bytes(self.shape.config, sequences, length)
+            + self._reordered
+        )
 
     def cache(self, sequences: int, length: int) -> int:
         """Keys and values of so many tokens."""
@@ -77,7 +93,14 @@ class SessionMemory:
         """oneDNN lays 16-bit weights out anew at each product on a CPU: the largest one's copy."""
         if not self._is_narrow or self.device != "cpu":
             return 0
-        return max((2 * info.elements for info in self.shape.tensors.values() if len(info.shape) == 2 and info.dtype in FLOATS), default=0)
+        return max(
+            (
+                2 * info.elements
+                for info in self.shape.tensors.values()
+                if len(info.shape) == 2 and info.dtype in FLOATS
+            ),
+            default=0,
+        )
 
     @cached_property
     def _is_packed(self) -> bool:

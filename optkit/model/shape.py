@@ -1,4 +1,6 @@
-"""The shape of a model: its config and the dtype and shape of every tensor, known without reading a weight and without torch."""
+"""The shape of a model: its config and the dtype and shape of every tensor, known without reading a
+weight and without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ DTYPE_BITS = {
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64,
     "I4": 4, "U4": 4, "I2": 2, "U2": 2,
 }  # fmt: skip
-"""Bits of one element, by the names that safetensors uses; integers of less than 8 bits are ONNX's, named like the others."""
+"""Bits of one element, by the names that safetensors uses; integers of less than 8 bits are ONNX's,
+named like the others.
+"""
 
 BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Where config.json says how many decoder blocks there are."""
@@ -57,7 +61,9 @@ class ModelShape:
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence that the model was built for, in tokens; None where its config does not say."""
+        """Longest sequence that the model was built for, in tokens; None where its config does not
+        say.
+        """
         return positions_of(self.config)
 
     @property
@@ -66,16 +72,20 @@ class ModelShape:
         return task_of(self.config)
 
     def block(self, name: str) -> tuple[str, int] | None:
-        """Return the list and the index of the decoder block that a tensor belongs to: `model.layers.3.mlp...` -> `("model.layers", 3)`.
+        """Return the list and the index of the decoder block that a tensor belongs to:
+        `model.layers.3.mlp...` -> `("model.layers", 3)`.
 
-        Of several lists (a multi-modal model has one for images too) it is that of the language model.
+        Of several lists (a multi-modal model has one for images too) it is that of the language
+        model.
         """
         place = place_in_list(name)
         return place if place and self._decoder in (None, place[0]) else None
 
     @cached_property
     def _decoder(self) -> str | None:
-        """The list of the decoder blocks: the largest of as many as config.json says; None where there is one list, or none fits."""
+        """The list of the decoder blocks: the largest of as many as config.json says; None where
+        there is one list, or none fits.
+        """
         members: dict[str, set[int]] = {}
         sizes: Counter[str] = Counter()
         for name, info in self.tensors.items():
@@ -105,11 +115,15 @@ class ModelShape:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, what sees images."""
+        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, what sees
+        images.
+        """
         return sum(info.size_bytes for name, info in self.tensors.items() if self.block(name) is None)
 
 
 def place_in_list(name: str) -> tuple[str, int] | None:
-    """Return the outermost list of modules that a tensor belongs to, and the index there; None where it is in none."""
+    """Return the outermost list of modules that a tensor belongs to, and the index there; None
+    where it is in none.
+    """
     found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)
     return (found[1], int(found[2])) if found else None

@@ -1,4 +1,5 @@
-"""A causal language model without its weights: built on the meta device, with the real weights of one part of it at a time.
+"""A causal language model without its weights: built on the meta device, with the real weights of
+one part of it at a time.
 
 skeleton = Skeleton(Checkpoint(directory))
 inputs = skeleton.capture_inputs(tokens, "cpu", batch_size=8)
@@ -40,7 +41,9 @@ Projection: TypeAlias = "nn.Linear | Conv1D"
 
 @dataclass(frozen=True)
 class _Slot:
-    """One place of a parameter or buffer: its full name, the module that has it, and the name there."""
+    """One place of a parameter or buffer: its full name, the module that has it, and the name
+    there.
+    """
 
     name: str
     owner: nn.Module
@@ -48,21 +51,32 @@ class _Slot:
 
 
 class Skeleton:
-    """A model whose parameters are on the meta device; `load_` and `release_` put the real ones there and take them away."""
+    """A model whose parameters are on the meta device; `load_` and `release_` put the real ones
+    there and take them away.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, attention: str | None = None, trust_remote_code: bool = False
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype | None = None,
+        attention: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
-        """Build the model in `dtype` (the checkpoint's own where None), experts unfused; no weight is read.
+        """Build the model in `dtype` (the checkpoint's own where None), experts unfused; no weight
+        is read.
 
-        `attention` is transformers' `attn_implementation`; None is sdpa where the architecture has it and loses nothing by it, else eager.
+        `attention` is transformers' `attn_implementation`; None is sdpa where the architecture has
+        it and loses nothing by it, else eager.
 
-        Raises SourceError for a quantized checkpoint, an architecture that is not supported, and weights that do not fit the model.
+        Raises SourceError for a quantized checkpoint, an architecture that is not supported, and
+        weights that do not fit the model.
         """
         if checkpoint.quantization:
             method = checkpoint.quantization.get("quant_method", "unknown method")
             raise SourceError(
-                f"the model is quantized already ({method})", where=str(checkpoint.directory), why="Its float weights are gone"
+                f"the model is quantized already ({method})",
+                where=str(checkpoint.directory),
+                why="Its float weights are gone",
             )
         self.checkpoint = checkpoint
         options = {"attn_implementation": attention} if attention else {}
@@ -77,7 +91,9 @@ class Skeleton:
         self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
 
     def tensor_name(self, parameter: str) -> str:
-        """Return the tensor of the checkpoint that holds a parameter of the model, e.g. `model.layers.0.mlp.up_proj.weight`."""
+        """Return the tensor of the checkpoint that holds a parameter of the model, e.g.
+        `model.layers.0.mlp.up_proj.weight`.
+        """
         return self.tensor_names[parameter]
 
     def block_tensors(self, block: Block) -> tuple[str, ...]:
@@ -86,12 +102,16 @@ class Skeleton:
 
     @property
     def outside_tensors(self) -> tuple[str, ...]:
-        """The tensors of the checkpoint that belong to no block, among them those that the model never reads; to be passed on unchanged."""
+        """The tensors of the checkpoint that belong to no block, among them those that the model
+        never reads; to be passed on unchanged.
+        """
         inside = {tensor for block in self.blocks for tensor in self.block_tensors(block)}
         return tuple(name for name in self.checkpoint.tensors if name not in inside)
 
     def linears(self, block: Block) -> dict[str, Projection]:
-        """Return the Linear and Conv1D modules of a block by their names in the checkpoint, in order of definition, routers included."""
+        """Return the Linear and Conv1D modules of a block by their names in the checkpoint, in
+        order of definition, routers included.
+        """
         named = block.module.named_modules(prefix=block.name)
         found = {name: module for name, module in named if isinstance(module, (nn.Linear, Conv1D))}
         return {self.tensor_name(f"{name}.weight").removesuffix(".weight"): module for name, module in found.items()}
@@ -99,7 +119,8 @@ class Skeleton:
     def load_(self, module_name: str, device: str | torch.device) -> None:
         """Put the real weights of a module and all below it on the device, in the model's dtype.
 
-        Raises SourceError for weights that are NaN or Inf, in the file or after the cast to the model's dtype.
+        Raises SourceError for weights that are NaN or Inf, in the file or after the cast to the
+        model's dtype.
         """
         self._load(self._slots(module_name), device)
 
@@ -116,10 +137,12 @@ class Skeleton:
         self._release(self._outside())
 
     def capture_inputs(self, tokens: Tensor, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
-        """Return what int64 [sequences, sequence_length] becomes in front of the first block, and what each block is called with.
+        """Return what int64 [sequences, sequence_length] becomes in front of the first block, and
+        what each block is called with.
 
-        The part of the model in front of the blocks is on the device while this runs, without lm_head. Raises StageError for tokens that
-        the model has no embedding or position for, SourceError where the blocks cannot be run one by one.
+        The part of the model in front of the blocks is on the device while this runs, without
+        lm_head. Raises StageError for tokens that the model has no embedding or position for,
+        SourceError where the blocks cannot be run one by one.
         """
         self._check_tokens(tokens)
         hidden: Tensor | None = None
@@ -147,9 +170,11 @@ class Skeleton:
         return call.run(self.blocks[index].module, hidden)
 
     def head_inputs(self, inputs: BlockInputs, device: str | torch.device) -> Iterator[Tensor]:
-        """Yield what the output layer (lm_head) is given for each batch, once `inputs.hidden` is what the last block returned.
+        """Yield what the output layer (lm_head) is given for each batch, once `inputs.hidden` is
+        what the last block returned.
 
-        Everything outside the blocks but the output layer is on the device meanwhile. Raises SourceError where it cannot be run alone.
+        Everything outside the blocks but the output layer is on the device meanwhile. Raises
+        SourceError where it cannot be run alone.
         """
         head = self.model.get_output_embeddings()
         before = [slot for slot in self._outside() if slot.owner is not head]
@@ -162,17 +187,25 @@ class Skeleton:
 
     def _check_tokens(self, tokens: Tensor) -> None:
         config = self.model.config.get_text_config(decoder=True)
-        where, length, positions = str(self.checkpoint.directory), tokens.shape[-1], getattr(config, "max_position_embeddings", None)
+        where, length, positions = (
+            str(self.checkpoint.directory),
+            tokens.shape[-1],
+            getattr(config, "max_position_embeddings", None),
+        )
         if positions and length > positions:
             remedy = f"Use a sequence_length of at most {positions:,}"
-            raise StageError(f"sequences of {length:,} tokens, and the model was built for {positions:,}", where=where, remedy=remedy)
+            raise StageError(
+                f"sequences of {length:,} tokens, and the model was built for {positions:,}", where=where, remedy=remedy
+            )
         if len(tokens) and int(tokens.max()) >= config.vocab_size:
             remedy = "See that the tokenizer belongs to this model"
             what = f"the text holds token {int(tokens.max()):,} and the vocabulary ends at {config.vocab_size - 1:,}"
             raise StageError(what, where=where, remedy=remedy)
 
     def _slots(self, module_name: str) -> Iterator[_Slot]:
-        for name, owner in self.model.get_submodule(module_name).named_modules(prefix=module_name, remove_duplicate=False):
+        for name, owner in self.model.get_submodule(module_name).named_modules(
+            prefix=module_name, remove_duplicate=False
+        ):
             for leaf in (*owner._parameters, *owner._buffers):
                 if getattr(owner, leaf) is not None:
                     yield _Slot(f"{name}.{leaf}" if name else leaf, owner, leaf)
@@ -228,10 +261,14 @@ class Skeleton:
         return cast
 
 
-def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """Return the model of a checkpoint's config.json on the meta device; `options` go to transformers' `from_config`.
+def empty_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Return the model of a checkpoint's config.json on the meta device; `options` go to
+    transformers' `from_config`.
 
-    Attention keeps all that the model asks for. Raises SourceError for an architecture that transformers cannot build.
+    Attention keeps all that the model asks for. Raises SourceError for an architecture that
+    transformers cannot build.
     """
     where, chosen = str(checkpoint.directory), attention_options(checkpoint.config, options)
     try:
@@ -242,9 +279,13 @@ def empty_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: b
         if is_out_of_memory(error):
             raise
         needs_code = "auto_map" in checkpoint.config and not trust_remote_code
-        remedy = "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
+        remedy = (
+            "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
+        )
         architecture = ", ".join(checkpoint.config.get("architectures") or [str(checkpoint.config.get("model_type"))])
-        raise SourceError(f"transformers cannot build {architecture}", where=where, why=_first_line(error), remedy=remedy) from error
+        raise SourceError(
+            f"transformers cannot build {architecture}", where=where, why=_first_line(error), remedy=remedy
+        ) from error
     return model.requires_grad_(False).eval()
 
 
@@ -253,7 +294,9 @@ def _first_line(error: Exception) -> str:
 
 
 def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """Return the parameters of a model whose experts are fused that the checkpoint holds as they are, among them joined experts."""
+    """Return the parameters of a model whose experts are fused that the checkpoint holds as they
+    are, among them joined experts.
+    """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     renamed = renamed_tensors(model, checkpoint.tensors).values()
     return {with_base_prefix(name, model.base_model_prefix, known) for name in renamed} & known
@@ -264,11 +307,17 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
         return getattr(torch, named)  # type: ignore[no-any-return]
-    return next((TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32)
+    return next(
+        (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32
+    )
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the parameters that transformers keeps in another dtype than the model's (`_keep_in_fp32_modules`)."""
+    """Return the parameters that transformers keeps in another dtype than the model's
+    (`_keep_in_fp32_modules`).
+    """
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {name: kept for pattern, kept in plan.items() for name in names if re.search(pattern.replace("*", ".*"), name)}
+    return {
+        name: kept for pattern, kept in plan.items() for name in names if re.search(pattern.replace("*", ".*"), name)
+    }

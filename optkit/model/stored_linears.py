@@ -1,4 +1,6 @@
-"""The linear layers of the decoder blocks of a checkpoint, packed or not, as far as names and shapes tell. No torch."""
+"""The linear layers of the decoder blocks of a checkpoint, packed or not, as far as names and
+shapes tell. No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ PACKED = ("weight_packed", "qweight")
 
 
 def linears_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the layers by name; of packed ones whose form does not tell both sizes, sizes of the same product that are alike."""
+    """Return the layers by name; of packed ones whose form does not tell both sizes, sizes of the
+    same product that are alike.
+    """
     config = shape.config.get("quantization_config") or {}
     found = {name: layer for name, layer in matrices_of(shape).items() if layer.inputs > 1 or not config}
     for tensor, info in shape.tensors.items():

@@ -1,4 +1,6 @@
-"""What a model is for, from its config.json: it generates text, or it encodes text into features or labels."""
+"""What a model is for, from its config.json: it generates text, or it encodes text into features or
+labels.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,28 @@ class Task(StrEnum):
     FEATURES = "feature-extraction"
     """An encoder: features of each token, which pooling makes the embedding of a text."""
     CLASSIFICATION = "text-classification"
-    """An encoder with a head: logits of the labels of a text, or of each of its tokens (token-classification, fill-mask)."""
+    """An encoder with a head: logits of the labels of a text, or of each of its tokens
+    (token-classification, fill-mask).
+    """
 
 
 EVERY_TASK = frozenset(Task)
 ENCODING = frozenset({Task.FEATURES, Task.CLASSIFICATION})
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
-"""How the architectures of encoders end that give logits: of the labels of a text, of those of each token, of the word in its place."""
+"""How the architectures of encoders end that give logits: of the labels of a text, of those of each
+token, of the word in its place.
+"""
 ENCODERS = frozenset({
-    "albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "ernie",
-    "eurobert", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert", "nystromformer", "rembert", "roberta",
+    "albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2",
+    "distilbert", "electra", "ernie",
+    "eurobert", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nomic_bert", "nystromformer", "rembert",
+    "roberta",
     "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
-"""`model_type` of the encoders of text: a decoder and a vision model can have an architecture that ends in Model, too."""
+"""`model_type` of the encoders of text: a decoder and a vision model can have an architecture that
+ends in Model, too.
+"""
 FIRST_POSITION = frozenset({
     "camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
@@ -52,7 +62,9 @@ def phrase_of(tasks: Iterable[Task]) -> str:
 
 
 def task_of(config: Mapping[str, Any]) -> Task | None:
-    """Return what a config.json describes; None for what optkit does not optimize, and where there are no `architectures`."""
+    """Return what a config.json describes; None for what optkit does not optimize, and where there
+    are no `architectures`.
+    """
     names = [str(name) for name in config.get("architectures") or []]
     if config.get("is_encoder_decoder") or not names:
         return None
@@ -64,14 +76,18 @@ def task_of(config: Mapping[str, Any]) -> Task | None:
 
 
 def loader_of(config: Mapping[str, Any]) -> str:
-    """Return the class of transformers that opens a model as what its architecture says, e.g. `AutoModelForCausalLM`."""
+    """Return the class of transformers that opens a model as what its architecture says, e.g.
+    `AutoModelForCausalLM`.
+    """
     if task_of(config) is Task.FEATURES:
         return "AutoModel"
     return f"AutoModel{next((head for head in HEADS if architecture_of(config).endswith(head)), 'ForCausalLM')}"
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that a model was built for, in tokens; None where its config.json does not say."""
+    """Return the longest sequence that a model was built for, in tokens; None where its config.json
+    does not say.
+    """
     text = config.get("text_config") or config
     found = text.get("max_position_embeddings") or text.get("n_positions")
     if not found:

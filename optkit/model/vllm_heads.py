@@ -1,4 +1,6 @@
-"""Where vLLM takes another size of heads than config.json says, so that it cannot run a model that transformers opens. No torch."""
+"""Where vLLM takes another size of heads than config.json says, so that it cannot run a model that
+transformers opens. No torch.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,26 @@ from optkit.model.depth import hidden_size, text_config
 
 VLLM = "0.32"
 HEADS_FROM_WIDTH = frozenset(
-    {"qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "granitemoe", "granitemoeshared", "mimo", "minicpm", "olmoe"}
+    {
+        "qwen2",
+        "qwen2_moe",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "granitemoe",
+        "granitemoeshared",
+        "mimo",
+        "minicpm",
+        "olmoe",
+    }
 )
-"""`model_type` of those whose class in vLLM divides the hidden size by the heads and reads no `head_dim`."""
+"""`model_type` of those whose class in vLLM divides the hidden size by the heads and reads no
+`head_dim`.
+"""
 
 
 def notes_on_heads(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what vLLM makes of a model whose heads have another size than hidden size / heads; nothing where it reads `head_dim`.
+    """Return what vLLM makes of a model whose heads have another size than hidden size / heads;
+    nothing where it reads `head_dim`.
 
     It takes the first rows of tensors that are longer than it expects, and refuses shorter ones.
     """
@@ -31,6 +46,7 @@ def notes_on_heads(config: Mapping[str, Any]) -> tuple[str, ...]:
     if hidden_size(config) % size == 0:
         fitting += f", or {hidden_size(config) // size} heads with this hidden_size"
     return (
-        f"vLLM {VLLM} cannot run it: for {kind} it takes hidden size / heads = {wrong} for the size of a head and reads no head_dim,"
+        f"vLLM {VLLM} cannot run it: for {kind} it takes hidden size / heads = {wrong} for the size "
+        "of a head and reads no head_dim,"
         f" which is {size} here, so that it {outcome}; transformers and optkit read it. vLLM runs {fitting}",
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import PurePath
 
-SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
+SUFFIXES = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"}
+)
 ONNX = re.compile(r"\.onnx(?:$|[._])")
 """model.onnx and its external data: model.onnx.data, model.onnx_data, model.onnx_data_1, ..."""
 

@@ -1,4 +1,6 @@
-"""The weights of a model by what a token does with them, counted from the headers of its files: bytes as they lie, and logical elements."""
+"""The weights of a model by what a token does with them, counted from the headers of its files:
+bytes as they lie, and logical elements.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ class Weights:
     """One module's tensors."""
 
     role: Role
-    """`blocks` and `experts`: matrices that quantizers take. `plain`: what they leave (routers, norms, projections outside the blocks).
-    `head`: lm_head, or the embedding where that is lm_head too. `rows`: tables of which a token reads one row."""
+    """`blocks` and `experts`: matrices that quantizers take. `plain`: what they leave (routers,
+    norms, projections outside the blocks). `head`: lm_head, or the embedding where that is lm_head
+    too. `rows`: tables of which a token reads one row."""
     elements: int
     """Weights of its matrices; a token costs two operations for each."""
     others: int
@@ -41,7 +44,9 @@ class Weights:
     size_bytes: int
     """All of its tensors as they lie on disk, scales and zero points included."""
     arithmetic: Literal["int8", "fp8"] | None = None
-    """What its products are computed in, where the inputs are rounded too; None: in the model's dtype."""
+    """What its products are computed in, where the inputs are rounded too; None: in the model's
+    dtype.
+    """
     length: int = 1
     """Rows of a table."""
     quantized: bool = False
@@ -65,10 +70,14 @@ def weights_of(shape: ModelShape) -> list[Weights]:
 
 
 def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many experts a layer has, and to how many a token is sent; (0, 0) for a model without."""
+    """Return how many experts a layer has, and to how many a token is sent; (0, 0) for a model
+    without.
+    """
     text = config.get("text_config") or config
     counts = (text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
-    chosen = (text.get(key) for key in ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_top_k"))
+    chosen = (
+        text.get(key) for key in ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_top_k")
+    )
     count, each = next(filter(None, counts), 0), next((each for each in chosen if isinstance(each, int) and each), 0)
     return (int(count), int(each)) if count and each else (0, 0)
 
@@ -117,15 +126,20 @@ def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, sch
     return Weights(role, elements, others, size, _arithmetic(scheme[2]), length, coded)
 
 
-def _elements(name: str, leaf: str, info: TensorInfo, leaves: Mapping[str, TensorInfo], words: Mapping[str, Any]) -> int:
-    """Return the weights of matrices that a tensor stands for; 0 for biases, norms, scales and zero points."""
+def _elements(
+    name: str, leaf: str, info: TensorInfo, leaves: Mapping[str, TensorInfo], words: Mapping[str, Any]
+) -> int:
+    """Return the weights of matrices that a tensor stands for; 0 for biases, norms, scales and zero
+    points.
+    """
     if leaf in ("weight_packed", "qweight"):
         return info.elements * 2 if info.dtype == "U8" else info.elements * 32 // _bits(name, words)
     if leaf == "weight":
         if info.dtype == "U8" and any(each.startswith(FOUR_BIT_STATE) for each in leaves):
             return info.elements * 2
         return info.elements if len(info.shape) == 2 else 0
-    if len(info.shape) >= 3 and EXPERTS in f".{name}.":  # experts in one tensor: [experts, ..., ...], or MXFP4 blocks [..., groups, 16]
+    # experts in one tensor: [experts, ..., ...], or MXFP4 blocks [..., groups, 16]
+    if len(info.shape) >= 3 and EXPERTS in f".{name}.":
         if leaf.endswith("_blocks"):
             return info.elements * 2
         return 0 if leaf.endswith(("_scales", "_bias")) else info.elements
@@ -138,7 +152,8 @@ def _bits(name: str, words: Mapping[str, Any]) -> int:
         raise SourceError(
             "its packed weights cannot be counted",
             where=name,
-            why="The quantization_config does not say in how many bits they are, in the words of compressed-tensors, gptq or awq",
+            why="The quantization_config does not say in how many bits they are, in the words of "
+            "compressed-tensors, gptq or awq",
             remedy="Name the model that it was made from",
         )
     return int(found)
@@ -162,7 +177,9 @@ def _tie_(found: dict[str, Weights], shape: ModelShape) -> None:
     tables = {
         name: each
         for name, each in found.items()
-        if each.role == "rows" and each.length >= least and not any(word in name.rpartition(".")[2] for word in POSITIONS)
+        if each.role == "rows"
+        and each.length >= least
+        and not any(word in name.rpartition(".")[2] for word in POSITIONS)
     }
     if not tables:
         raise SourceError(

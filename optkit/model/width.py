@@ -1,6 +1,8 @@
-"""How wide the parts of a model are, which axis of which tensor is as wide, and a narrower model's shapes and config.json. No torch.
+"""How wide the parts of a model are, which axis of which tensor is as wide, and a narrower model's
+shapes and config.json. No torch.
 
-Tensors are known by their last names (`q_proj`, `c_fc`); their sizes must be those that the config says, or the model is refused.
+Tensors are known by their last names (`q_proj`, `c_fc`); their sizes must be those that the config
+says, or the model is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ class Role(StrEnum):
 Axis: TypeAlias = tuple[Role, ...]
 """What lies along an axis, one behind the other: queries, keys and values in one tensor."""
 
-_TO_QUERY, _TO_KEYS, _TO_ALL = ((Role.QUERY,), Role.HIDDEN), ((Role.KEY,), Role.HIDDEN), ((Role.QUERY, Role.KEY, Role.KEY), Role.HIDDEN)
+_TO_QUERY, _TO_KEYS, _TO_ALL = (
+    ((Role.QUERY,), Role.HIDDEN),
+    ((Role.KEY,), Role.HIDDEN),
+    ((Role.QUERY, Role.KEY, Role.KEY), Role.HIDDEN),
+)
 _INTO, _INTO_BOTH, _OUT_OF = ((Role.FFN,), Role.HIDDEN), ((Role.FFN, Role.FFN), Role.HIDDEN), ((Role.HIDDEN,), Role.FFN)
 _FROM_HEADS, _LOOKED_UP = ((Role.HIDDEN,), Role.QUERY), ((Role.FIXED,), Role.HIDDEN)
 LINEARS: Mapping[str, tuple[Axis, Role]] = {
@@ -42,7 +48,8 @@ LINEARS: Mapping[str, tuple[Axis, Role]] = {
     "o_proj": _FROM_HEADS, "out_proj": _FROM_HEADS, "dense": _FROM_HEADS, "attn.c_proj": _FROM_HEADS,
     "gate_proj": _INTO, "up_proj": _INTO, "fc1": _INTO, "c_fc": _INTO, "gate_up_proj": _INTO_BOTH,
     "down_proj": _OUT_OF, "fc2": _OUT_OF, "mlp.c_proj": _OUT_OF,
-    "embed_tokens": _LOOKED_UP, "lm_head": _LOOKED_UP, "wte": _LOOKED_UP, "wpe": _LOOKED_UP, "embed_positions": _LOOKED_UP,
+    "embed_tokens": _LOOKED_UP, "lm_head": _LOOKED_UP, "wte": _LOOKED_UP, "wpe": _LOOKED_UP,
+    "embed_positions": _LOOKED_UP,
 }  # fmt: skip
 """Linear layers and embeddings by how their names end: what their outputs and their inputs are."""
 HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
@@ -83,7 +90,9 @@ def widths_of(shape: ModelShape) -> Widths:
 
 
 def _ffn_size(shape: ModelShape) -> int:
-    """Return the inputs of what ends the feed-forward layers of every block; 0 where blocks differ or have experts."""
+    """Return the inputs of what ends the feed-forward layers of every block; 0 where blocks differ
+    or have experts.
+    """
     found, blocks = set(), set()
     for name, info in shape.tensors.items():
         module = name.removesuffix(".weight")
@@ -99,7 +108,9 @@ def _ffn_size(shape: ModelShape) -> int:
 
 
 def axes_of(shape: ModelShape, widths: Widths) -> dict[str, tuple[Axis, ...] | None]:
-    """Return what lies along the axes of each tensor; None for one that is not known, or is not as long as its name says."""
+    """Return what lies along the axes of each tensor; None for one that is not known, or is not as
+    long as its name says.
+    """
     return {name: _fitting(_axes(name, info, widths), info, widths) for name, info in shape.tensors.items()}
 
 
@@ -135,7 +146,8 @@ def _leaf(module: str) -> str:
 def narrower_tensors(shape: ModelShape, before: Widths, after: Widths) -> dict[str, TensorInfo]:
     """Return the tensors of a model of other widths.
 
-    Raises StageError where a tensor beside those that change is not known, so that nobody can tell whether it would fit.
+    Raises StageError where a tensor beside those that change is not known, so that nobody can tell
+    whether it would fit.
     """
     roles = changing(before, after)
     axes = axes_of(shape, before)
@@ -165,7 +177,9 @@ def changing(before: Widths, after: Widths) -> frozenset[Role]:
     return frozenset(role for role in Role if role is not Role.FIXED and before.size(role) != after.size(role))
 
 
-def _unknown(shape: ModelShape, axes: Mapping[str, tuple[Axis, ...] | None], roles: frozenset[Role]) -> Iterator[tuple[str, str]]:
+def _unknown(
+    shape: ModelShape, axes: Mapping[str, tuple[Axis, ...] | None], roles: frozenset[Role]
+) -> Iterator[tuple[str, str]]:
     """Yield the tensors that might have to change and are not known."""
     parents = {
         _parent(name)
@@ -185,7 +199,8 @@ def _parent(name: str) -> str:
 
 
 def narrower_config(config: Mapping[str, Any], before: Widths, after: Widths) -> dict[str, Any]:
-    """Return config.json of a model of other widths; the size of a head is written out where it no longer follows.
+    """Return config.json of a model of other widths; the size of a head is written out where it no
+    longer follows.
 
     What RMS norms add to the mean square grows as that does where it is taken over fewer channels.
     """

@@ -1,7 +1,9 @@
-"""Where scales of input channels can be folded: which norm or linear layer makes the input of which linear layers, found by running them.
+"""Where scales of input channels can be folded: which norm or linear layer makes the input of which
+linear layers, found by running them.
 
-A linear layer computes the same from `x / s` with the columns of its weight multiplied by `s`. What made x takes the division: a norm in
-its weight, a linear layer in its output rows. Neither names nor architectures are looked at, see `wiring_probe`.
+A linear layer computes the same from `x / s` with the columns of its weight multiplied by `s`. What
+made x takes the division: a norm in its weight, a linear layer in its output rows. Neither names
+nor architectures are looked at, see `wiring_probe`.
 
 wiring = fold_groups(skeleton, index, hidden, call)
 for group in wiring.groups:
@@ -32,13 +34,18 @@ class FoldGroup:
     """Layers that get the same input, and what makes it."""
 
     producer: str
-    """The norm or linear layer, by its name in the checkpoint without `.weight`, e.g. `model.layers.0.input_layernorm`."""
+    """The norm or linear layer, by its name in the checkpoint without `.weight`, e.g.
+    `model.layers.0.input_layernorm`.
+    """
     kind: Literal["norm", "linear"]
     consumers: tuple[str, ...]
-    """All whose weights read the input, by their names in the checkpoint: linear layers, and routers of experts."""
+    """All whose weights read the input, by their names in the checkpoint: linear layers, and
+    routers of experts.
+    """
     rows: Tensor | None
-    """int64 [in]: the producer's output that each input channel is made of. Channels with the same one have to share their scale (v_proj
-    with grouped-query attention). None where input i is output i."""
+    """int64 [in]: the producer's output that each input channel is made of. Channels with the same
+    one have to share their scale (v_proj with grouped-query attention). None where input i is
+    output i."""
     offset: float
     """What the norm adds to its weight before it multiplies by it."""
     places: Mapping[str, str]
@@ -52,13 +59,17 @@ class Wiring:
     groups: tuple[FoldGroup, ...]
     """In the order in which their producers run."""
     refused: Mapping[str, str]
-    """Linear layers of the block whose input scales cannot be folded: name in the checkpoint -> the reason."""
+    """Linear layers of the block whose input scales cannot be folded: name in the checkpoint -> the
+    reason.
+    """
 
 
 def fold_groups(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> Wiring:
-    """Find what can be folded in a loaded block; hidden: float [batch, sequence, hidden], a few dozen tokens suffice, with their call.
+    """Find what can be folded in a loaded block; hidden: float [batch, sequence, hidden], a few
+    dozen tokens suffice, with their call.
 
-    The weights are as before when it returns. Raises StageError where there are too few tokens for every expert to get one.
+    The weights are as before when it returns. Raises StageError where there are too few tokens for
+    every expert to get one.
     """
     block = skeleton.blocks[index]
     places = _places(skeleton, block.name)
@@ -78,15 +89,19 @@ def fold_groups(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> W
                     reasons |= dict.fromkeys(reached, f"the output of {names[producer]} reaches it {found.reason}")
     foldable = {name for group in groups for name in group.consumers}
     alone = "no norm or linear layer with weights of its own makes its input"
-    return Wiring(tuple(groups), {name: reasons.get(name, alone) for name in skeleton.linears(block) if name not in foldable})
+    return Wiring(
+        tuple(groups), {name: reasons.get(name, alone) for name in skeleton.linears(block) if name not in foldable}
+    )
 
 
 def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ...]:
-    """Divide what the producer makes by the scales, float [in], and multiply the columns of its consumers by them, in the loaded modules.
+    """Divide what the producer makes by the scales, float [in], and multiply the columns of its
+    consumers by them, in the loaded modules.
 
-    Returns the tensors of the checkpoint that are no longer what the file holds. Where the weight of a norm is stored too coarsely for its
-    quotient (bfloat16), the consumers get the scale that it came to. Raises ValueError for scales that are not positive and finite, and
-    for channels of one row of the producer with different scales.
+    Returns the tensors of the checkpoint that are no longer what the file holds. Where the weight
+    of a norm is stored too coarsely for its quotient (bfloat16), the consumers get the scale that
+    it came to. Raises ValueError for scales that are not positive and finite, and for channels of
+    one row of the producer with different scales.
     """
     place = group.places[group.producer]
     producer = skeleton.model.get_submodule(place)
@@ -95,7 +110,11 @@ def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ..
     if not bool((by_input.isfinite() & (by_input > 0)).all()):
         raise ValueError(f"{group.producer}: a scale is not a positive, finite number")
     outputs = weight.shape[-1] if weight.dim() == 1 or isinstance(producer, Conv1D) else weight.shape[0]
-    by_output = by_input if group.rows is None else by_input.new_ones(outputs).scatter_(0, group.rows.to(weight.device), by_input)
+    by_output = (
+        by_input
+        if group.rows is None
+        else by_input.new_ones(outputs).scatter_(0, group.rows.to(weight.device), by_input)
+    )
     if group.rows is not None and not torch.equal(by_output[group.rows.to(weight.device)], by_input):
         raise ValueError(f"{group.producer}: channels of one row have different scales")
     changed = [f"{place}.weight"]
@@ -120,9 +139,15 @@ def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ..
 
 
 def _places(skeleton: Skeleton, block: str) -> dict[str, str]:
-    """Return name in the checkpoint -> module of a block, of those with a weight that nothing else uses."""
+    """Return name in the checkpoint -> module of a block, of those with a weight that nothing else
+    uses.
+    """
     uses = Counter(skeleton.tensor_names.values())
-    own = {name: tensor for name, tensor in skeleton.tensor_names.items() if name.startswith(f"{block}.") and uses[tensor] == 1}
+    own = {
+        name: tensor
+        for name, tensor in skeleton.tensor_names.items()
+        if name.startswith(f"{block}.") and uses[tensor] == 1
+    }
     return {
         tensor.removesuffix(".weight"): name.removesuffix(".weight")
         for name, tensor in own.items()
@@ -139,7 +164,9 @@ def _checked(
     places: Mapping[str, str],
     reasons: dict[str, str],
 ) -> Iterator[FoldGroup]:
-    """Yield the group where real folding leaves the outputs as they are; else say why not in `reasons`."""
+    """Yield the group where real folding leaves the outputs as they are; else say why not in
+    `reasons`.
+    """
     weight: Tensor = producer.weight  # type: ignore[assignment]
     kind: Literal["norm", "linear"] = "norm" if weight.dim() == 1 else "linear"
     offset = next((offset for offset in OFFSETS if _vanishes(scope, producer, offset)), None) if kind == "norm" else 0.0
@@ -150,7 +177,9 @@ def _checked(
     elif offset is None:
         reason = f"{names[producer]}, which makes its input, does not multiply by its weight"
     else:
-        group = FoldGroup(names[producer], kind, known, found.rows, offset, {name: places[name] for name in (names[producer], *known)})
+        group = FoldGroup(
+            names[producer], kind, known, found.rows, offset, {name: places[name] for name in (names[producer], *known)}
+        )
         if _keeps_outputs(skeleton, scope, group):
             yield group
             return
@@ -170,7 +199,9 @@ def _vanishes(scope: Scope, norm: nn.Module, offset: float) -> bool:
 
 
 def _keeps_outputs(skeleton: Skeleton, scope: Scope, group: FoldGroup) -> bool:
-    """Whether the outputs stay as they are with scales of 1/2, 1 and 2 folded in; the weights are put back."""
+    """Whether the outputs stay as they are with scales of 1/2, 1 and 2 folded in; the weights are
+    put back.
+    """
     modules = [skeleton.model.get_submodule(place) for place in group.places.values()]
     held = [(parameter, parameter.clone()) for module in modules for parameter in module.parameters(recurse=False)]
     consumer = skeleton.model.get_submodule(group.places[group.consumers[0]])

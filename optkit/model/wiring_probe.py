@@ -1,10 +1,13 @@
-"""Run a part of a model with the output of one of its layers multiplied by powers of two, and see which weights get exactly that.
+"""Run a part of a model with the output of one of its layers multiplied by powers of two, and see
+which weights get exactly that.
 
-The output of the layer in question, the producer, is replaced by random numbers, once as they are and then multiplied channel by channel
-by powers of two, which no float format rounds. A layer whose input comes out multiplied by powers of two too, channel by channel, is a
-consumer, and its input is divided again on the spot; so when the outputs of the part are as before, nothing else depends on the
-producer. Any other change means that something in between is not linear. The powers spell the number of the producer's channel in base 8,
-a digit a run, so that permutations and repetitions (grouped-query attention) are read off.
+The output of the layer in question, the producer, is replaced by random numbers, once as they are
+and then multiplied channel by channel by powers of two, which no float format rounds. A layer whose
+input comes out multiplied by powers of two too, channel by channel, is a consumer, and its input is
+divided again on the spot; so when the outputs of the part are as before, nothing else depends on
+the producer. Any other change means that something in between is not linear. The powers spell the
+number of the producer's channel in base 8, a digit a run, so that permutations and repetitions
+(grouped-query attention) are read off.
 """
 
 from __future__ import annotations
@@ -34,12 +37,16 @@ class Found:
 
     consumers: tuple[nn.Module, ...]
     rows: Tensor | None
-    """int64 [in]: the producer's output that each input channel is made of; None where input i is output i."""
+    """int64 [in]: the producer's output that each input channel is made of; None where input i is
+    output i.
+    """
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a producer's outputs cannot be scaled: how they reach the layers at which that showed, the last of them most clearly."""
+    """Why a producer's outputs cannot be scaled: how they reach the layers at which that showed,
+    the last of them most clearly.
+    """
 
     reason: str
     readers: tuple[nn.Module, ...] = ()
@@ -74,7 +81,9 @@ def close(tensor: Tensor, reference: Tensor) -> bool:
 
 
 def scopes(module: nn.Module, run: Callable[[], object]) -> list[Scope]:
-    """Run once; return the module and those below it that have candidates for producers as children, in the order in which they ran."""
+    """Run once; return the module and those below it that have candidates for producers as
+    children, in the order in which they ran.
+    """
     calls: dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
     returned: dict[nn.Module, object] = {}
 
@@ -107,7 +116,8 @@ def probe(scope: Scope, producer: nn.Module) -> Found | Refusal:
     result = signal.follow(range(signal.channels))
     if isinstance(result, Refusal) and result.readers and columns(producer):
         inputs = columns(result.readers[-1])
-        for size in (inputs, (signal.channels - inputs) // 2):  # of joined q, k, v or gate, up: the last part; k and v may have fewer heads
+        # of joined q, k, v or gate, up: the last part; k and v may have fewer heads
+        for size in (inputs, (signal.channels - inputs) // 2):
             if 0 < size < signal.channels:
                 part = signal.follow(range(signal.channels - size, signal.channels))
                 if isinstance(part, Found):
@@ -140,7 +150,9 @@ def every_expert_called(block: Block) -> Iterator[None]:
         turns = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype) % count
         return hidden, turns.view_as(chosen), *rest
 
-    handles = [module.register_forward_pre_hook(spread) for module in block.module.modules() if isinstance(module, Experts)]
+    handles = [
+        module.register_forward_pre_hook(spread) for module in block.module.modules() if isinstance(module, Experts)
+    ]
     try:
         yield
     finally:
@@ -157,7 +169,9 @@ class _HaltedError(Exception):
 
 
 class _Signal:
-    """Random numbers in place of the producer's output, and what they became when nothing was scaled."""
+    """Random numbers in place of the producer's output, and what they became when nothing was
+    scaled.
+    """
 
     def __init__(self, scope: Scope, producer: nn.Module) -> None:
         self.scope, self.producer = scope, producer
@@ -191,10 +205,16 @@ class _Signal:
         if not found:
             return Refusal("nowhere")
         first, *others = found.values()
-        if any(not torch.equal(first, other) for other in others) or int(first.max()) >= len(rows) or int(first.min()) < 0:
+        if (
+            any(not torch.equal(first, other) for other in others)
+            or int(first.max()) >= len(rows)
+            or int(first.min()) < 0
+        ):
             return Refusal("and others in another order", tuple(found))
         number = first + rows.start
-        in_order = len(number) == self.channels and torch.equal(number, torch.arange(self.channels, device=number.device))
+        in_order = len(number) == self.channels and torch.equal(
+            number, torch.arange(self.channels, device=number.device)
+        )
         return Found(tuple(found), None if in_order else number)
 
     def _run(self, numbers: Tensor, observe: Callable[[nn.Module, Tensor, int], Tensor | None]) -> list[Tensor]:
@@ -235,7 +255,9 @@ class _Signal:
 
 
 def _may_produce(module: nn.Module, output: object) -> bool:
-    """Whether a module has a weight whose outputs can be scaled: a linear layer, or a vector of one number for each output channel."""
+    """Whether a module has a weight whose outputs can be scaled: a linear layer, or a vector of one
+    number for each output channel.
+    """
     weight = module._parameters.get("weight")
     if weight is None or not isinstance(output, Tensor) or not output.is_floating_point():
         return False

@@ -1,6 +1,8 @@
-"""Write a model directory: shards of safetensors that are streamed to disk, the index, config.json and the files that hold no weights.
+"""Write a model directory: shards of safetensors that are streamed to disk, the index, config.json
+and the files that hold no weights.
 
-Names and index are those of transformers' `save_pretrained`, so that anything that opens a checkpoint opens ours.
+Names and index are those of transformers' `save_pretrained`, so that anything that opens a
+checkpoint opens ours.
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ class CheckpointWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor of any shape; the caller must not change it afterwards.
 
-        Raises StageError for a name that was added before or memory that another pending name shares, ResourceError when the disk is full.
+        Raises StageError for a name that was added before or memory that another pending name
+        shares, ResourceError when the disk is full.
         """
         if name in self._names:
-            raise StageError("the tensor is written twice", where=f"{self.target}: {name}", why="A checkpoint holds each name once")
+            raise StageError(
+                "the tensor is written twice", where=f"{self.target}: {name}", why="A checkpoint holds each name once"
+            )
         tensor = tensor.detach().to("cpu").contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()
@@ -69,7 +74,9 @@ class CheckpointWriter:
         self.size_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the last shard, give the shards their final names and write the index; raises StageError when nothing was added."""
+        """Write the last shard, give the shards their final names and write the index; raises
+        StageError when nothing was added.
+        """
         if self._pending:
             self._flush()
         if not self._shards:
@@ -101,7 +108,9 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             self.finish()
             return
@@ -110,7 +119,8 @@ class CheckpointWriter:
 
 
 def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
-    """Copy tokenizer, chat template, licence and the like (`optkit.model.companions`), where `trusted` code too, but not config.json.
+    """Copy tokenizer, chat template, licence and the like (`optkit.model.companions`), where
+    `trusted` code too, but not config.json.
 
     Raises ResourceError when the disk is full.
     """
@@ -124,7 +134,8 @@ def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
 
 
 def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
-    """Let `copy` be the same file, which takes no space, where links are allowed and possible, else a copy of it.
+    """Let `copy` be the same file, which takes no space, where links are allowed and possible, else
+    a copy of it.
 
     Raises ResourceError when the disk is full.
     """
@@ -139,14 +150,17 @@ def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
 def write_config(target: Path, config: Mapping[str, Any]) -> None:
     """Write config.json, whole or not at all; raises ResourceError when the disk is full.
 
-    Where transformers' own choice of attention leaves out what the model asks for, it names the one that does not, for who opens the model.
+    Where transformers' own choice of attention leaves out what the model asks for, it names the one
+    that does not, for who opens the model.
     """
     _write_json(Path(target) / "config.json", attention_options(config, config))
 
 
 @contextmanager
 def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
-    """Turn "no space left" while `path` is written into a ResourceError that says how much was needed and is free."""
+    """Turn "no space left" while `path` is written into a ResourceError that says how much was
+    needed and is free.
+    """
     try:
         yield
     except OSError as error:

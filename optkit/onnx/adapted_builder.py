@@ -1,10 +1,13 @@
-"""What ONNX Runtime GenAI's model builder (0.14) is not left to do itself, replaced in the process that exports and nowhere else.
+"""What ONNX Runtime GenAI's model builder (0.14) is not left to do itself, replaced in the process
+that exports and nowhere else.
 
-It would load quantized weights by the names and layouts that it knows, and decides for a whole model whether matrices are codes or floats,
-rounding those that are still float, lm_head among them, to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
+It would load quantized weights by the names and layouts that it knows, and decides for a whole
+model whether matrices are codes or floats, rounding those that are still float, lm_head among them,
+to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
 
-What a model computes it reads from config.json, by names of transformers 4 (`optkit.onnx.older_names`), and by rules of its own where
-transformers has others: which layers have a sliding window and which no rotary embedding, and the angles of the rotary embedding. These
+What a model computes it reads from config.json, by names of transformers 4
+(`optkit.onnx.older_names`), and by rules of its own where transformers has others: which layers
+have a sliding window and which no rotary embedding, and the angles of the rotary embedding. These
 are taken from the config and the model.
 """
 
@@ -44,7 +47,8 @@ SAME_AT_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
 
 
 def adapt_(builder: ModuleType, order: dict[str, Any]) -> None:
-    """Change the classes of the module `onnxruntime_genai.models.builder` so that `create_model` exports what is ordered.
+    """Change the classes of the module `onnxruntime_genai.models.builder` so that `create_model`
+    exports what is ordered.
 
     Raises StageError where that module is not the one that this was written for.
     """
@@ -106,7 +110,9 @@ class _Configs:
 
 
 def _by_layer(name: str) -> Callable[..., Any]:
-    """Return the method that makes a matrix product of codes where the layer has them, else of floats."""
+    """Return the method that makes a matrix product of codes where the layer has them, else of
+    floats.
+    """
 
     def make(self: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
         kind = "int4" if hasattr(matmul, "qweight") else "float"
@@ -125,7 +131,9 @@ def _set_layer_(builder: Any, layer: int) -> None:
 
 
 def _angles(builder: Any) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines, float [positions, size], as the model itself computes them; None where it has several sorts."""
+    """Return cosines and sines, float [positions, size], as the model itself computes them; None
+    where it has several sorts.
+    """
     rotary = getattr(getattr(getattr(builder, "weights", None), "model", None), "rotary_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)
     if rotary is None or frequencies is None or getattr(rotary, "rope_type", None) not in SAME_AT_ANY_LENGTH:

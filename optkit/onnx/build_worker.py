@@ -1,12 +1,15 @@
-"""Entry of the process that exports: `python -P -m optkit.onnx.build_worker DESCRIPTOR`, in the environment of optkit itself.
+"""Entry of the process that exports: `python -P -m optkit.onnx.build_worker DESCRIPTOR`, in the
+environment of optkit itself.
 
-In: one JSON line on stdin (the fields of `optkit.onnx.builder.Order`); stdin stays open for as long as the parent lives.
+In: one JSON line on stdin (the fields of `optkit.onnx.builder.Order`); stdin stays open for as long
+as the parent lives.
 Out: JSON lines on the file descriptor; stdout and stderr belong to the libraries.
 
     {"type": "read", "what": "layer 3"}                    the exporter is at this part of the model
     {"type": "done"}                                       the last line of a process that is done
     {"type": "refused", "kind": "StageError", "what": ...}  an error of optkit's own, in its parts
-    {"type": "error", "exception": "ValueError", "message": "first line", "disk_full": false, "no_memory": false, "trace": ...}
+    {"type": "error", "exception": "ValueError", "message": "first line", "disk_full": false, "no_memory": false,
+     "trace": ...}
 """
 
 from __future__ import annotations
@@ -63,12 +66,21 @@ def main(descriptor: int) -> int:
         sys.stdout = Overheard(sys.stdout, parent)  # type: ignore[assignment]
         _export(order)
     except OptkitError as error:
-        parent.send(type="refused", kind=type(error).__name__, what=error.what, where=error.where, why=error.why, remedy=error.remedy)
+        parent.send(
+            type="refused",
+            kind=type(error).__name__,
+            what=error.what,
+            where=error.where,
+            why=error.why,
+            remedy=error.remedy,
+        )
         return 1
     except BaseException as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
-        message = next(iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})")
+        message = next(
+            iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
+        )
         full = errno_of(error) in NO_ROOM
         told = {"trace": told_crash(error)["trace"], "no_memory": is_out_of_memory(error)}
         parent.send(type="error", exception=type(error).__name__, message=message, disk_full=full, **told)
@@ -81,7 +93,9 @@ def _export(order: dict[str, Any]) -> None:
     if order["exporter"] == "torch":
         from optkit.onnx.torch_decoder import export_decoder
 
-        export_decoder(Path(order["source"]), Path(order["target"]), order["opset"], order["kv_cache"], order["trust_remote_code"])
+        export_decoder(
+            Path(order["source"]), Path(order["target"]), order["opset"], order["kv_cache"], order["trust_remote_code"]
+        )
         return
     from onnxruntime_genai.models import builder
 

@@ -1,4 +1,6 @@
-"""An exporter (ONNX Runtime GenAI's model builder, torch) in a process of its own: what it is asked for, and how it can end."""
+"""An exporter (ONNX Runtime GenAI's model builder, torch) in a process of its own: what it is asked
+for, and how it can end.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,13 @@ class Order:
     head_bits: int | None = None
     """Bits that lm_head is rounded to; None leaves it as it is."""
     shared_embedding: bool = False
-    """The embedding reads the codes of lm_head; only where both are one matrix and `head_bits` are given."""
+    """The embedding reads the codes of lm_head; only where both are one matrix and `head_bits` are
+    given.
+    """
     float_activations: bool = True
-    """MatMulNBits multiplies in the dtype of the graph; False: it may round its inputs to 8 bits (accuracy level 4)."""
+    """MatMulNBits multiplies in the dtype of the graph; False: it may round its inputs to 8 bits
+    (accuracy level 4).
+    """
     trust_remote_code: bool = False
     device: str = "cpu"
     """Where the graph is compared with its source."""
@@ -92,8 +98,9 @@ def refuse_architecture(architecture: str) -> None:
 def build(order: Order, task: Task) -> dict[str, Any]:
     """Fill the target; return what a report says of it beside the graph: nothing.
 
-    The process ends with this one, however that ends, and what it prints is shown only where it fails.
-    Raises StageError with what the exporter says, ResourceError where memory or disk run out.
+    The process ends with this one, however that ends, and what it prints is shown only where it
+    fails. Raises StageError with what the exporter says, ResourceError where memory or disk run
+    out.
     """
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as made:
         work = Path(made)
@@ -109,7 +116,9 @@ def build(order: Order, task: Task) -> dict[str, Any]:
 
 
 def _request(order: Order, work: Path) -> dict[str, Any]:
-    """Return what the worker reads; `view` shows the builder a config without the quantization that it would look for."""
+    """Return what the worker reads; `view` shows the builder a config without the quantization that
+    it would look for.
+    """
     asked = {
         "exporter": order.exporter,
         "source": str(order.source.absolute()),
@@ -124,7 +133,8 @@ def _request(order: Order, work: Path) -> dict[str, Any]:
     write_config(view, {name: value for name, value in config.items() if name != "quantization_config"})
     for each in [*order.source.glob("generation_config.json"), *order.source.glob("*.py")]:
         (view / each.name).symlink_to(each.absolute())
-    # Its graph of float16 for the CPU lacks the fused attention that the CPU has: it is asked for that of CUDA instead.
+    # Its graph of float16 for the CPU lacks the fused attention that the CPU has: it is asked for
+    # that of CUDA instead.
     provider = "cuda" if (order.provider, order.dtype) == ("cpu", "float16") else order.provider
     options: dict[str, Any] = {"int4_accuracy_level": 0 if order.float_activations else 4}
     if order.head_bits is not None:
@@ -169,7 +179,9 @@ def _started(request: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Po
 
 def _variables() -> dict[str, str]:
     """Return the worker's environment: our own paths, no network, no GPU."""
-    return python_environment(PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+    return python_environment(
+        PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES=""
+    )
 
 
 def _listen(messages: IO[str], task: Task) -> dict[str, Any]:
@@ -188,12 +200,18 @@ def _failure(last: dict[str, Any], status: int, log: Path, order: Order) -> Optk
         kind: type[OptkitError] = getattr(errors, last["kind"], StageError)
         return kind(last["what"], where=last["where"], why=last["why"], remedy=last["remedy"])
     if last.get("disk_full"):
-        return ResourceError("the disk is full", where=str(order.target), remedy="Free some space, or put the store on another disk")
+        return ResourceError(
+            "the disk is full", where=str(order.target), remedy="Free some space, or put the store on another disk"
+        )
     if last.get("no_memory") or status == -signal.SIGKILL:
         how = "" if last else "Its process was ended by SIGKILL, as the system does where memory runs out"
-        return ResourceError("memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory")
+        return ResourceError(
+            "memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory"
+        )
     if last:
-        failed = StageError(f"{last['exception']}: {last['message']}", where=where, why=f"{NAMES[order.exporter]} stopped there")
+        failed = StageError(
+            f"{last['exception']}: {last['message']}", where=where, why=f"{NAMES[order.exporter]} stopped there"
+        )
         return with_trace(failed, last, "the process that exported")
     return StageError(f"its process {_ending(status)} and without a result", where=where, why=_last_lines(log))
 

@@ -1,4 +1,6 @@
-"""The builds of ONNX Runtime and of its GenAI: one package each under several names on PyPI, of which an environment can hold one."""
+"""The builds of ONNX Runtime and of its GenAI: one package each under several names on PyPI, of
+which an environment can hold one.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ def installed(builds: Iterable[str]) -> dict[str, str]:
 
 
 def providers() -> tuple[str, ...]:
-    """Return what the installed onnxruntime can compute on, e.g. `("CUDA", "CPU")`. Raises `UNUSABLE`."""
+    """Return what the installed onnxruntime can compute on, e.g. `("CUDA", "CPU")`. Raises
+    `UNUSABLE`.
+    """
     import onnxruntime
 
     return tuple(name.removesuffix(SUFFIX) for name in onnxruntime.get_available_providers())
 
 
 def problems() -> list[str]:
-    """Return what is wrong with the installed builds: two in each other's place, or one that cannot be imported."""
+    """Return what is wrong with the installed builds: two in each other's place, or one that cannot
+    be imported.
+    """
     found = [_conflict(here) for builds in (RUNTIME_BUILDS, GENAI_BUILDS) if len(here := installed(builds)) > 1]
     if not found and installed(RUNTIME_BUILDS):
         try:

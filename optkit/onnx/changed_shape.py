@@ -1,7 +1,9 @@
-"""What `onnx_quantize` and `onnx_optimize` will leave and need, known from the shapes of their source; no torch and no onnx is needed.
+"""What `onnx_quantize` and `onnx_optimize` will leave and need, known from the shapes of their
+source; no torch and no onnx is needed.
 
-The source is an ONNX directory (`model.onnx_shape`) or what `onnx` will leave (`prediction.exported_shape`): so tensors are told by their
-names and shapes, and names of nodes are not known. A pattern that matches no tensor is taken to match none.
+The source is an ONNX directory (`model.onnx_shape`) or what `onnx` will leave
+(`prediction.exported_shape`): so tensors are told by their names and shapes, and names of nodes are
+not known. A pattern that matches no tensor is taken to match none.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Blocks:
 def rounded_shape(
     shape: ModelShape, form: Blocks, head: Blocks | None, shared: bool, include: Iterable[str], exclude: Iterable[str]
 ) -> ModelShape:
-    """Return the tensors with matrices in blocks; `head` None leaves lm_head as it is, `shared` lets the embedding read its codes."""
+    """Return the tensors with matrices in blocks; `head` None leaves lm_head as it is, `shared`
+    lets the embedding read its codes.
+    """
     tensors = dict(shape.tensors)
     tied = tied_matrix(shape)
     for name, info in matrices(shape, include, exclude).items():
@@ -57,8 +61,12 @@ def rounded_shape(
     return ModelShape(config=shape.config, tensors=tensors)
 
 
-def int8_shape(shape: ModelShape, per_channel: bool, embeddings: bool, include: Iterable[str], exclude: Iterable[str]) -> ModelShape:
-    """Return the tensors with matrices, and embeddings where asked for, in int8 with their scales and zero points."""
+def int8_shape(
+    shape: ModelShape, per_channel: bool, embeddings: bool, include: Iterable[str], exclude: Iterable[str]
+) -> ModelShape:
+    """Return the tensors with matrices, and embeddings where asked for, in int8 with their scales
+    and zero points.
+    """
     tensors = dict(shape.tensors)
     found = matrices(shape, include, exclude, embeddings)
     if tied := tied_matrix(shape):
@@ -68,22 +76,31 @@ def int8_shape(shape: ModelShape, per_channel: bool, embeddings: bool, include: 
         tensors.pop(name, None)
         channels = info.shape[-1] if per_channel else 1
         tensors[f"{name}_quantized"] = TensorInfo("I8", info.shape)
-        tensors |= {f"{name}_scale": TensorInfo("F32", (channels,)), f"{name}_zero_point": TensorInfo("I8", (channels,))}
+        tensors |= {
+            f"{name}_scale": TensorInfo("F32", (channels,)),
+            f"{name}_zero_point": TensorInfo("I8", (channels,)),
+        }
     return ModelShape(config=shape.config, tensors=tensors)
 
 
 def optimized_shape(shape: ModelShape, folded: bool, float16: bool) -> ModelShape:
-    """Return the tensors after the fusions, which turn the embedding that lm_head reads into a matrix of its own, and the conversion."""
+    """Return the tensors after the fusions, which turn the embedding that lm_head reads into a
+    matrix of its own, and the conversion.
+    """
     tensors = dict(shape.tensors)
     if folded and (tied := tied_matrix(shape)):
         tensors[f"{HEAD}.weight"] = shape.tensors[tied]
     if float16:
-        tensors = {name: TensorInfo("F16", each.shape) if each.dtype == "F32" else each for name, each in tensors.items()}
+        tensors = {
+            name: TensorInfo("F16", each.shape) if each.dtype == "F32" else each for name, each in tensors.items()
+        }
     return ModelShape(config={**shape.config, "dtype": "float16"} if float16 else shape.config, tensors=tensors)
 
 
 def rounding_bytes(shape: ModelShape, left: ModelShape, algorithm: str) -> int:
-    """Return the memory of rounding in blocks: the widest slice of a matrix, then the written model, opened."""
+    """Return the memory of rounding in blocks: the widest slice of a matrix, then the written
+    model, opened.
+    """
     widest = max((min(each.elements, SLICE_ELEMENTS) for each in _matrices_and_head(shape)), default=0)
     return LIBRARY_BYTES + max(widest * BYTES_OF_A_WEIGHT[algorithm], round(left.size_bytes * OPENED))
 
@@ -93,8 +110,12 @@ def whole_bytes(shape: ModelShape, copies: float) -> int:
     return LIBRARY_BYTES + round(optimized_shape(shape, folded=True, float16=False).size_bytes * copies)
 
 
-def matrices(shape: ModelShape, include: Iterable[str], exclude: Iterable[str], embeddings: bool = False) -> dict[str, TensorInfo]:
-    """Return the weights of products of matrices that the patterns choose, by name; with `embeddings` those too."""
+def matrices(
+    shape: ModelShape, include: Iterable[str], exclude: Iterable[str], embeddings: bool = False
+) -> dict[str, TensorInfo]:
+    """Return the weights of products of matrices that the patterns choose, by name; with
+    `embeddings` those too.
+    """
     return {
         name: info
         for name, info in shape.tensors.items()
@@ -106,10 +127,18 @@ def matrices(shape: ModelShape, include: Iterable[str], exclude: Iterable[str], 
 
 
 def tied_matrix(shape: ModelShape) -> str:
-    """Return the name of the one matrix that is both embedding and lm_head; empty where they are two."""
-    ends = [name for name, each in shape.tensors.items() if _is_matrix(name, each) and (_is_embedding(name) or HEAD in name)]
+    """Return the name of the one matrix that is both embedding and lm_head; empty where they are
+    two.
+    """
+    ends = [
+        name for name, each in shape.tensors.items() if _is_matrix(name, each) and (_is_embedding(name) or HEAD in name)
+    ]
     ends = [name for name in ends if shape.config.get("vocab_size") in shape.tensors[name].shape]
-    tied = shape.task is Task.GENERATION and len(ends) == 1 and (_is_embedding(ends[0]) or shape.config.get("tie_word_embeddings"))
+    tied = (
+        shape.task is Task.GENERATION
+        and len(ends) == 1
+        and (_is_embedding(ends[0]) or shape.config.get("tie_word_embeddings"))
+    )
     return ends[0] if tied and (HEAD in ends[0] or is_tied(shape)) else ""
 
 

@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
 
 RUNTIMES_OWN = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
-"""Operators that ONNX Runtime has in ONNX's own domain, in versions where ONNX has none of that name."""
+"""Operators that ONNX Runtime has in ONNX's own domain, in versions where ONNX has none of that
+name.
+"""
 RUNTIME_DOMAIN = "com.microsoft"
 
 
 def problem_of_graph(model: ModelProto) -> str:
-    """Return what onnx.checker has against a model, in one line; empty where it finds nothing wrong.
+    """Return what onnx.checker has against a model, in one line; empty where it finds nothing
+    wrong.
 
-    The graph alone is checked, with weights that lie elsewhere as inputs: the checker refuses data files with several hard links, which
-    a user's may have. `model` is left as it is.
+    The graph alone is checked, with weights that lie elsewhere as inputs: the checker refuses data
+    files with several hard links, which a user's may have. `model` is left as it is.
     """
     import onnx
 
@@ -35,8 +38,12 @@ def problem_of_graph(model: ModelProto) -> str:
 
 
 def own_nodes(model: ModelProto) -> int:
-    """Return how many nodes are ONNX Runtime's own and yet in ONNX's domain, so that onnx.checker would refuse them."""
-    return sum(_is_own(node.op_type, node.domain, _opset(model)) for graph in all_graphs(model.graph) for node in graph.node)
+    """Return how many nodes are ONNX Runtime's own and yet in ONNX's domain, so that onnx.checker
+    would refuse them.
+    """
+    return sum(
+        _is_own(node.op_type, node.domain, _opset(model)) for graph in all_graphs(model.graph) for node in graph.node
+    )
 
 
 def _take_weights_out(graph: GraphProto) -> None:
@@ -45,7 +52,9 @@ def _take_weights_out(graph: GraphProto) -> None:
     known = {port.name for port in graph.input}
     elsewhere = [tensor for tensor in graph.initializer if tensor.data_location == tensor.EXTERNAL]
     graph.input.extend(
-        helper.make_tensor_value_info(each.name, each.data_type, list(each.dims)) for each in elsewhere if each.name not in known
+        helper.make_tensor_value_info(each.name, each.data_type, list(each.dims))
+        for each in elsewhere
+        if each.name not in known
     )
     kept = [tensor for tensor in graph.initializer if tensor.data_location != tensor.EXTERNAL]
     del graph.initializer[:]

@@ -1,4 +1,6 @@
-"""Codes of 4 or 8 bits in bytes, as MatMulNBits (com.microsoft) has them, and those of a graph read back."""
+"""Codes of 4 or 8 bits in bytes, as MatMulNBits (com.microsoft) has them, and those of a graph read
+back.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from optkit.onnx.model_file import ModelFile
 
 
 def in_bytes(codes: Tensor, bits: int, fill: int = 0) -> Tensor:
-    """Pack uint8 [rows, count] along the rows, the first code in the lowest bits: uint8 [rows, ceil(count * bits / 8)].
+    """Pack uint8 [rows, count] along the rows, the first code in the lowest bits: uint8 [rows,
+    ceil(count * bits / 8)].
 
     `fill` stands in the rest of the last byte.
     """
@@ -31,6 +34,10 @@ def stored_codes(graph: ModelFile, name: str) -> QuantizedWeight:
     fields = {attribute.name: attribute.i for attribute in node.attribute}
     outputs, inputs, bits = fields["N"], fields["K"], fields["bits"]
     groups = -(-inputs // fields["block_size"])
-    packed, scales, *zeros = [torch.from_numpy(graph.array(given).copy()).reshape(outputs, -1) for given in node.input[1:] if given]
+    packed, scales, *zeros = [
+        torch.from_numpy(graph.array(given).copy()).reshape(outputs, -1) for given in node.input[1:] if given
+    ]
     middle = torch.full((outputs, groups), 1 << (bits - 1), dtype=torch.uint8)
-    return QuantizedWeight(from_bytes(packed, bits, inputs), scales, from_bytes(zeros[0], bits, groups) if zeros else middle, bits)
+    return QuantizedWeight(
+        from_bytes(packed, bits, inputs), scales, from_bytes(zeros[0], bits, groups) if zeros else middle, bits
+    )

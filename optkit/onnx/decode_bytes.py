@@ -15,10 +15,14 @@ EXPERTS = frozenset({"MoE", "QMoE"})
 def decode_bytes(directory: OnnxDirectory, batch: int, context: int) -> int:
     """Return the fewest bytes that a step of `batch` sequences with `context` tokens reads.
 
-    Of a table only `batch` rows are read, unless a matrix product uses it too; of experts as many as a token is sent to.
+    Of a table only `batch` rows are read, unless a matrix product uses it too; of experts as many
+    as a token is sent to.
     """
     readers = _readers(directory.graph.nodes)
-    weights = sum(_weight_bytes(each, readers.get(each.name, ()), readers, batch) for each in directory.graph.initializers.values())
+    weights = sum(
+        _weight_bytes(each, readers.get(each.name, ()), readers, batch)
+        for each in directory.graph.initializers.values()
+    )
     cache = sum(_cache_bytes(layer, context, directory.graph.nodes) for layer in directory.cache)
     return weights + batch * cache
 
@@ -33,7 +37,10 @@ def _readers(nodes: Sequence[Node]) -> dict[str, list[tuple[Node, int]]]:
 
 
 def _weight_bytes(
-    tensor: Initializer, readers: Sequence[tuple[Node, int]], all_readers: Mapping[str, list[tuple[Node, int]]], batch: int
+    tensor: Initializer,
+    readers: Sequence[tuple[Node, int]],
+    all_readers: Mapping[str, list[tuple[Node, int]]],
+    batch: int,
 ) -> int:
     if not readers or not tensor.shape:
         return 0
@@ -44,7 +51,9 @@ def _weight_bytes(
 
 
 def _reads_rows(node: Node, index: int, readers: Mapping[str, list[tuple[Node, int]]]) -> bool:
-    """Say whether a node reads single rows of its input, itself or (an embedding that is lm_head's transposed) the nodes behind it."""
+    """Say whether a node reads single rows of its input, itself or (an embedding that is lm_head's
+    transposed) the nodes behind it.
+    """
     if node.kind == "Transpose":
         behind = readers.get(node.outputs[0], [])
         return bool(behind) and all(_reads_rows(each, place, readers) for each, place in behind)
@@ -53,7 +62,11 @@ def _reads_rows(node: Node, index: int, readers: Mapping[str, list[tuple[Node, i
 
 def _share(node: Node, tensor: Initializer) -> float:
     chosen = node.attributes.get("k", 1)
-    return min(1.0, int(chosen) / tensor.shape[0]) if node.kind in EXPERTS and isinstance(chosen, int) and len(tensor.shape) > 1 else 1.0
+    return (
+        min(1.0, int(chosen) / tensor.shape[0])
+        if node.kind in EXPERTS and isinstance(chosen, int) and len(tensor.shape) > 1
+        else 1.0
+    )
 
 
 def _cache_bytes(layer: CacheLayer, context: int, nodes: Sequence[Node]) -> int:

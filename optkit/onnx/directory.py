@@ -1,4 +1,6 @@
-"""An ONNX directory: model.onnx, its external data, and the files beside it that say how it is run; no weights are read."""
+"""An ONNX directory: model.onnx, its external data, and the files beside it that say how it is run;
+no weights are read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from optkit.model.task import positions_of
 __all__ = ["GENAI_CONFIG", "MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
 
 SHARING = frozenset({"GroupQueryAttention"})
-"""Operations that write new keys and values into the memory of the past ones, where both are bound to it."""
+"""Operations that write new keys and values into the memory of the past ones, where both are bound
+to it.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,19 +30,25 @@ class CacheLayer:
     past: Port
     present: str
     shared: bool
-    """The operation behind it can write into the memory that it reads from; else it leaves a longer copy."""
+    """The operation behind it can write into the memory that it reads from; else it leaves a longer
+    copy.
+    """
 
 
 class OnnxDirectory:
     """A directory with model.onnx."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises SourceError where the graph or its data is missing, cut off or damaged, MissingPackageError without `onnx`."""
+        """Raises SourceError where the graph or its data is missing, cut off or damaged,
+        MissingPackageError without `onnx`.
+        """
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise SourceError("no such directory", where=str(directory))
         self.graph = OnnxFile(self.directory / MODEL)
-        """Inputs, outputs, nodes, initializers, opsets, IR version, producer and files of the model."""
+        """Inputs, outputs, nodes, initializers, opsets, IR version, producer and files of the
+        model.
+        """
         self.config = read_config(self.directory / "config.json") if (self.directory / "config.json").is_file() else {}
         """The parsed config.json; empty where there is none."""
         self.genai_config = read_genai_config(self.directory)
@@ -70,7 +80,9 @@ class OnnxDirectory:
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence that the model was built for, in tokens; None where neither config says it."""
+        """Longest sequence that the model was built for, in tokens; None where neither config says
+        it.
+        """
         found = positions_of(self.config) or self._genai_model.get("context_length")
         return int(found) if found else None
 
@@ -84,7 +96,11 @@ class OnnxDirectory:
 
     def _present(self, past: Port) -> str:
         """Return the output that takes the place of a past input."""
-        for before, after in (("past_key_values", "present"), ("past_key_values", "present_key_values"), ("past", "present")):
+        for before, after in (
+            ("past_key_values", "present"),
+            ("past_key_values", "present_key_values"),
+            ("past", "present"),
+        ):
             if before in past.name and (name := past.name.replace(before, after, 1)) in self.graph.outputs:
                 return name
         raise SourceError(
@@ -95,4 +111,6 @@ class OnnxDirectory:
         )
 
     def _is_shared(self, past: str, present: str) -> bool:
-        return any(node.kind in SHARING and past in node.inputs and present in node.outputs for node in self.graph.nodes)
+        return any(
+            node.kind in SHARING and past in node.inputs and present in node.outputs for node in self.graph.nodes
+        )

@@ -1,4 +1,6 @@
-"""Which exporter makes the fastest graph of a model that is known to be equal, and which models are encoders; no torch is needed."""
+"""Which exporter makes the fastest graph of a model that is known to be equal, and which models are
+encoders; no torch is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ OPSETS = {"torch": range(18, 24), "optimum": range(14, 21)}
 
 
 def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:
-    """Return `genai` for the decoders that it knows, whose attention it fuses; `torch` for all other models."""
+    """Return `genai` for the decoders that it knows, whose attention it fuses; `torch` for all
+    other models.
+    """
     return "genai" if architecture_of(config) in ARCHITECTURES else "torch"
 
 
@@ -29,5 +33,7 @@ def encoder_task(config: Mapping[str, Any]) -> Task:
         f"{architecture_of(config) or config.get('model_type')} is no encoder that torch exports here",
         where="onnx",
         why=f"Those of BERT and its kin end with {', '.join(('Model', *HEADS))}",
-        remedy="It is a causal language model: take exporter: genai" if task is Task.GENERATION else "Export another model",
+        remedy="It is a causal language model: take exporter: genai"
+        if task is Task.GENERATION
+        else "Export another model",
     )

@@ -1,4 +1,6 @@
-"""What a graph wants for a prompt, whatever else it has as inputs: masks, positions, token types, an empty KV cache."""
+"""What a graph wants for a prompt, whatever else it has as inputs: masks, positions, token types,
+an empty KV cache.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ TOKENS = "input_ids"
 
 
 def prompt_feeds(inputs: Mapping[str, Port], tokens: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a graph for whole sequences of tokens, int64 [batch, sequence], that nothing precedes.
+    """Return the inputs of a graph for whole sequences of tokens, int64 [batch, sequence], that
+    nothing precedes.
 
     Raises SourceError for an input that no language model has.
     """
@@ -37,7 +40,9 @@ def prompt_feeds(inputs: Mapping[str, Port], tokens: NDArray[np.int64]) -> dict[
             feeds[name] = np.zeros((batch, int(port.shape[1]), 0, int(port.shape[3])), dtype=_dtype(port.dtype))
         else:
             raise SourceError(
-                f"optkit does not know what to give to its input {name}", where="model.onnx", why=f"It knows {', '.join(known)}"
+                f"optkit does not know what to give to its input {name}",
+                where="model.onnx",
+                why=f"It knows {', '.join(known)}",
             )
     return feeds
 

@@ -1,4 +1,6 @@
-"""What optkit changes in the graph that ONNX Runtime GenAI's builder made, before it is saved (onnx_ir)."""
+"""What optkit changes in the graph that ONNX Runtime GenAI's builder made, before it is saved
+(onnx_ir).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ HEAD = "/lm_head/MatMulNBits"
 
 
 def drop_idle_zero_points(model: ir.Model) -> None:
-    """Take zero points that all are 2^(bits - 1) from each MatMulNBits: they say what their absence says."""
+    """Take zero points that all are 2^(bits - 1) from each MatMulNBits: they say what their absence
+    says.
+    """
     for node in model.graph:
         if node.op_type == "MatMulNBits" and len(node.inputs) > 3 and node.inputs[3] is not None:
             bits, held = node.attributes["bits"].as_int(), node.inputs[3]
@@ -20,14 +24,22 @@ def drop_idle_zero_points(model: ir.Model) -> None:
 
 
 def embed_by_head(model: ir.Model) -> None:
-    """Let the embedding read the codes of lm_head, which is the same matrix, in place of its own float weights."""
+    """Let the embedding read the codes of lm_head, which is the same matrix, in place of its own
+    float weights.
+    """
     nodes = {node.name: node for node in model.graph}
     embedding, head = nodes[EMBEDDING], nodes[HEAD]
     weight, tokens = embedding.inputs
     outputs, inputs = (head.attributes[name].as_int() for name in ("N", "K"))
     bits = head.attributes["bits"].as_int()
-    # A constant in the graph and not an initializer, which would lie outside it, where shape inference cannot see it.
-    shape = ir.node("Constant", [], {"value": ir.tensor([outputs, inputs * bits // 8], ir.DataType.INT64)}, name=f"{EMBEDDING}/shape")
+    # A constant in the graph and not an initializer, which would lie outside it, where shape
+    # inference cannot see it.
+    shape = ir.node(
+        "Constant",
+        [],
+        {"value": ir.tensor([outputs, inputs * bits // 8], ir.DataType.INT64)},
+        name=f"{EMBEDDING}/shape",
+    )
     flat = ir.node("Reshape", [head.inputs[1], shape.outputs[0]], name=f"{EMBEDDING}/Reshape")
     gather = ir.node(
         "GatherBlockQuantized",

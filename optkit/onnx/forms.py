@@ -1,4 +1,6 @@
-"""What ONNX Runtime's execution providers and its MatMulNBits operator take; no torch and no onnx is needed."""
+"""What ONNX Runtime's execution providers and its MatMulNBits operator take; no torch and no onnx
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BITS = (4, 8)
 GROUP_SIZES = (16, 32, 64, 128, 256)
 """Inputs of MatMulNBits that can share a scale."""
 HEAD_GROUP_SIZES = {4: 32, 8: 128}
-"""Bits that lm_head is rounded to for the export -> inputs that share a scale. In 8 bits wider groups cost no accuracy and read less."""
+"""Bits that lm_head is rounded to for the export -> inputs that share a scale. In 8 bits wider
+groups cost no accuracy and read less.
+"""
 CODED = {"pack-quantized": "compressed-tensors", "gptq": "gptq", "awq": "awq"}
 """Forms of layers whose codes can be handed over, and the `quant_method` that they belong to."""
 CODE_LEAVES = ("weight_packed", "qweight")
@@ -43,7 +47,9 @@ class _Scheme:
 
 
 def refuse_scheme(shape: ModelShape) -> None:
-    """Raise StageError for a `quantization_config` of layers whose codes MatMulNBits cannot hold, as far as it says."""
+    """Raise StageError for a `quantization_config` of layers whose codes MatMulNBits cannot hold,
+    as far as it says.
+    """
     quantization = shape.config.get("quantization_config") or {}
     for scheme in _schemes(quantization, coded_layers(shape.tensors)):
         if scheme.form not in CODED:
@@ -55,9 +61,11 @@ def refuse_scheme(shape: ModelShape) -> None:
 
 
 def why_not_matmul_nbits(bits: int, group_size: int) -> str:
-    """Return why MatMulNBits cannot hold codes of so many bits in groups of so many inputs; empty where it can.
+    """Return why MatMulNBits cannot hold codes of so many bits in groups of so many inputs; empty
+    where it can.
 
-    Groups that are wider or no power of two are told as several of the same scale, where these are not too narrow.
+    Groups that are wider or no power of two are told as several of the same scale, where these are
+    not too narrow.
     """
     if bits not in BITS:
         return f"it has {bits} bits"
@@ -73,12 +81,15 @@ def unfit(layer: str, why: str) -> StageError:
         "ONNX Runtime has no operator for its weight",
         where=layer,
         why=why[0].upper() + why[1:],
-        remedy=f"Give it {' or '.join(str(each) for each in BITS)} bits in groups of {sizes} inputs (or multiples), or exclude it",
+        remedy=f"Give it {' or '.join(str(each) for each in BITS)} bits in groups of {sizes} inputs "
+        "(or multiples), or exclude it",
     )
 
 
 def head_group_size(inputs: int, bits: int) -> int:
-    """Return how many inputs of an lm_head that is rounded share a scale: as many as are asked for and divide them."""
+    """Return how many inputs of an lm_head that is rounded share a scale: as many as are asked for
+    and divide them.
+    """
     return gcd(inputs, HEAD_GROUP_SIZES[bits])
 
 
@@ -105,5 +116,7 @@ def _schemes(quantization: Mapping[str, Any], layers: list[str]) -> list[_Scheme
         layer = next((target for target in group.get("targets") or () if target in layers), usual)
         size = int(weights.get("group_size") or 0) if weights.get("strategy") == "group" else 0
         form = str(group.get("format") or quantization.get("format"))
-        found.append(_Scheme(layer, form, int(weights.get("num_bits") or 0), size, bool(group.get("input_activations"))))
+        found.append(
+            _Scheme(layer, form, int(weights.get("num_bits") or 0), size, bool(group.get("input_activations")))
+        )
     return found

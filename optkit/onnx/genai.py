@@ -1,4 +1,6 @@
-"""Generate with ONNX Runtime GenAI, the library that reads genai_config.json and drives ONNX Runtime itself."""
+"""Generate with ONNX Runtime GenAI, the library that reads genai_config.json and drives ONNX
+Runtime itself.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ class GenaiModel:
     """An ONNX directory that ONNX Runtime GenAI has opened."""
 
     def __init__(self, directory: OnnxDirectory, device: str = "cpu", threads: int | None = None) -> None:
-        """Open it on `cpu`, `cuda` or `cuda:1`; `threads`: those within one operation, torch's own number where None.
+        """Open it on `cpu`, `cuda` or `cuda:1`; `threads`: those within one operation, torch's own
+        number where None.
 
-        Of genai_config.json all is in force but the provider, the threads and the token that ends a text. Raises SourceError where it is
-        missing or GenAI refuses the model, MissingPackageError where GenAI has no build for the device, ResourceError without memory.
+        Of genai_config.json all is in force but the provider, the threads and the token that ends a
+        text. Raises SourceError where it is missing or GenAI refuses the model, MissingPackageError
+        where GenAI has no build for the device, ResourceError without memory.
         """
         self._where, self._device = str(directory.directory), device
         if not directory.genai_config:
@@ -48,17 +52,24 @@ class GenaiModel:
         self.vocabulary = int(directory.genai_config["model"]["vocab_size"])
         runtime = import_runtime(self._where).__version__
         self.notes = (
-            f"onnxruntime-genai {genai.__version__} on onnxruntime {runtime}: generates on {str(self._model.device_type).lower()};"
+            f"onnxruntime-genai {genai.__version__} on onnxruntime {runtime}: generates on "
+            f"{str(self._model.device_type).lower()};"
             f" logits are computed by onnxruntime itself",
         )
         """What generates, and what it really computes on."""
 
     def stream(self, tokens: NDArray[np.int32], new_tokens: int) -> Iterator[NDArray[np.int64]]:
-        """Read prompts of one length, [batch, prompt], and yield the most likely tokens, [batch], one by one. Raises ResourceError."""
+        """Read prompts of one length, [batch, prompt], and yield the most likely tokens, [batch],
+        one by one. Raises ResourceError.
+        """
         batch, prompt = tokens.shape
-        with self._errors(f"at {batch} x {prompt} tokens and {new_tokens} new ones", "Lower the batch, the prompt or the new tokens"):
+        with self._errors(
+            f"at {batch} x {prompt} tokens and {new_tokens} new ones", "Lower the batch, the prompt or the new tokens"
+        ):
             wanted = self._genai.GeneratorParams(self._model)
-            wanted.set_search_options(do_sample=False, num_beams=1, batch_size=batch, min_length=0, max_length=prompt + new_tokens)
+            wanted.set_search_options(
+                do_sample=False, num_beams=1, batch_size=batch, min_length=0, max_length=prompt + new_tokens
+            )
             generator = self._genai.Generator(self._model, wanted)
             generator.append_tokens(tokens)
             for _ in range(new_tokens):
@@ -74,18 +85,26 @@ class GenaiModel:
 
 
 def _config(directory: OnnxDirectory, device: str, threads: int) -> dict[str, Any]:
-    """Return genai_config.json without tokens that end a text, so that answers never stop early, and for the device and threads."""
+    """Return genai_config.json without tokens that end a text, so that answers never stop early,
+    and for the device and threads.
+    """
     config = deepcopy(directory.genai_config)
     config["model"]["eos_token_id"] = []
     decoder = config["model"]["decoder"]
     kind, _, index = device.partition(":")
     providers = [] if kind == "cpu" else [{kind: {"device_id": index or "0"}}]
-    decoder["session_options"] = {**decoder.get("session_options", {}), "intra_op_num_threads": threads, "provider_options": providers}
+    decoder["session_options"] = {
+        **decoder.get("session_options", {}),
+        "intra_op_num_threads": threads,
+        "provider_options": providers,
+    }
     return config
 
 
 def _show(directory: OnnxDirectory, folder: Path, config: dict[str, Any]) -> None:
-    """Fill a folder that GenAI opens in place of the directory: it refuses paths that lead out of the one that holds its config."""
+    """Fill a folder that GenAI opens in place of the directory: it refuses paths that lead out of
+    the one that holds its config.
+    """
     for path in directory.directory.iterdir():
         if path.name != GENAI_CONFIG:
             (folder / path.name).symlink_to(path.absolute())
@@ -97,7 +116,9 @@ def _import_genai(device: str, where: str) -> Any:
     try:
         import onnxruntime_genai
     except UNUSABLE as error:
-        raise MissingPackageError(build, where=where, install="optkit[onnx]" if device == "cpu" else "optkit[onnx-gpu]") from error
+        raise MissingPackageError(
+            build, where=where, install="optkit[onnx]" if device == "cpu" else "optkit[onnx-gpu]"
+        ) from error
     if device != "cpu" and not onnxruntime_genai.is_cuda_available():
         raise MissingPackageError(build, where=f"{where} on {device}", install="optkit[onnx-gpu]")
     return onnxruntime_genai

@@ -1,4 +1,6 @@
-"""genai_config.json for decoders that torch or optimum exported, with which ONNX Runtime GenAI generates too."""
+"""genai_config.json for decoders that torch or optimum exported, with which ONNX Runtime GenAI
+generates too.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ PRESENT = {f"present_{kind}_names": f"present.%d.{kind}" for kind in ("key", "va
 
 
 def write_genai_config(directory: Path) -> str:
-    """Write genai_config.json beside a decoder with a KV cache; return why GenAI does not run such a graph, empty where it does.
+    """Write genai_config.json beside a decoder with a KV cache; return why GenAI does not run such
+    a graph, empty where it does.
 
-    The kind of model is `decoder`, GenAI's for any that takes tokens, a mask and a cache of one shape in all layers.
+    The kind of model is `decoder`, GenAI's for any that takes tokens, a mask and a cache of one
+    shape in all layers.
     """
     found = OnnxDirectory(directory)
     if reason := _why_not(found):
@@ -53,7 +57,9 @@ def write_genai_config(directory: Path) -> str:
         "vocab_size": found.vocabulary,
     }
     search = {"do_sample": False, "max_length": found.positions, "num_beams": 1, "past_present_share_buffer": False}
-    (directory / GENAI_CONFIG).write_text(json.dumps({"model": model, "search": search}, indent=2) + "\n", encoding="utf-8")
+    (directory / GENAI_CONFIG).write_text(
+        json.dumps({"model": model, "search": search}, indent=2) + "\n", encoding="utf-8"
+    )
     return ""
 
 
@@ -66,7 +72,11 @@ def _why_not(found: OnnxDirectory) -> str:
         return f"it has nothing for the input {odd[0]}"
     if len({layer.past.shape[1::2] for layer in found.cache}) > 1:
         return "its KV cache has one shape in all layers, and that of the graph has several"
-    return "" if found.positions and found.vocabulary else "config.json does not say for how many tokens the model was built"
+    return (
+        ""
+        if found.positions and found.vocabulary
+        else "config.json does not say for how many tokens the model was built"
+    )
 
 
 def _ends(directory: Path, text: Mapping[str, Any]) -> list[int]:

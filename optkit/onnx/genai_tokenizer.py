@@ -1,6 +1,8 @@
-"""Whether ONNX Runtime GenAI cuts a text into the tokens that transformers does: its tokenizer is its own, and reads tokenizer.json anew.
+"""Whether ONNX Runtime GenAI cuts a text into the tokens that transformers does: its tokenizer is
+its own, and reads tokenizer.json anew.
 
-Run as `python -P -m optkit.onnx.genai_tokenizer DIRECTORY` it reads a text from stdin and writes GenAI's tokens as JSON.
+Run as `python -P -m optkit.onnx.genai_tokenizer DIRECTORY` it reads a text from stdin and writes
+GenAI's tokens as JSON.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ REMEDY = "give it token ids that transformers' tokenizer made"
 
 
 def agree_on_tokens(directory: Path, text: str, ids: Sequence[int]) -> str:
-    """Return a sentence that says how the tokens of a text differ from transformers' `ids`; empty where they are the same.
+    """Return a sentence that says how the tokens of a text differ from transformers' `ids`; empty
+    where they are the same.
 
-    A byte-level tokenizer whose decoder also knows SentencePiece's space (transformers' converter from GGUF leaves such) is read wrongly;
-    tokenizer.json is given the byte-level decoder alone where the tokens are the same then.
+    A byte-level tokenizer whose decoder also knows SentencePiece's space (transformers' converter
+    from GGUF leaves such) is read wrongly; tokenizer.json is given the byte-level decoder alone
+    where the tokens are the same then.
     """
     said = genai_tokens(directory, text)
     if said == list(ids):
@@ -41,12 +45,20 @@ def agree_on_tokens(directory: Path, text: str, ids: Sequence[int]) -> str:
         (directory / TOKENIZER).write_bytes(kept)
     if said is None:
         return f"ONNX Runtime GenAI cannot read its tokenizer: {REMEDY}"
-    same = next((place for place, (ours, theirs) in enumerate(zip(said, ids, strict=False)) if ours != theirs), min(len(said), len(ids)))
-    return f"ONNX Runtime GenAI cuts text into other tokens than transformers, from token {same:,} of {len(ids):,} on: {REMEDY}"
+    same = next(
+        (place for place, (ours, theirs) in enumerate(zip(said, ids, strict=False)) if ours != theirs),
+        min(len(said), len(ids)),
+    )
+    return (
+        f"ONNX Runtime GenAI cuts text into other tokens than transformers, from token {same:,} "
+        f"of {len(ids):,} on: {REMEDY}"
+    )
 
 
 def genai_tokens(directory: Path, text: str) -> list[int] | None:
-    """Return the tokens of a text by ONNX Runtime GenAI, in a process of its own; None where it cannot."""
+    """Return the tokens of a text by ONNX Runtime GenAI, in a process of its own; None where it
+    cannot.
+    """
     command = python_command("-m", "optkit.onnx.genai_tokenizer", str(directory))
     try:
         done = run(command, text=text.encode(), timeout_s=TIMEOUT_S, env=python_environment())
@@ -59,7 +71,9 @@ def genai_tokens(directory: Path, text: str) -> list[int] | None:
 
 
 def _byte_level_alone(tokenizer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a byte-level tokenizer whose decoder has other steps too with the byte-level one alone, None for any other."""
+    """Return a byte-level tokenizer whose decoder has other steps too with the byte-level one
+    alone, None for any other.
+    """
     decoder = tokenizer.get("decoder") or {}
     last = (decoder.get("decoders") or [{}])[-1]
     if BYTE_LEVEL not in json.dumps(tokenizer.get("pre_tokenizer")) or last.get("type") != BYTE_LEVEL:
@@ -80,7 +94,9 @@ def _tokens(directory: Path, text: str) -> list[int]:
                 shutil.copyfile(path, work / path.name)
         tokens = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "sequence"])
         logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", "sequence"])
-        graph = helper.make_graph([helper.make_node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT)], "none", [tokens], [logits])
+        graph = helper.make_graph(
+            [helper.make_node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT)], "none", [tokens], [logits]
+        )
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), work / MODEL)
         config = json.loads((work / CONFIG).read_text(encoding="utf-8"))
         config["model"]["decoder"]["session_options"]["provider_options"] = []

@@ -1,7 +1,8 @@
 """What leaves each decoder block of a graph.
 
-In one that ONNX Runtime GenAI's builder made these are the inputs of the norm behind it. In others, whose nodes are named after modules
-(`/model/layers.3/mlp/down_proj/MatMul`), it is what nodes behind a block read of it, in the shape of hidden states.
+In one that ONNX Runtime GenAI's builder made these are the inputs of the norm behind it. In others,
+whose nodes are named after modules (`/model/layers.3/mlp/down_proj/MatMul`), it is what nodes
+behind a block read of it, in the shape of hidden states.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ NORM = re.compile(r"/model/layers\.(\d+)/(input|final_norm)_layernorm/(Skip)?Lay
 
 
 def block_outputs(model: ModelFile) -> list[tuple[str, ...]]:
-    """Return, for what enters the first block and what leaves each of them, the values of the graph whose sum it is."""
-    norms = {int(found[1]): (node, bool(found[3])) for node in model.proto.graph.node if (found := NORM.match(node.name))}
+    """Return, for what enters the first block and what leaves each of them, the values of the graph
+    whose sum it is.
+    """
+    norms = {
+        int(found[1]): (node, bool(found[3])) for node in model.proto.graph.node if (found := NORM.match(node.name))
+    }
     return [tuple(node.input[: 2 if skip else 1]) for _, (node, skip) in sorted(norms.items())]
 
 
 def crossing_values(model: ModelFile) -> list[list[str]]:
-    """Return, for what enters the first block and what leaves each of them, the values of the graph that cross there.
+    """Return, for what enters the first block and what leaves each of them, the values of the graph
+    that cross there.
 
     Several cross beside the hidden states: masks, angles, and keys and values that are given out.
     """
@@ -52,10 +58,11 @@ def _block(node: str) -> int:
 
 
 def states(directory: Path, tokens: Tensor, work: Path, device: str, width: int) -> list[Tensor]:
-    """Return what enters the first block of a graph and what leaves each of them, float32 [b, s, width]; an empty list where it cannot
-    be told.
+    """Return what enters the first block of a graph and what leaves each of them, float32 [b, s,
+    width]; an empty list where it cannot be told.
 
-    `work` is an empty directory on the disk of the graph, which gets the graph with these as outputs.
+    `work` is an empty directory on the disk of the graph, which gets the graph with these as
+    outputs.
     """
     from onnx import helper
 

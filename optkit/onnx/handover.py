@@ -1,13 +1,15 @@
-"""A checkpoint as the model that ONNX Runtime GenAI's builder reads: float layers, and layers that hold the very codes of a quantized one.
+"""A checkpoint as the model that ONNX Runtime GenAI's builder reads: float layers, and layers that
+hold the very codes of a quantized one.
 
-The builder makes a MatMulNBits (com.microsoft) of a layer that has these attributes, K = `in_features`, N = `out_features`:
+The builder makes a MatMulNBits (com.microsoft) of a layer that has these attributes, K =
+`in_features`, N = `out_features`:
 
     qweight  uint8 [N, groups, group_size * bits / 8]   codes along the inputs, the first in the lowest bits
     scales   float [N, groups]
     qzeros   uint8 [N, ceil(groups * bits / 8)]         zero points, packed along the groups
 
-A group of MatMulNBits is a power of two from 16 to 256 wide. A wider or odder group is told as several of the same scale: 96 inputs are
-three groups of 32.
+A group of MatMulNBits is a power of two from 16 to 256 wide. A wider or odder group is told as
+several of the same scale: 96 inputs are three groups of 32.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ class _Handed:
 
 
 def exact_codes(name: str, weight: PackedWeight | None) -> QuantizedWeight:
-    """Return codes, scales and zero points of a packed weight. Raises StageError where MatMulNBits cannot hold them."""
+    """Return codes, scales and zero points of a packed weight. Raises StageError where MatMulNBits
+    cannot hold them.
+    """
     if weight is None:
         raise unfit(name, "its weight is not integer codes with scales")
     if weight.group_size is None or weight.group_of_input is not None:
@@ -117,10 +121,12 @@ def exact_codes(name: str, weight: PackedWeight | None) -> QuantizedWeight:
 
 
 def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model of a checkpoint as the builder reads it; with `head_bits`, lm_head is rounded to so many bits.
+    """Return the model of a checkpoint as the builder reads it; with `head_bits`, lm_head is
+    rounded to so many bits.
 
-    Norms are in float32: the builder adds 1 to those of some models, which bfloat16 would round. Raises StageError for layers that
-    MatMulNBits cannot hold, SourceError where weights and model do not belong together.
+    Norms are in float32: the builder adds 1 to those of some models, which bfloat16 would round.
+    Raises StageError for layers that MatMulNBits cannot hold, SourceError where weights and model
+    do not belong together.
     """
     checkpoint = Checkpoint(directory)
     quantized = quantized_layers(checkpoint)
@@ -144,7 +150,9 @@ def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool)
 
 @torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> QuantizedWeight:
-    """Return a float weight, [out, in], rounded to nearest on the scales and zero points with the least squared error."""
+    """Return a float weight, [out, in], rounded to nearest on the scales and zero points with the
+    least squared error.
+    """
     grid = Grid(bits, head_group_size(weight.shape[1], bits), symmetric=False)
     scales, zeros = search_scales(weight.float(), grid)
     return round_to_nearest(weight.float(), scales, zeros, grid)

@@ -1,7 +1,9 @@
-"""Weights and activations in int8 by onnxruntime's own quantizer, which works on a whole model in files of its own.
+"""Weights and activations in int8 by onnxruntime's own quantizer, which works on a whole model in
+files of its own.
 
-It gets a copy: it writes beside what it reads, and it refuses data with several hard links. Weights get one scale per output channel or per
-tensor, symmetric (int8); activations one scale and zero point per tensor (uint8), found at each call (`dynamic`) or beforehand (`static`).
+It gets a copy: it writes beside what it reads, and it refuses data with several hard links. Weights
+get one scale per output channel or per tensor, symmetric (int8); activations one scale and zero
+point per tensor (uint8), found at each call (`dynamic`) or beforehand (`static`).
 """
 
 from __future__ import annotations
@@ -42,12 +44,16 @@ class Int8Form:
     per_channel: bool
     """One scale for each output channel of a weight; else one for all of it."""
     reduce_range: bool
-    """Weights in 7 bits: without VNNI, CPUs add pairs of products in 16 bits, which 8 bits overflow."""
+    """Weights in 7 bits: without VNNI, CPUs add pairs of products in 16 bits, which 8 bits
+    overflow.
+    """
 
 
 @dataclass
 class Prompts:
-    """Calibration texts as onnxruntime's tool takes them, a sequence at a time, so that it never holds the activations of several."""
+    """Calibration texts as onnxruntime's tool takes them, a sequence at a time, so that it never
+    holds the activations of several.
+    """
 
     inputs: Mapping[str, Any]
     """Of the graph, by name."""
@@ -73,13 +79,19 @@ class Prompts:
 
 
 def int8_candidates(model: ModelFile, kinds: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the nodes of the given kinds with a float weight, each with its own name and that of the weight; and the others -> why not."""
+    """Return the nodes of the given kinds with a float weight, each with its own name and that of
+    the weight; and the others -> why not.
+    """
     found, refused = {}, {}
     for node in model.proto.graph.node:
         if node.op_type not in kinds:
             continue
         places = WEIGHT_PLACES.get(node.op_type, (1,))
-        names = [node.input[place] for place in places if place < len(node.input) and _is_float_weight(model, node.input[place])]
+        names = [
+            node.input[place]
+            for place in places
+            if place < len(node.input) and _is_float_weight(model, node.input[place])
+        ]
         if names:
             found[node.name] = (node.name, *names)
         else:
@@ -88,7 +100,9 @@ def int8_candidates(model: ModelFile, kinds: Sequence[str]) -> tuple[dict[str, t
 
 
 def settle_weights(model: ModelFile, directory: Path) -> ModelFile:
-    """Write the model into a new directory, every node named and every weight as it is read, none turned on the way; return that."""
+    """Write the model into a new directory, every node named and every weight as it is read, none
+    turned on the way; return that.
+    """
     directory.mkdir()
     writer = ModelWriter(model, directory)
     fold_transposes_(model, writer, shared=True)
@@ -97,7 +111,9 @@ def settle_weights(model: ModelFile, directory: Path) -> ModelFile:
 
 
 def quantize_dynamic(model: ModelFile, target: Path, form: Int8Form) -> None:
-    """Leave the model in `target` with int8 weights and activations whose scales are found at each call."""
+    """Leave the model in `target` with int8 weights and activations whose scales are found at each
+    call.
+    """
     with _tool_errors(model), quiet_tools():
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -115,22 +131,36 @@ def quantize_dynamic(model: ModelFile, target: Path, form: Int8Form) -> None:
 
 
 def quantize_static(
-    model: ModelFile, target: Path, form: Int8Form, tokens: NDArray[np.int64], ranges: Ranges, percentile: float, task: Task
+    model: ModelFile,
+    target: Path,
+    form: Int8Form,
+    tokens: NDArray[np.int64],
+    ranges: Ranges,
+    percentile: float,
+    task: Task,
 ) -> None:
-    """Leave the model in `target` as QDQ: quantized and dequantized again before each product, which ONNX Runtime fuses.
+    """Leave the model in `target` as QDQ: quantized and dequantized again before each product,
+    which ONNX Runtime fuses.
 
-    `tokens`: int64 [samples, sequence]. Products stay float, so that only what enters them is rounded. Raises StageError for a graph that
-    takes no tokens.
+    `tokens`: int64 [samples, sequence]. Products stay float, so that only what enters them is
+    rounded. Raises StageError for a graph that takes no tokens.
     """
     prompts = Prompts(OnnxFile(model.directory / MODEL).inputs, tokens, task)
     if TOKENS not in prompts.inputs:
         raise StageError(
-            f"the graph has no input {TOKENS}", where="onnx_quantize", why="Calibration runs text", remedy="Take method: dynamic"
+            f"the graph has no input {TOKENS}",
+            where="onnx_quantize",
+            why="Calibration runs text",
+            remedy="Take method: dynamic",
         )
     with _tool_errors(model), quiet_tools():
         from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-        methods = {"min-max": CalibrationMethod.MinMax, "entropy": CalibrationMethod.Entropy, "percentile": CalibrationMethod.Percentile}
+        methods = {
+            "min-max": CalibrationMethod.MinMax,
+            "entropy": CalibrationMethod.Entropy,
+            "percentile": CalibrationMethod.Percentile,
+        }
         percentiles = {"CalibPercentile": percentile} if ranges == "percentile" else {}
         quantize_static(
             str(model.directory / MODEL),
@@ -147,7 +177,11 @@ def quantize_static(
             use_external_data_format=True,
             extra_options=_options()
             | percentiles
-            | {"CalibStridedMinMax": 1, "OpTypesToExcludeOutputQuantization": list(form.kinds), "QDQKeepRemovableActivations": True},
+            | {
+                "CalibStridedMinMax": 1,
+                "OpTypesToExcludeOutputQuantization": list(form.kinds),
+                "QDQKeepRemovableActivations": True,
+            },
         )
 
 
@@ -158,7 +192,9 @@ def _options() -> dict[str, Any]:
 
 
 def _tool_errors(model: ModelFile) -> Any:
-    return runtime_errors("while it was quantized", str(model.directory / MODEL), "cpu", "Use a machine with more memory")
+    return runtime_errors(
+        "while it was quantized", str(model.directory / MODEL), "cpu", "Use a machine with more memory"
+    )
 
 
 def _is_float_weight(model: ModelFile, name: str) -> bool:

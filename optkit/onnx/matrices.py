@@ -1,4 +1,6 @@
-"""The matrix multiplications of a graph: which have weights, which is lm_head, and MatMulNBits in their place."""
+"""The matrix multiplications of a graph: which have weights, which is lm_head, and MatMulNBits in
+their place.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def find_matrices(model: ModelFile) -> Matrices:
 def replace_matrices_(
     model: ModelFile, writer: ModelWriter, matrices: Mapping[str, Matrix], forms: Mapping[str, BlockForm], task: Task
 ) -> None:
-    """Put a MatMulNBits in the place of each MatMul that `forms` names; a weight that several read is quantized once."""
+    """Put a MatMulNBits in the place of each MatMul that `forms` names; a weight that several read
+    is quantized once.
+    """
     from onnx import helper
 
     made: dict[tuple[str, bool, BlockForm], list[str]] = {}
@@ -79,13 +83,16 @@ def replace_matrices_(
         fields = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": form.bits, "block_size": form.block_size}
         level = {"accuracy_level": form.accuracy_level} if form.accuracy_level else {}
         inputs = [node.input[0], *made[key]]
-        node.CopyFrom(helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=DOMAIN, **fields, **level))
+        node.CopyFrom(
+            helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=DOMAIN, **fields, **level)
+        )
         task.advance(note=node.name)
     _import_domain_(model)
 
 
 def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
-    """Let the embedding that is tied to lm_head read the codes of lm_head, which is quantized already; return the name of its node.
+    """Let the embedding that is tied to lm_head read the codes of lm_head, which is quantized
+    already; return the name of its node.
 
     Raises StageError where nothing reads the weight of lm_head as an embedding.
     """
@@ -93,7 +100,9 @@ def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
 
     graph = model.proto.graph
     makers = {name: node for node in graph.node for name in node.output}
-    gathers = [node for node in graph.node if node.op_type == "Gather" and _source(node.input[0], makers) == head.weight]
+    gathers = [
+        node for node in graph.node if node.op_type == "Gather" and _source(node.input[0], makers) == head.weight
+    ]
     if not gathers:
         raise StageError(
             "no embedding reads the weights of lm_head",
@@ -110,14 +119,19 @@ def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
     index = next(index for index, node in enumerate(graph.node) if node.name == gather.name)
     fields = {"bits": form.bits, "block_size": form.block_size, "gather_axis": 0, "quantize_axis": 1}
     inputs = [reshaped, gather.input[1], *product.input[2:]]
-    gather.CopyFrom(helper.make_node("GatherBlockQuantized", inputs, list(gather.output), name=gather.name, domain=DOMAIN, **fields))
-    graph.node.insert(index, helper.make_node("Reshape", [product.input[1], size.name], [reshaped], name=f"{gather.name}/Reshape"))
+    gather.CopyFrom(
+        helper.make_node("GatherBlockQuantized", inputs, list(gather.output), name=gather.name, domain=DOMAIN, **fields)
+    )
+    graph.node.insert(
+        index, helper.make_node("Reshape", [product.input[1], size.name], [reshaped], name=f"{gather.name}/Reshape")
+    )
     drop_unread_nodes_(model)
     return str(gather.name)
 
 
 def fold_transposes_(model: ModelFile, writer: ModelWriter, shared: bool = False) -> None:
-    """Store weights as they are read where nothing but a Transpose reads them: ONNX Runtime would turn them at every start.
+    """Store weights as they are read where nothing but a Transpose reads them: ONNX Runtime would
+    turn them at every start.
 
     `shared`: those that others read as well, too, which then lie there twice.
     """
@@ -135,7 +149,9 @@ def fold_transposes_(model: ModelFile, writer: ModelWriter, shared: bool = False
 def drop_unread_nodes_(model: ModelFile) -> None:
     """Remove the nodes whose outputs nobody reads, and those that only they read."""
     graph = model.proto.graph
-    while unread := [node for uses in [model.uses()] for node in graph.node if not any(uses[name] for name in node.output)]:
+    while unread := [
+        node for uses in [model.uses()] for node in graph.node if not any(uses[name] for name in node.output)
+    ]:
         for node in unread:
             graph.node.remove(node)
 

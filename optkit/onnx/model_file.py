@@ -1,7 +1,9 @@
-"""An ONNX model that is being changed: its graph in memory, its weights on disk, read and written one at a time.
+"""An ONNX model that is being changed: its graph in memory, its weights on disk, read and written
+one at a time.
 
-What is written has one data file beside the graph, so that no model is too large for a protobuf (2 GB), and no model has to fit into
-memory. Data files are read through a memory map: `onnx.load` refuses those with several hard links, which a user's may have.
+What is written has one data file beside the graph, so that no model is too large for a protobuf (2
+GB), and no model has to fit into memory. Data files are read through a memory map: `onnx.load`
+refuses those with several hard links, which a user's may have.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 DATA = "model.onnx.data"
 CONFIG = "config.json"
 INLINE_BYTES = 1024
-"""Tensors up to this size stay in the graph: shapes and constants, which shape inference wants to see."""
+"""Tensors up to this size stay in the graph: shapes and constants, which shape inference wants to
+see.
+"""
 PAGE_BYTES = 4096
 """Tensors in the data file begin at multiples of it, as a memory map wants them."""
 EXTERNAL = 1
@@ -33,10 +37,14 @@ EXTERNAL = 1
 
 
 class ModelFile:
-    """The model of a directory: `proto` is the graph, to be changed at will; weights are read when they are asked for."""
+    """The model of a directory: `proto` is the graph, to be changed at will; weights are read when
+    they are asked for.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises SourceError where the graph or its data is missing or damaged, MissingPackageError without `onnx`."""
+        """Raises SourceError where the graph or its data is missing or damaged, MissingPackageError
+        without `onnx`.
+        """
         self.directory = Path(directory)
         self.files = OnnxFile(self.directory / MODEL).files
         self.replace_graph(read_proto(self.directory / MODEL))
@@ -66,7 +74,9 @@ class ModelFile:
         fields = {entry.key: entry.value for entry in tensor.external_data}
         path = self.directory / fields["location"]
         if path not in self._maps:
-            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+            self._maps[path] = (
+                np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+            )
         start = int(fields.get("offset", 0))
         stop = start + int(fields["length"]) if "length" in fields else None
         return np.asarray(self._maps[path][start:stop])
@@ -78,7 +88,9 @@ class ModelFile:
         _name_nodes_(proto.graph)
 
     def fill(self, proto: Any) -> None:
-        """Put the weights into a graph with the same external tensors, for tools that want to see them."""
+        """Put the weights into a graph with the same external tensors, for tools that want to see
+        them.
+        """
         for tensor in all_tensors(proto.graph):
             if tensor.data_location == EXTERNAL:
                 tensor.raw_data = self.raw(tensor).tobytes()
@@ -96,7 +108,9 @@ class ModelFile:
 
 
 class ModelWriter:
-    """Writes a changed model to `target`: new arrays as they come, then `finish` copies what is still used and the graph."""
+    """Writes a changed model to `target`: new arrays as they come, then `finish` copies what is
+    still used and the graph.
+    """
 
     def __init__(self, model: ModelFile, target: Path) -> None:
         self.model = model
@@ -106,7 +120,9 @@ class ModelWriter:
         (self.target / DATA).write_bytes(b"")
 
     def add(self, name: str, array: NDArray[Any]) -> str:
-        """Take an array as the initializer `name` and return that; raises ResourceError when the disk is full."""
+        """Take an array as the initializer `name` and return that; raises ResourceError when the
+        disk is full.
+        """
         from onnx import numpy_helper
 
         array = np.ascontiguousarray(array)
@@ -119,7 +135,8 @@ class ModelWriter:
         return name
 
     def finish(self) -> None:
-        """Write the rest of the weights and the graph, without initializers that no node reads any more.
+        """Write the rest of the weights and the graph, without initializers that no node reads any
+        more.
 
         Raises ResourceError when the disk is full.
         """
@@ -158,7 +175,8 @@ class ModelWriter:
 
 
 def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None:
-    """Copy config.json and what `copy_companions` copies: genai_config.json, tokenizer, licence, subfolders.
+    """Copy config.json and what `copy_companions` copies: genai_config.json, tokenizer, licence,
+    subfolders.
 
     Raises ResourceError when the disk is full.
     """
@@ -189,7 +207,9 @@ def all_tensors(graph: Any) -> Iterator[Any]:
 
 
 def _name_nodes_(graph: Any) -> None:
-    """Give every node a name of its own, after what it puts out, so that patterns and reports can tell them apart."""
+    """Give every node a name of its own, after what it puts out, so that patterns and reports can
+    tell them apart.
+    """
     taken = Counter(node.name for node in graph.node)
     for node in graph.node:
         if not node.name or taken[node.name] > 1:

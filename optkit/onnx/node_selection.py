@@ -1,4 +1,6 @@
-"""Which nodes of an ONNX graph a stage takes, by patterns on their names or on those of their weights."""
+"""Which nodes of an ONNX graph a stage takes, by patterns on their names or on those of their
+weights.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,17 @@ LISTED = 20
 
 
 def choose(
-    nodes: Mapping[str, Sequence[str]], include: Sequence[str], exclude: Sequence[str], stage: str, refused: Mapping[str, str]
+    nodes: Mapping[str, Sequence[str]],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    stage: str,
+    refused: Mapping[str, str],
 ) -> dict[str, str]:
     """Return for each node why the glob patterns leave it out, empty where they take it.
 
-    `nodes`: name -> all the names that a pattern may mean; `refused`: other nodes -> why the stage cannot take them. Raises StageError
-    where there are no nodes, and for a pattern that matches none of them (exclude: none of the others either).
+    `nodes`: name -> all the names that a pattern may mean; `refused`: other nodes -> why the stage
+    cannot take them. Raises StageError where there are no nodes, and for a pattern that matches
+    none of them (exclude: none of the others either).
     """
     refuse_nothing(nodes, refused, stage)
     aliases = [alias for each in nodes.values() for alias in each]
@@ -43,17 +50,27 @@ def refuse_nothing(chosen: Collection[str], skipped: Mapping[str, str], stage: s
 
 
 def refuse_unmatched(where: str, patterns: Iterable[str], names: Sequence[str], count: int) -> None:
-    """Raise StageError, with a did-you-mean, for a glob pattern that matches none of the names of `count` nodes."""
+    """Raise StageError, with a did-you-mean, for a glob pattern that matches none of the names of
+    `count` nodes.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            parts = {f"*{mark}{part}{mark}*" for name in names for mark in "/." for part in name.split(mark)[1:-1] if _tells(part)}
+            parts = {
+                f"*{mark}{part}{mark}*"
+                for name in names
+                for mark in "/."
+                for part in name.split(mark)[1:-1]
+                if _tells(part)
+            }
             hint = did_you_mean(pattern, [*parts, *names]) if parts else ""
             shown = hint if "Did you mean" in hint else f"Names look like {names[0]}"
             raise StageError(f"`{pattern}` matches none of {count:,} nodes", where=where, remedy=shown.strip())
 
 
 def listed(reasons: Mapping[str, str]) -> dict[str, Any]:
-    """Return nodes -> reason turned around, the most frequent first: reason -> {"count", "nodes": the first names}."""
+    """Return nodes -> reason turned around, the most frequent first: reason -> {"count", "nodes":
+    the first names}.
+    """
     return {
         reason: {"count": count, "nodes": [name for name, each in reasons.items() if each == reason][:LISTED]}
         for reason, count in Counter(reasons.values()).most_common()

@@ -1,6 +1,8 @@
-"""A config of transformers 5 with the attributes that transformers 4 had and ONNX Runtime GenAI's builder still looks for.
+"""A config of transformers 5 with the attributes that transformers 4 had and ONNX Runtime GenAI's
+builder still looks for.
 
-It takes what it does not find for the usual value, in silence: a partial rotary embedding would become a whole one.
+It takes what it does not find for the usual value, in silence: a partial rotary embedding would
+become a whole one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Open an ONNX file with ONNX Runtime on the provider that was asked for, and say in our words what went wrong."""
+"""Open an ONNX file with ONNX Runtime on the provider that was asked for, and say in our words what
+went wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ UNKNOWN = (
     r"No Op registered for (\S+) with domain_version",
     r"Unrecognized attribute: \S+ for operator (\S+)",
 )
-"""What ONNX Runtime says of an operator that this version does not have, or not with such an attribute."""
+"""What ONNX Runtime says of an operator that this version does not have, or not with such an
+attribute.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,20 @@ class Opened:
     providers: tuple[str, ...]
     """In their order; the first is the one that was asked for."""
     nodes: dict[str, int]
-    """How many nodes of the optimised graph each provider computes; empty where ONNX Runtime does not tell."""
+    """How many nodes of the optimised graph each provider computes; empty where ONNX Runtime does
+    not tell.
+    """
 
 
 def open_model(model: Path, device: str = "cpu", threads: int | None = None, providers: Sequence[str] = ()) -> Opened:
-    """Open an ONNX file on a device; `providers` are keys of `PROVIDERS` in their order, by default the device's name.
+    """Open an ONNX file on a device; `providers` are keys of `PROVIDERS` in their order, by default
+    the device's name.
 
-    `threads`: those within one operation, torch's own number where None. Nodes that no provider has a kernel for run on the CPU.
-    Raises MissingPackageError where a provider is not installed, ResourceError without memory, SourceError where ONNX Runtime refuses
-    the graph: too new for it, an operation or dtype without a kernel, damage; OptkitError where a provider does not fit the device, and
-    where ONNX Runtime could not start the first one.
+    `threads`: those within one operation, torch's own number where None. Nodes that no provider has
+    a kernel for run on the CPU. Raises MissingPackageError where a provider is not installed,
+    ResourceError without memory, SourceError where ONNX Runtime refuses the graph: too new for it,
+    an operation or dtype without a kernel, damage; OptkitError where a provider does not fit the
+    device, and where ONNX Runtime could not start the first one.
     """
     kind, _, index = device.partition(":")
     wanted = [_provider(name, kind, str(model)) for name in providers or (kind,)]
@@ -83,7 +91,12 @@ def open_model(model: Path, device: str = "cpu", threads: int | None = None, pro
         order.append((PROVIDERS["cpu"].name, {}))
     if kind == "cuda" and hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
-    with runtime_errors("while it was opened", str(model), device, "Open it on a device with more memory, or export it in a smaller dtype"):
+    with runtime_errors(
+        "while it was opened",
+        str(model),
+        device,
+        "Open it on a device with more memory, or export it in a smaller dtype",
+    ):
         session = ort.InferenceSession(str(model), options, providers=order)
     used = tuple(session.get_providers())
     if used[0] != wanted[0].name:
@@ -149,7 +162,9 @@ def _provider(name: str, device: str, where: str) -> Provider:
         raise OptkitError(f"there is no provider '{name}'", where=where, remedy=f"Known: {', '.join(PROVIDERS)}")
     found = PROVIDERS[name]
     if found.device != device and name != "cpu":
-        raise OptkitError(f"the provider {name} does not compute on {device}", where=where, remedy=f"Use --device {found.device}")
+        raise OptkitError(
+            f"the provider {name} does not compute on {device}", where=where, remedy=f"Use --device {found.device}"
+        )
     return found
 
 
@@ -175,5 +190,10 @@ def _reason(error: Exception) -> str:
     """Return what ONNX Runtime says, without codes, source files and signatures."""
     text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error)).strip()
     text = re.sub(r"/\S+\.(?:cc|h|cu):\d+ .*?\) (?=[A-Z])", "", text)
-    text = re.sub(r"^(?:Load model from .*? failed:|Error in execution: Non-zero status code returned while running )", "", text)
+    text = re.sub(
+        r"^(?:Load model from .*? failed:|Error in execution: "
+        r"Non-zero status code returned while running )",
+        "",
+        text,
+    )
     return " ".join(text.split())[:400] or type(error).__name__

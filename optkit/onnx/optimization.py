@@ -23,7 +23,8 @@ RUNTIME_DOMAIN = "com.microsoft"
 
 
 def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
-    """Let ONNX Runtime fold constants and fuse nodes for its CPU provider, leave the graph in the directory `target` and return it.
+    """Let ONNX Runtime fold constants and fuse nodes for its CPU provider, leave the graph in the
+    directory `target` and return it.
 
     Raises what `optkit.onnx.opening.runtime_errors` tells of.
     """
@@ -51,12 +52,18 @@ def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
 
 
 def convert_opset_(model: ModelFile, opset: int) -> None:
-    """Write the graph in another version of ONNX's own operators; those of ONNX Runtime stay. Raises StageError where onnx cannot."""
+    """Write the graph in another version of ONNX's own operators; those of ONNX Runtime stay.
+    Raises StageError where onnx cannot.
+    """
     import onnx
 
     newest = onnx.defs.onnx_opset_version()
     if opset > newest:
-        raise StageError(f"onnx {onnx.__version__} knows opsets up to {newest}", where="onnx_optimize.opset", remedy="Take a lower one")
+        raise StageError(
+            f"onnx {onnx.__version__} knows opsets up to {newest}",
+            where="onnx_optimize.opset",
+            remedy="Take a lower one",
+        )
     foreign = {node.name for node in model.proto.graph.node if not node.domain and not onnx.defs.has(node.op_type)}
     _set_domain_(model.proto.graph, foreign, RUNTIME_DOMAIN)
     try:
@@ -76,10 +83,12 @@ def convert_opset_(model: ModelFile, opset: int) -> None:
 
 
 def to_float16_(model: ModelFile, kept_kinds: Sequence[str], kept_nodes: Sequence[str], keep_ends: bool) -> int:
-    """Turn weights and activations into float16 and return how many tensors changed; nodes of `kept_kinds` and `kept_nodes` compute in
-    float32, between casts. `keep_ends`: the inputs and outputs of the graph stay float32.
+    """Turn weights and activations into float16 and return how many tensors changed; nodes of
+    `kept_kinds` and `kept_nodes` compute in float32, between casts. `keep_ends`: the inputs and
+    outputs of the graph stay float32.
 
-    Raises StageError for weights that float16 does not hold; a single number (what masks are filled with) becomes its largest.
+    Raises StageError for weights that float16 does not hold; a single number (what masks are filled
+    with) becomes its largest.
     """
     for tensor in all_tensors(model.proto.graph):
         if tensor.data_type == FLOAT and tensor.name in model.initializers and math.prod(tensor.dims) > 1:
@@ -109,7 +118,9 @@ def opset_of(model: ModelFile) -> int:
 
 
 def _with_types(model: ModelFile) -> Any:
-    """Return a copy of the graph that names the dtype of every value that onnx or ONNX Runtime can infer."""
+    """Return a copy of the graph that names the dtype of every value that onnx or ONNX Runtime can
+    infer.
+    """
     import onnx
 
     try:

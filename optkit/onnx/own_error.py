@@ -1,7 +1,9 @@
-"""How far torch is from itself on a model and some tokens: the same model computed in other, equally good ways.
+"""How far torch is from itself on a model and some tokens: the same model computed in other,
+equally good ways.
 
-An export that is no further from torch's float32 than a few times this has nothing to be blamed for. Models whose hidden states are large
-beside what their blocks add (Gemma 3) or whose gains are high lose more digits than others, whoever computes them.
+An export that is no further from torch's float32 than a few times this has nothing to be blamed
+for. Models whose hidden states are large beside what their blocks add (Gemma 3) or whose gains are
+high lose more digits than others, whoever computes them.
 """
 
 from __future__ import annotations
@@ -25,16 +27,19 @@ class Rounding:
     """How far two ways of computing the same model are apart."""
 
     share: float
-    """The largest difference of a logit, as a share of the largest logit (of 1 where that is smaller)."""
+    """The largest difference of a logit, as a share of the largest logit (of 1 where that is
+    smaller).
+    """
     how: str
     """The other way than float32 with eager attention: `float64`, `float32 with sdpa`, `float16`."""
 
 
 def own_rounding(model: Any, tokens: Tensor, dtype: str, quantized: bool) -> Rounding:
-    """Return how far the logits of a float32 model with eager attention, for int64 [b, s], are from those of the way that is farthest.
+    """Return how far the logits of a float32 model with eager attention, for int64 [b, s], are from
+    those of the way that is farthest.
 
-    The ways: its products in float64; fused attention, if that computes what the model asks for; its products in the dtype of a graph of
-    float weights.
+    The ways: its products in float64; fused attention, if that computes what the model asks for;
+    its products in the dtype of a graph of float weights.
     """
     wanted = _logits(model, tokens)
     found = {}
@@ -51,7 +56,8 @@ def own_rounding(model: Any, tokens: Tensor, dtype: str, quantized: bool) -> Rou
             found[dtype] = _logits(model, tokens)
     largest = max(float(wanted.abs().max()), 1.0)
     return max(
-        (Rounding(float((logits - wanted).abs().max()) / largest, how) for how, logits in found.items()), key=lambda each: each.share
+        (Rounding(float((logits - wanted).abs().max()) / largest, how) for how, logits in found.items()),
+        key=lambda each: each.share,
     )
 
 
@@ -63,9 +69,11 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _products_in_float64(model: nn.Module) -> Iterator[None]:
-    """Let each layer compute in float64 within the block, with one layer's weights in float64 at a time.
+    """Let each layer compute in float64 within the block, with one layer's weights in float64 at a
+    time.
 
-    Layers of codes compute as they are; so does what a model casts to float32 itself, such as the root mean square of a norm.
+    Layers of codes compute as they are; so does what a model casts to float32 itself, such as the
+    root mean square of a norm.
     """
     changed: list[tuple[nn.Module, Any]] = []
     try:

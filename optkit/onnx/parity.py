@@ -1,8 +1,10 @@
-"""Prove that an exported model says what its source says: logits on a text, at several batch sizes and lengths, and through the KV cache.
+"""Prove that an exported model says what its source says: logits on a text, at several batch sizes
+and lengths, and through the KV cache.
 
-The source is computed by torch in float32. What is compared with it is the export alone and not the choices that were asked for: a rounded
-lm_head computes in the source too, and MatMulNBits do not round their inputs to 8 bits meanwhile. What the choices cost is measured apart,
-as the divergence of the graph as it stands from the source as it is.
+The source is computed by torch in float32. What is compared with it is the export alone and not the
+choices that were asked for: a rounded lm_head computes in the source too, and MatMulNBits do not
+round their inputs to 8 bits meanwhile. What the choices cost is measured apart, as the divergence
+of the graph as it stands from the source as it is.
 """
 
 from __future__ import annotations
@@ -30,21 +32,28 @@ from optkit.onnx.runtime import OnnxRunner
 from optkit.progress import Task
 
 LIMITS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1.6e-1}
-"""Dtype of the graph -> how far a logit of any model may be from the source's, as a share of the largest logit (or of 1).
+"""Dtype of the graph -> how far a logit of any model may be from the source's, as a share of the
+largest logit (or of 1).
 
-SmolLM2-135M comes to 2.5e-6 (9.3e-5 of a logit) and to 5.7e-3 on a CPU; bfloat16 rounds eight times as coarsely as float16."""
+SmolLM2-135M comes to 2.5e-6 (9.3e-5 of a logit) and to 5.7e-3 on a CPU; bfloat16 rounds eight times
+as coarsely as float16."""
 TIMES_TORCH = 8
 """A model that loses more digits may be so many times as far as torch is from itself on it.
 
-Graphs of five tiny models come to 1.0 to 1.6 times that; to 0.3 to 2.1 times where sharp attention costs torch 100 to 4,000 times more."""
+Graphs of five tiny models come to 1.0 to 1.6 times that; to 0.3 to 2.1 times where sharp attention
+costs torch 100 to 4,000 times more."""
 COARSEST = {"float32": 2e-2, "float16": 1.6e-1, "bfloat16": 1.6e-1}
-"""Dtype of the graph -> the limit that no model gets above: a graph that says something else must not hide behind rounding."""
+"""Dtype of the graph -> the limit that no model gets above: a graph that says something else must
+not hide behind rounding.
+"""
 STATE_LIMITS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 4e-1}
 """Dtype of the graph -> the relative error from which on the output of a block differs."""
 DIVERGENCE_LIMIT = 0.5
-"""Mean KL divergence from the source, in nats a token, that rounded inputs and a rounded lm_head may cost.
+"""Mean KL divergence from the source, in nats a token, that rounded inputs and a rounded lm_head
+may cost.
 
-GPTQ's SmolLM2-135M comes to 0.004 with lm_head in 8 bits, to 0.13 in 4: more is no rounding but a mistake."""
+GPTQ's SmolLM2-135M comes to 0.004 with lm_head in 8 bits, to 0.13 in 4: more is no rounding but a
+mistake."""
 STEPS = 10
 """Tokens of it that are read one at a time, after the others at once."""
 PARTS = 4
@@ -74,7 +83,9 @@ def check_parity(order: Order, text: Tensor, task: Task) -> dict[str, Any]:
         try:
             details = _apart(order, directory, cases, wanted)
         except SourceError as error:
-            raise StageError("ONNX Runtime cannot run what the exporter made", where="onnx", why=error.why or error.what) from error
+            raise StageError(
+                "ONNX Runtime cannot run what the exporter made", where="onnx", why=error.why or error.what
+            ) from error
     task.advance(note="the graph")
     if rounds:
         details["divergence"] = _divergence(order, cases, plain)
@@ -92,7 +103,9 @@ def _cases(text: Tensor, positions: int | None, window: int | None) -> list[Tens
 
 
 def _round_head_(reference: Reference, order: Order) -> float | None:
-    """Let the source compute with the lm_head of the graph; return how far that is from its own, None where it was not rounded."""
+    """Let the source compute with the lm_head of the graph; return how far that is from its own,
+    None where it was not rounded.
+    """
     if order.head_bits is None:
         return None
     own = reference.head.float()
@@ -102,7 +115,9 @@ def _round_head_(reference: Reference, order: Order) -> float | None:
 
 
 def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, Any]:
-    """Return how far logits are from the wanted ones, for each case. Raises StageError where one is too far."""
+    """Return how far logits are from the wanted ones, for each case. Raises StageError where one is
+    too far.
+    """
     runner = OnnxRunner(directory, order.device)
     apart: dict[str, float] = {}
     largest, limit, source = 0.0, LIMITS[order.dtype], "the limit of any model"
@@ -120,7 +135,9 @@ def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Seque
 
 
 def _own_limit(order: Order, cases: Sequence[Tensor]) -> tuple[float, str]:
-    """Return the limit of this model, a share of the largest logit, and where it comes from: how far torch is from itself on the cases."""
+    """Return the limit of this model, a share of the largest logit, and where it comes from: how
+    far torch is from itself on the cases.
+    """
     reference = Reference(order.source, order.trust_remote_code)
     _round_head_(reference, order)
     own = max((reference.rounding(case, order.dtype) for case in cases), key=lambda found: found.share)
@@ -131,8 +148,12 @@ def _own_limit(order: Order, cases: Sequence[Tensor]) -> tuple[float, str]:
     return limit, f"{limit / own.share:.2g} times what torch in {own.how} is from itself on this model"
 
 
-def _computed(runner: OnnxRunner, cases: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield name, tokens, logits of the graph and those of the source of each case, and of the last one read through the KV cache."""
+def _computed(
+    runner: OnnxRunner, cases: Sequence[Tensor], wanted: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yield name, tokens, logits of the graph and those of the source of each case, and of the last
+    one read through the KV cache.
+    """
     for case, theirs in zip(cases, wanted, strict=True):
         yield f"{len(case)} x {case.shape[1]}", case, _logits(runner, case), theirs
     long = cases[-1]
@@ -145,17 +166,25 @@ def _logits(runner: OnnxRunner, tokens: Tensor) -> Tensor:
 
 
 def _step_by_step(runner: OnnxRunner, tokens: Tensor) -> Tensor:
-    """Return the logits of the last tokens, float32 [b, STEPS + 1, v]: all but `STEPS` are read at once, and these one at a time."""
+    """Return the logits of the last tokens, float32 [b, STEPS + 1, v]: all but `STEPS` are read at
+    once, and these one at a time.
+    """
     ids = tokens.to(runner.device)
     decoding = runner.prefill(ids[:, :-STEPS], ids.shape[1])
     return torch.stack([decoding.logits, *(decoding.step(ids[:, place]) for place in range(-STEPS, 0))], dim=1).cpu()
 
 
 def _divergence(order: Order, cases: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
-    """Return the mean KL divergence from the source to the graph as it stands. Raises StageError where it is too large."""
+    """Return the mean KL divergence from the source to the graph as it stands. Raises StageError
+    where it is too large.
+    """
     runner = OnnxRunner(order.target, order.device)
     sums = [
-        float(kl_div(_logits(runner, case).log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none").sum(-1).sum())
+        float(
+            kl_div(_logits(runner, case).log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none")
+            .sum(-1)
+            .sum()
+        )
         for case, logits in zip(cases, plain, strict=True)
     ]
     runner.close()
@@ -172,7 +201,9 @@ def _divergence(order: Order, cases: Sequence[Tensor], plain: Sequence[Tensor]) 
     return found
 
 
-def _differs(order: Order, directory: Path, name: str, tokens: Tensor, logits: tuple[Tensor, Tensor], limit: str) -> StageError:
+def _differs(
+    order: Order, directory: Path, name: str, tokens: Tensor, logits: tuple[Tensor, Tensor], limit: str
+) -> StageError:
     ours, theirs = logits
     what = f"logits of {name}" if name.endswith("steps") else f"logits of {name} tokens"
     if not bool(ours.isfinite().all()):
@@ -201,7 +232,10 @@ def _place(order: Order, directory: Path, tokens: Tensor) -> str:
     first = next((index for index, error in enumerate(errors) if not error <= STATE_LIMITS[order.dtype]), None)
     if first is None:
         return "all blocks agree, so it is the last norm, lm_head or the KV cache"
-    return f"{f'block {first - 1}' if first else 'the embedding'} is the first that differs, by {errors[first]:.2g} of its size"
+    return (
+        f"{f'block {first - 1}' if first else 'the embedding'} is the first that differs, by "
+        f"{errors[first]:.2g} of its size"
+    )
 
 
 @contextmanager

@@ -16,23 +16,33 @@ GONE = ("weight_shape", "weight_g_idx", "g_idx")
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 COMPARED = ((1, 1), (1, 7), (2, 33), (3, 64))
-"""Batch and length of the sequences; one longer sequence is added, and read once more through the KV cache."""
+"""Batch and length of the sequences; one longer sequence is added, and read once more through the
+KV cache.
+"""
 LONG, LONGEST = 256, 2048
 """Its length, and the most tokens that it may have to reach beyond a sliding window."""
 BEYOND_WINDOW = 32
 TEMPORARIES = 3
-"""Tensors of the size of a sequence's logits at once: the graph's, the difference, its absolute values."""
+"""Tensors of the size of a sequence's logits at once: the graph's, the difference, its absolute
+values.
+"""
 
 
 def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
-    """Return config and tensors of the graph: codes and zero points with the bytes that they have, all floats in the graph's dtype."""
+    """Return config and tensors of the graph: codes and zero points with the bytes that they have,
+    all floats in the graph's dtype.
+    """
     dtype = STORED[order.dtype]
     tensors: dict[str, TensorInfo] = {}
     tied = is_tied(shape)
     embedding = next((name for name in shape.tensors if name.endswith(EMBEDDING)), "")
     for name, info in shape.tensors.items():
         leaf = name.rpartition(".")[2]
-        if leaf in GONE or (name == HEAD and (tied or order.head_bits)) or (name == embedding and order.shared_embedding):
+        if (
+            leaf in GONE
+            or (name == HEAD and (tied or order.head_bits))
+            or (name == embedding and order.shared_embedding)
+        ):
             continue
         coded = leaf in BYTES_OF_CODES
         tensors[name] = TensorInfo("U8", (info.size_bytes,)) if coded else TensorInfo(dtype, info.shape)
@@ -43,24 +53,34 @@ def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
 
 def float32_shape(shape: ModelShape) -> ModelShape:
     """Return config and tensors of a graph in float32 with the weights of its source and no others."""
-    kept = {name: TensorInfo("F32", info.shape) for name, info in shape.tensors.items() if not (name == HEAD and is_tied(shape))}
+    kept = {
+        name: TensorInfo("F32", info.shape)
+        for name, info in shape.tensors.items()
+        if not (name == HEAD and is_tied(shape))
+    }
     return ModelShape(config=exported_config(shape.config, "float32"), tensors=kept)
 
 
 def is_tied(shape: ModelShape) -> bool:
-    """Whether lm_head is the embedding; where config.json does not say, whether there is no other lm_head."""
+    """Whether lm_head is the embedding; where config.json does not say, whether there is no other
+    lm_head.
+    """
     said = shape.config.get("tie_word_embeddings")
     return bool(said) if said is not None else not any(name.startswith("lm_head.") for name in shape.tensors)
 
 
 def exported_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json of an exported model: the source's, without the form of quantized layers and with the dtype of the graph."""
+    """Return config.json of an exported model: the source's, without the form of quantized layers
+    and with the dtype of the graph.
+    """
     left = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
     return left | {"dtype": dtype}
 
 
 def compared_shapes(positions: int | None, window: int | None) -> list[tuple[int, int]]:
-    """Return batch and length of the sequences on which graph and source are compared; the last one is the longest."""
+    """Return batch and length of the sequences on which graph and source are compared; the last one
+    is the longest.
+    """
     long = min(window + BEYOND_WINDOW, LONGEST) if window and window < LONGEST else LONG
     return [(batch, min(length, positions or length)) for batch, length in (*COMPARED, (1, max(long, LONG)))]
 
@@ -68,8 +88,8 @@ def compared_shapes(positions: int | None, window: int | None) -> list[tuple[int
 def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -> int:
     """Return the peak of memory while graph and source are compared.
 
-    The logits of all sequences are kept of the source, twice where the graph `rounds`; the graph's of the longest one, and what its
-    difference is made of, come beside them.
+    The logits of all sequences are kept of the source, twice where the graph `rounds`; the graph's
+    of the longest one, and what its difference is made of, come beside them.
     """
     config: Mapping[str, Any] = shape.config.get("text_config") or shape.config
     shapes = compared_shapes(shape.positions, config.get("sliding_window"))
@@ -80,9 +100,14 @@ def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -
 
 
 def float_bytes(shape: ModelShape) -> int:
-    """Return the bytes of the source in memory while it is compared: floats in float32, codes as they are."""
+    """Return the bytes of the source in memory while it is compared: floats in float32, codes as
+    they are.
+    """
     wide = DTYPE_BITS["F32"] // 8
-    sizes = (info.size_bytes if name.rpartition(".")[2] in BYTES_OF_CODES else info.elements * wide for name, info in shape.tensors.items())
+    sizes = (
+        info.size_bytes if name.rpartition(".")[2] in BYTES_OF_CODES else info.elements * wide
+        for name, info in shape.tensors.items()
+    )
     return sum(sizes)
 
 

@@ -20,10 +20,11 @@ LENGTH = 8
 
 
 def run_it(directory: Path, stage: str) -> NDArray[Any] | None:
-    """Open the model of a directory on the CPU and return its first output for a few tokens; None for a graph without token ids.
+    """Open the model of a directory on the CPU and return its first output for a few tokens; None
+    for a graph without token ids.
 
-    Raises SourceError where ONNX Runtime refuses it (no kernel for what it computes), StageError where onnx.checker does or where it gives
-    NaN or Inf.
+    Raises SourceError where ONNX Runtime refuses it (no kernel for what it computes), StageError
+    where onnx.checker does or where it gives NaN or Inf.
     """
     path = directory / MODEL
     if problem := problem_of_graph(read_proto(path)):
@@ -34,7 +35,11 @@ def run_it(directory: Path, stage: str) -> NDArray[Any] | None:
         return None
     with runtime_errors("on a few tokens", str(path), "cpu", "Use a machine with more memory"):
         found = session.run(None, prompt_feeds(inputs, np.arange(2 * LENGTH, dtype=np.int64).reshape(2, LENGTH)))
-    wrong = [port.name for port, array in zip(session.get_outputs(), found, strict=True) if not np.isfinite(array).all()]
+    wrong = [
+        port.name for port, array in zip(session.get_outputs(), found, strict=True) if not np.isfinite(array).all()
+    ]
     if wrong:
-        raise StageError(f"the written model gives NaN or Inf in {wrong[0]}", where=stage, why="Some numbers do not fit its dtype")
+        raise StageError(
+            f"the written model gives NaN or Inf in {wrong[0]}", where=stage, why="Some numbers do not fit its dtype"
+        )
     return np.asarray(found[0])

@@ -1,4 +1,6 @@
-"""Keep ONNX Runtime's Python tools from writing on the terminal: they log, print progress bars and set up the root logger on import."""
+"""Keep ONNX Runtime's Python tools from writing on the terminal: they log, print progress bars and
+set up the root logger on import.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,18 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_tools() -> Iterator[None]:
-    """Let nothing below a critical error through, and leave the loggers of the process as they were."""
+    """Let nothing below a critical error through, and leave the loggers of the process as they
+    were.
+    """
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

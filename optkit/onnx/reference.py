@@ -31,7 +31,9 @@ class Reference:
         self._quantized = bool(quantized)
         if quantized:
             options = {"attn_implementation": EXACT}
-            self._model: Any = load_packed(checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code, **options)[0]
+            self._model: Any = load_packed(
+                checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code, **options
+            )[0]
         else:
             skeleton = Skeleton(checkpoint, torch.float32, EXACT, trust_remote_code)
             skeleton.load_("", "cpu")
@@ -50,7 +52,9 @@ class Reference:
         return weight
 
     def take_head_(self, weight: Tensor, embedding_too: bool) -> None:
-        """Compute with another lm_head, float32 [vocabulary, hidden], and with the same matrix as embedding where asked to."""
+        """Compute with another lm_head, float32 [vocabulary, hidden], and with the same matrix as
+        embedding where asked to.
+        """
         old: nn.Linear = self._model.get_output_embeddings()
         new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None, device="meta")
         new.weight, new.bias = nn.Parameter(weight, requires_grad=False), old.bias

@@ -1,10 +1,11 @@
-"""Run a decoder with ONNX Runtime alone: logits of whole sequences, and decode steps whose KV cache stays where it is.
+"""Run a decoder with ONNX Runtime alone: logits of whole sequences, and decode steps whose KV cache
+stays where it is.
 
     prompt   input_ids [b, s]  attention_mask [b, s]       past [b, h, length, d] (empty)  -> logits [b, s, v], present
     step     input_ids [b, 1]  attention_mask [b, s + 1]   past                            -> logits [b, 1, v], present
 
-Where the operation behind a cache can (GroupQueryAttention), past and present are one buffer of full length; elsewhere each step leaves a
-longer copy, which the next one reads.
+Where the operation behind a cache can (GroupQueryAttention), past and present are one buffer of
+full length; elsewhere each step leaves a longer copy, which the next one reads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from optkit.model.memory import return_freed_memory
 from optkit.onnx.directory import CacheLayer, OnnxDirectory, Port
 from optkit.onnx.opening import Opened, open_model, runtime_errors
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "float64", "bfloat16", "int64", "int32", "int8", "uint8")}
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float16", "float64", "bfloat16", "int64", "int32", "int8", "uint8")
+}
 """Dtypes that inputs and outputs can have."""
 NUMBERS = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int32: 6, torch.int64: 7, torch.float16: 10,
@@ -30,20 +34,32 @@ NUMBERS = {
 }  # fmt: skip
 """What ONNX calls them (TensorProto.DataType)."""
 SEEN_WHOLE = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
-"""Operations whose result for a token depends on the tokens that it is computed with: one scale is chosen for all of them."""
+"""Operations whose result for a token depends on the tokens that it is computed with: one scale is
+chosen for all of them.
+"""
 TOKENS_AT_ONCE = 512
-"""Tokens of a sequence that are computed together where the KV cache can carry those before; memory for attention scores stays small."""
+"""Tokens of a sequence that are computed together where the KV cache can carry those before; memory
+for attention scores stays small.
+"""
 TOKENS_IN_ALL = 4096
-"""Tokens of a batch that are computed together: their logits, of which a prompt needs the last ones, are held at once."""
+"""Tokens of a batch that are computed together: their logits, of which a prompt needs the last
+ones, are held at once.
+"""
 
 
 class OnnxRunner:
     """An opened decoder. Several `Decoding`s may be under way at once."""
 
     def __init__(
-        self, directory: OnnxDirectory | Path, device: str = "cpu", threads: int | None = None, providers: Sequence[str] = ()
+        self,
+        directory: OnnxDirectory | Path,
+        device: str = "cpu",
+        threads: int | None = None,
+        providers: Sequence[str] = (),
     ) -> None:
-        """Open it on `cpu`, `cuda` or `cuda:1`; see `optkit.onnx.opening.open_model` for the other arguments and what is raised."""
+        """Open it on `cpu`, `cuda` or `cuda:1`; see `optkit.onnx.opening.open_model` for the other
+        arguments and what is raised.
+        """
         self.directory = directory if isinstance(directory, OnnxDirectory) else OnnxDirectory(directory)
         self.device = device
         graph = self.directory.graph
@@ -74,7 +90,8 @@ class OnnxRunner:
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [b, s] -> float32 [b, s, v], on the device of the runner.
 
-        A long sequence is computed in parts of `TOKENS_AT_ONCE` through the KV cache, where the graph has one. Raises ResourceError.
+        A long sequence is computed in parts of `TOKENS_AT_ONCE` through the KV cache, where the
+        graph has one. Raises ResourceError.
         """
         batch, sequence = tokens.shape
         with self.errors(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"):
@@ -84,9 +101,11 @@ class OnnxRunner:
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: int) -> Decoding:
-        """Return a decoding that has read the prompts, int64 [b, s] with s <= length: `.logits` [b, v], then `.step(tokens [b])`.
+        """Return a decoding that has read the prompts, int64 [b, s] with s <= length: `.logits` [b,
+        v], then `.step(tokens [b])`.
 
-        `length` is the most tokens that it will ever hold. Raises ResourceError without memory, OptkitError for a model without KV cache.
+        `length` is the most tokens that it will ever hold. Raises ResourceError without memory,
+        OptkitError for a model without KV cache.
         """
         if not self.cache:
             raise OptkitError(
@@ -96,13 +115,17 @@ class OnnxRunner:
                 remedy="Export it with a KV cache to decode token by token",
             )
         batch, sequence = tokens.shape
-        with self.errors(f"at {batch} x {sequence} tokens, {length} in all", "Lower the batch, the prompt or the new tokens"):
+        with self.errors(
+            f"at {batch} x {sequence} tokens, {length} in all", "Lower the batch, the prompt or the new tokens"
+        ):
             found = Decoding(self, batch, length)
             found.read(tokens)
         return found
 
     def compute_with(self, session: Any) -> None:
-        """Compute with another session of ONNX Runtime that was opened on the same graph from now on."""
+        """Compute with another session of ONNX Runtime that was opened on the same graph from now
+        on.
+        """
         self._opened = replace(self.opened, session=session)
 
     def close(self) -> None:
@@ -129,11 +152,19 @@ class OnnxRunner:
         if found := self.directory.vocabulary:
             return found
         raise SourceError(
-            "neither the graph nor a config says how many logits a token has", where=str(self.directory.directory), remedy="Add config.json"
+            "neither the graph nor a config says how many logits a token has",
+            where=str(self.directory.directory),
+            remedy="Add config.json",
         )
 
     def _check_inputs(self) -> None:
-        known = {"input_ids", "attention_mask", "position_ids", "token_type_ids", *(layer.past.name for layer in self.cache)}
+        known = {
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            "token_type_ids",
+            *(layer.past.name for layer in self.cache),
+        }
         unknown = [name for name in self.directory.graph.inputs if name not in known]
         if unknown or "input_ids" not in self.directory.graph.inputs:
             raise SourceError(
@@ -144,11 +175,15 @@ class OnnxRunner:
             )
         ports = (self.logits_port, *self.directory.graph.inputs.values())
         if strange := next((port for port in ports if port.dtype not in DTYPES), None):
-            raise SourceError(f"{strange.name} has the dtype {strange.dtype}, which optkit cannot bind", where=str(self.directory.path))
+            raise SourceError(
+                f"{strange.name} has the dtype {strange.dtype}, which optkit cannot bind",
+                where=str(self.directory.path),
+            )
         for layer in self.cache:
             if not all(isinstance(layer.past.shape[axis], int) for axis in (1, 3)):
                 raise SourceError(
-                    f"{layer.past.name} has the shape {list(layer.past.shape)}, without a number of heads and their size",
+                    f"{layer.past.name} has the shape {list(layer.past.shape)}, without a number "
+                    "of heads and their size",
                     where=str(self.directory.path),
                     remedy="Export it again with fixed heads",
                 )
@@ -170,7 +205,9 @@ class Decoding:
         self._names = ["logits", *(layer.present for layer in (*self._buffers, *self._moving))]
         """The outputs in the order in which they are bound."""
         self._alive: list[Tensor] = []
-        self._step_logits = torch.empty(batch, 1, runner.vocabulary, dtype=DTYPES[runner.logits_port.dtype], device=device)
+        self._step_logits = torch.empty(
+            batch, 1, runner.vocabulary, dtype=DTYPES[runner.logits_port.dtype], device=device
+        )
         self.position = 0
         """Tokens read so far."""
         self.logits = torch.empty(0)
@@ -179,14 +216,18 @@ class Decoding:
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Read one more token of each sequence, int64 [b], and return its logits, float32 [b, v]."""
-        with self._runner.errors(f"at token {self.position + 1} of {self._batch} sequences", "Lower the batch or the new tokens"):
+        with self._runner.errors(
+            f"at token {self.position + 1} of {self._batch} sequences", "Lower the batch or the new tokens"
+        ):
             self._run(tokens.reshape(self._batch, 1), self._step_logits, slice(0, self._batch), self.position)
         self.position += 1
         self.logits = _copied(self._step_logits[:, -1])
         return self.logits
 
     def read(self, tokens: Tensor, into: Tensor | None = None) -> None:
-        """Read prompts, int64 [b, s]; keep the logits of their last tokens, and leave all of them in `into`, float32 [b, s, v]."""
+        """Read prompts, int64 [b, s]; keep the logits of their last tokens, and leave all of them
+        in `into`, float32 [b, s, v].
+        """
         narrow = self._step_logits.dtype
         last = torch.empty_like(self._step_logits[:, 0])
         for rows, columns in self._parts(*tokens.shape):
@@ -204,9 +245,11 @@ class Decoding:
         self.logits = _copied(last)
 
     def _parts(self, batch: int, sequence: int) -> list[tuple[slice, slice]]:
-        """Return rows and columns of the tokens that are computed together, so that memory stays bounded where the sequences are long.
+        """Return rows and columns of the tokens that are computed together, so that memory stays
+        bounded where the sequences are long.
 
-        GroupQueryAttention reads on from a cache for one sequence at a time, which it can in the rows of its buffer.
+        GroupQueryAttention reads on from a cache for one sequence at a time, which it can in the
+        rows of its buffer.
         """
         together = slice(0, batch)
         columns = [slice(start, min(start + TOKENS_AT_ONCE, sequence)) for start in range(0, sequence, TOKENS_AT_ONCE)]
@@ -219,7 +262,9 @@ class Decoding:
         return [(slice(row, row + 1), each) for row in range(batch) for each in columns]
 
     def _run(self, tokens: Tensor, logits: Tensor, rows: slice, start: int) -> None:
-        """Compute tokens that `start` others precede, int64 [b, s], and leave their logits in `logits`, [b, s, v]."""
+        """Compute tokens that `start` others precede, int64 [b, s], and leave their logits in
+        `logits`, [b, s, v].
+        """
         batch, sequence = tokens.shape
         total = start + sequence
         if total > self._length:
@@ -282,14 +327,18 @@ class Decoding:
 
     def _buffer(self, layer: CacheLayer) -> Tensor:
         heads, size = int(layer.past.shape[1]), int(layer.past.shape[3])
-        return torch.zeros(self._batch, heads, self._length, size, dtype=DTYPES[layer.past.dtype], device=self._runner.device)
+        return torch.zeros(
+            self._batch, heads, self._length, size, dtype=DTYPES[layer.past.dtype], device=self._runner.device
+        )
 
     def _dtype(self, name: str) -> torch.dtype:
         return DTYPES[self._inputs[name].dtype] if name in self._inputs else torch.int64
 
 
 def _copied(logits: Tensor) -> Tensor:
-    """Return a copy in float32. On a CPU NumPy makes it: torch's threads would go on spinning where ONNX Runtime's have to compute."""
+    """Return a copy in float32. On a CPU NumPy makes it: torch's threads would go on spinning where
+    ONNX Runtime's have to compute.
+    """
     if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:
         return logits.to(torch.float32, copy=True)
     return torch.from_numpy(logits.numpy().astype("float32"))

@@ -1,4 +1,5 @@
-"""Causal language models as ONNX by torch.onnx.export: any batch, any length, with a KV cache that goes in and comes out, or without.
+"""Causal language models as ONNX by torch.onnx.export: any batch, any length, with a KV cache that
+goes in and comes out, or without.
 
     input_ids [b, s]   attention_mask [b, past + s]   past_key_values.N.key, .value [b, heads, past, size]
     logits [b, s, v]                                  present.N.key, .value [b, heads, past + s, size]
@@ -54,11 +55,14 @@ class Decoder(nn.Module):
         return (found.logits, *(each for layer in layers for each in (layer.keys, layer.values)))
 
 
-def export_decoder(source: Path, target: Path, opset: int | None = None, cached: bool = True, trust_remote_code: bool = False) -> None:
+def export_decoder(
+    source: Path, target: Path, opset: int | None = None, cached: bool = True, trust_remote_code: bool = False
+) -> None:
     """Write model.onnx and its data, in float32, from a float checkpoint.
 
-    Raises StageError for a model that torch cannot trace or whose cache is more than keys and values; SourceError for a checkpoint that
-    does not fit its architecture; ResourceError when the disk is full.
+    Raises StageError for a model that torch cannot trace or whose cache is more than keys and
+    values; SourceError for a checkpoint that does not fit its architecture; ResourceError when the
+    disk is full.
     """
     skeleton = Skeleton(Checkpoint(source), torch.float32, EXACT, trust_remote_code)
     skeleton.load_("", "cpu")
@@ -88,13 +92,18 @@ def _names(caches: int) -> tuple[list[str], list[str]]:
 
 @torch.no_grad()
 def _past(model: Any) -> list[Tensor]:
-    """Return a KV cache to trace with: key and value of each layer in turn, float32 [batch, heads, past, size]."""
+    """Return a KV cache to trace with: key and value of each layer in turn, float32 [batch, heads,
+    past, size].
+    """
     remedy = "Set kv_cache: false, and the graph computes whole sequences"
     cache = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True).get("past_key_values")
     layers = getattr(cache, "layers", None)
     if not layers:
         raise StageError(
-            f"{type(model).__name__} gives no KV cache of layers", where=WHERE, why=f"It gives {type(cache).__name__}", remedy=remedy
+            f"{type(model).__name__} gives no KV cache of layers",
+            where=WHERE,
+            why=f"It gives {type(cache).__name__}",
+            remedy=remedy,
         )
     if odd := next((layer for layer in layers if not isinstance(layer, DynamicLayer)), None):
         raise StageError(
@@ -103,15 +112,23 @@ def _past(model: Any) -> list[Tensor]:
             why="Only keys and values of attention can be inputs and outputs of the graph",
             remedy=remedy,
         )
-    shapes = [(TRACED[0], state.shape[1], TRACED[2], state.shape[3]) for layer in layers for state in (layer.keys, layer.values)]
+    shapes = [
+        (TRACED[0], state.shape[1], TRACED[2], state.shape[3])
+        for layer in layers
+        for state in (layer.keys, layer.values)
+    ]
     return [torch.randn(shape) for shape in shapes]
 
 
 class _EveryExpert(Experts):
-    """Experts that are run for any number of tokens, none included: which of them are needed is not known while tracing."""
+    """Experts that are run for any number of tokens, none included: which of them are needed is not
+    known while tracing.
+    """
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens, hidden]."""
+        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens,
+        hidden].
+        """
         return _in_turn(hidden, chosen, weights, (expert for expert in self))
 
 
@@ -133,7 +150,9 @@ def _in_turn(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Iterator[
 
 
 def _joined_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts that transformers holds in 3-D parameters, [experts, out, in] or transposed; see `transformers.integrations.moe`."""
+    """Compute experts that transformers holds in 3-D parameters, [experts, out, in] or transposed;
+    see `transformers.integrations.moe`.
+    """
     first = "gate_up_proj" if module.has_gate else "up_proj"
 
     def project(name: str, index: int, given: Tensor) -> Tensor:

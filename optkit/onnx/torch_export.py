@@ -1,7 +1,9 @@
-"""Encoders (BERT and its kin) as ONNX, by torch.onnx.export: any batch, any length, padding masked; proven equal to the source.
+"""Encoders (BERT and its kin) as ONNX, by torch.onnx.export: any batch, any length, padding masked;
+proven equal to the source.
 
-Inputs are input_ids, attention_mask and, where the model tells sentences apart, token_type_ids, int64 [batch, sequence]. Nodes and weights
-carry the names of the modules that they come from, so that patterns can mean them: `/encoder/layer.0/attention/self/query/MatMul`.
+Inputs are input_ids, attention_mask and, where the model tells sentences apart, token_type_ids,
+int64 [batch, sequence]. Nodes and weights carry the names of the modules that they come from, so
+that patterns can mean them: `/encoder/layer.0/attention/self/query/MatMul`.
 """
 
 from __future__ import annotations
@@ -52,10 +54,12 @@ class Named(nn.Module):
 
 
 def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Fill `target` with the encoder of a float checkpoint as ONNX in float32, with its other files, and return what a report says of it.
+    """Fill `target` with the encoder of a float checkpoint as ONNX in float32, with its other
+    files, and return what a report says of it.
 
-    Raises StageError for a model that is no encoder, one that torch cannot trace, and a graph that says something else than its source;
-    SourceError for a checkpoint that does not fit its architecture; ResourceError when the disk is full.
+    Raises StageError for a model that is no encoder, one that torch cannot trace, and a graph that
+    says something else than its source; SourceError for a checkpoint that does not fit its
+    architecture; ResourceError when the disk is full.
     """
     checkpoint = Checkpoint(source)
     outputs = OUTPUTS[encoder_task(checkpoint.config)]
@@ -107,7 +111,9 @@ def _load(source: Path, loader: str, trust_remote_code: bool) -> nn.Module:
 
 
 def _inputs(model: Any) -> tuple[str, ...]:
-    takes_types = "token_type_ids" in signature(model.forward).parameters and getattr(model.config, "type_vocab_size", 0) > 1
+    takes_types = (
+        "token_type_ids" in signature(model.forward).parameters and getattr(model.config, "type_vocab_size", 0) > 1
+    )
     return ("input_ids", "attention_mask", *(("token_type_ids",) if takes_types else ()))
 
 
@@ -133,7 +139,8 @@ def _feeds(named: Named, batch: int, length: int) -> tuple[Tensor, ...]:
 
 
 def _compare(named: Named, target: Path, positions: int | None) -> dict[str, float]:
-    """Return the least cosine and the largest difference between the outputs of both, where the mask is 1.
+    """Return the least cosine and the largest difference between the outputs of both, where the
+    mask is 1.
 
     Raises StageError where the difference is over the limit.
     """
@@ -141,9 +148,14 @@ def _compare(named: Named, target: Path, positions: int | None) -> dict[str, flo
     cosine, difference = 1.0, 0.0
     for batch, length in SHAPES:
         feeds = _feeds(named, batch, min(length, positions or length))
-        with torch.no_grad(), runtime_errors("on a few tokens", str(target / MODEL), "cpu", "Use a machine with more memory"):
+        with (
+            torch.no_grad(),
+            runtime_errors("on a few tokens", str(target / MODEL), "cpu", "Use a machine with more memory"),
+        ):
             wanted = named(*feeds)
-            found = session.run(list(named.outputs), {name: each.numpy() for name, each in zip(named.names, feeds, strict=True)})
+            found = session.run(
+                list(named.outputs), {name: each.numpy() for name, each in zip(named.names, feeds, strict=True)}
+            )
         for want, got in zip(wanted, map(torch.from_numpy, found), strict=True):
             seen = feeds[1].bool() if want.shape[:2] == feeds[1].shape else slice(None)
             cosine = min(cosine, float(torch.cosine_similarity(want[seen].double(), got[seen].double(), -1).min()))

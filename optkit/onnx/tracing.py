@@ -1,4 +1,6 @@
-"""torch.onnx.export with its errors as ours, and a graph whose nodes and weights are named after the modules that they come from."""
+"""torch.onnx.export with its errors as ours, and a graph whose nodes and weights are named after
+the modules that they come from.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,12 @@ def trace(
     target: Path,
     opset: int = OPSET,
 ) -> None:
-    """Write the graph of a module, whose attribute `model` is the model itself, and its weights into a directory.
+    """Write the graph of a module, whose attribute `model` is the model itself, and its weights
+    into a directory.
 
-    `feeds` are its arguments, `shapes` says which of their axes vary (`dynamic_shapes` of torch.onnx.export), `names` what inputs and
-    outputs are called. Raises StageError with the line that cannot be traced, or the operator that ONNX has not; ResourceError when the
-    disk is full.
+    `feeds` are its arguments, `shapes` says which of their axes vary (`dynamic_shapes` of
+    torch.onnx.export), `names` what inputs and outputs are called. Raises StageError with the line
+    that cannot be traced, or the operator that ONNX has not; ResourceError when the disk is full.
     """
     held = sum(parameter.nbytes for parameter in module.parameters())
     try:
@@ -93,7 +96,9 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the line of the model's own code where an error was raised, as `modeling_x.py, line 12: if tokens.sum() > 0:`."""
+    """Return the line of the model's own code where an error was raised, as `modeling_x.py, line
+    12: if tokens.sum() > 0:`.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(frame.filename)]
     if not frames:
         return ""
@@ -108,9 +113,11 @@ def _is_of_a_library(file: str) -> bool:
 
 
 def name_by_modules_(graph: ModelFile) -> None:
-    """Name nodes and weights after the modules that they come from, and drop what torch noted of its own files and lines.
+    """Name nodes and weights after the modules that they come from, and drop what torch noted of
+    its own files and lines.
 
-    A node is then `/model/layers.0/self_attn/q_proj/MatMul` and its weight `model.layers.0.self_attn.q_proj.weight`.
+    A node is then `/model/layers.0/self_attn/q_proj/MatMul` and its weight
+    `model.layers.0.self_attn.q_proj.weight`.
     """
     taken: Counter[str] = Counter()
     renamed: dict[str, str] = {}
@@ -127,7 +134,9 @@ def name_by_modules_(graph: ModelFile) -> None:
                 renamed.setdefault(name, f"{module.replace('/', '.')}.weight")
     names = [renamed.get(name, name.removeprefix(f"{PREFIX}.")) for name in graph.initializers]
     unique = Counter(names)
-    _rename_(graph, {name: each if unique[each] == 1 else name for name, each in zip(graph.initializers, names, strict=True)})
+    _rename_(
+        graph, {name: each if unique[each] == 1 else name for name, each in zip(graph.initializers, names, strict=True)}
+    )
 
 
 def _rename_(graph: ModelFile, new: Mapping[str, str]) -> None:
@@ -145,7 +154,9 @@ def _rename_(graph: ModelFile, new: Mapping[str, str]) -> None:
 
 
 def _module_of(node: Any) -> str:
-    """Return the path of the module that a node comes from: `encoder/layer.0/attention/self/query`; empty where torch does not say."""
+    """Return the path of the module that a node comes from: `encoder/layer.0/attention/self/query`;
+    empty where torch does not say.
+    """
     noted = next((each.value for each in node.metadata_props if each.key == "pkg.torch.onnx.name_scopes"), "[]")
     scopes = [scope for scope in ast.literal_eval(noted)[:-1] if scope]
     parts = [part for part in (scopes[-1].split(".") if scopes else []) if part]

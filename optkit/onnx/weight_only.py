@@ -1,7 +1,10 @@
-"""Weights of matrix multiplications in 4 or 8 bits, a block of inputs at a time: ONNX Runtime's operator MatMulNBits.
+"""Weights of matrix multiplications in 4 or 8 bits, a block of inputs at a time: ONNX Runtime's
+operator MatMulNBits.
 
-The numbers of `rtn`, `hqq` and `k_quant` come from onnxruntime's own `MatMulNBitsQuantizer`, which is given one slice of one matrix at a
-time: so memory stays small, each matrix may have bits of its own, and what the tool loses on the way (the accuracy level with HQQ, the bits
+The numbers of `rtn`, `hqq` and `k_quant` come from onnxruntime's own `MatMulNBitsQuantizer`, which
+is given one slice of one matrix at a
+time: so memory stays small, each matrix may have bits of its own, and what the tool loses on the
+way (the accuracy level with HQQ, the bits
 with k-quant) does not matter. Those of `mse` are optkit's (`algorithms.scale_search`).
 """
 
@@ -31,20 +34,26 @@ class BlockForm:
     symmetric: bool
     algorithm: Algorithm
     accuracy_level: Literal[0, 4]
-    """What the operator computes with: 4 rounds the inputs to int8, block by block; 0 leaves them as they are."""
+    """What the operator computes with: 4 rounds the inputs to int8, block by block; 0 leaves them
+    as they are.
+    """
 
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """A matrix [inputs, outputs] as MatMulNBits holds it: code `q` of a block stands for `(q - zero) * scale`."""
+    """A matrix [inputs, outputs] as MatMulNBits holds it: code `q` of a block stands for `(q -
+    zero) * scale`.
+    """
 
     codes: NDArray[np.uint8]
-    """[outputs, blocks, block_size * bits / 8]: two codes of 4 bits in a byte, the first one low. The last block is padded."""
+    """[outputs, blocks, block_size * bits / 8]: two codes of 4 bits in a byte, the first one low.
+    The last block is padded.
+    """
     scales: NDArray[Any]
     """[outputs, blocks], in the dtype of the weights."""
     zeros: NDArray[Any] | None
-    """uint8 [outputs, ceil(blocks * bits / 8)], packed as the codes are; of HQQ, which leaves fractions: [outputs, blocks], in the dtype
-    of the weights; None: 8 or 128."""
+    """uint8 [outputs, ceil(blocks * bits / 8)], packed as the codes are; of HQQ, which leaves
+    fractions: [outputs, blocks], in the dtype of the weights; None: 8 or 128."""
 
 
 def quantize_matrix(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
@@ -68,7 +77,9 @@ def _ask_tool(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
 
         held = numpy_helper.from_array(np.ascontiguousarray(weight), "weight")
         ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
-        graph = helper.make_graph([helper.make_node("MatMul", ["x", "weight"], ["y"], name="matrix")], "g", ends[:1], ends[1:], [held])
+        graph = helper.make_graph(
+            [helper.make_node("MatMul", ["x", "weight"], ["y"], name="matrix")], "g", ends[:1], ends[1:], [held]
+        )
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
         tool = MatMulNBitsQuantizer(
             model, bits=form.bits, block_size=form.block_size, is_symmetric=form.symmetric, algo_config=_algorithm(form)
@@ -99,7 +110,9 @@ def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
     from optkit.algorithms.rounding import round_to_nearest
     from optkit.algorithms.scale_search import search_scales
 
-    grid = Grid(form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32)
+    grid = Grid(
+        form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32
+    )
     rows = np.pad(weight.T.astype(np.float32), ((0, 0), (0, -weight.shape[0] % form.block_size)))
     padded = torch.from_numpy(rows)
     quantized = round_to_nearest(padded, *search_scales(padded, grid), grid)

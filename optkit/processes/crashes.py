@@ -1,4 +1,6 @@
-"""Exceptions that are no optkit error, told by a process to the one that started it: in a line, and with the traceback for `--debug`."""
+"""Exceptions that are no optkit error, told by a process to the one that started it: in a line, and
+with the traceback for `--debug`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 class ChildError(Exception):
-    """What ended another process that we started; its message names the process, the exception and the place."""
+    """What ended another process that we started; its message names the process, the exception and
+    the place.
+    """
 
 
 def one_line(error: BaseException) -> str:
@@ -32,7 +36,9 @@ def told_crash(error: BaseException) -> dict[str, Any]:
 
 
 def heard_crash(said: Mapping[str, Any], process: str) -> Exception:
-    """Return what `told_crash` told of a process: memory or room that ran out stays that, everything else is a ChildError."""
+    """Return what `told_crash` told of a process: memory or room that ran out stays that,
+    everything else is a ChildError.
+    """
     if said["no_memory"]:
         return with_trace(MemoryError(said["what"]), said, process)
     if said["errno"] in NO_ROOM:

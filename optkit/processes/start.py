@@ -1,4 +1,5 @@
-"""Processes that end with this one: started in a group of their own, ended with everything that they started.
+"""Processes that end with this one: started in a group of their own, ended with everything that
+they started.
 
 A Python among them imports nothing from the directory that it runs in, whose files are nobody's.
 """
@@ -19,7 +20,9 @@ from typing import Any
 from optkit.processes import stopping
 
 SAFE_PATH = "PYTHONSAFEPATH"
-"""Variable that does for all Pythons below a process what `-P` does for one: their own directories are no places to import from."""
+"""Variable that does for all Pythons below a process what `-P` does for one: their own directories
+are no places to import from.
+"""
 POLL_S = 0.1
 STDERR = 2
 ASKED_S = 0.5
@@ -27,30 +30,40 @@ ASKED_S = 0.5
 
 
 def python_command(*arguments: str, python: str | Path = sys.executable) -> list[str]:
-    """Return the command line of a Python of at least 3.11, ours or that of an environment of ours, with `-P`."""
+    """Return the command line of a Python of at least 3.11, ours or that of an environment of ours,
+    with `-P`.
+    """
     return [str(python), "-P", *arguments]
 
 
 def foreign_command(python: str, script: Path, *arguments: str) -> list[str]:
-    """Return the command line of an interpreter of any version, which may lack `-P`: it runs a file, and imports from beside that file."""
+    """Return the command line of an interpreter of any version, which may lack `-P`: it runs a
+    file, and imports from beside that file.
+    """
     return [python, str(script.absolute()), *arguments]
 
 
 def python_environment(**changed: str) -> dict[str, str]:
-    """Return the variables of a process that runs our Python: our own places to import from, and for what it starts `SAFE_PATH`."""
+    """Return the variables of a process that runs our Python: our own places to import from, and
+    for what it starts `SAFE_PATH`.
+    """
     places = [str(Path(each).absolute()) for each in sys.path if each]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), SAFE_PATH: "1", **changed}
 
 
 def foreign_environment(**changed: str) -> dict[str, str]:
-    """Return the variables of a process that runs another Python than ours: nothing that says where ours imports from."""
+    """Return the variables of a process that runs another Python than ours: nothing that says where
+    ours imports from.
+    """
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", SAFE_PATH)
     return {**{name: value for name, value in os.environ.items() if name not in ours}, **changed}
 
 
 @contextlib.contextmanager
 def safe_children() -> Iterator[None]:
-    """Let every Python that starts meanwhile, by whatever library, import nothing from its working directory."""
+    """Let every Python that starts meanwhile, by whatever library, import nothing from its working
+    directory.
+    """
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -63,7 +76,8 @@ def safe_children() -> Iterator[None]:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session of its own; `end_group` ends it, and so does a signal to this one.
+    """Start a process that leads a session of its own; `end_group` ends it, and so does a signal to
+    this one.
 
     Its stdout is our stderr, unless `options` say otherwise: our own stdout is for results.
     """
@@ -72,8 +86,11 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     return process
 
 
-def run(command: Sequence[str], *, text: bytes = b"", timeout_s: float | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command with `text` as its stdin, and return its status and what it printed; it ends with this process's work.
+def run(
+    command: Sequence[str], *, text: bytes = b"", timeout_s: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with `text` as its stdin, and return its status and what it printed; it ends
+    with this process's work.
 
     Raises subprocess.TimeoutExpired.
     """
@@ -84,7 +101,9 @@ def run(command: Sequence[str], *, text: bytes = b"", timeout_s: float | None = 
         try:
             while True:
                 try:
-                    printed, complaints = (each.decode(errors="replace") for each in process.communicate(given, timeout=POLL_S))
+                    printed, complaints = (
+                        each.decode(errors="replace") for each in process.communicate(given, timeout=POLL_S)
+                    )
                     return subprocess.CompletedProcess(command, process.returncode, printed, complaints)
                 except subprocess.TimeoutExpired:
                     given = None
@@ -96,7 +115,9 @@ def run(command: Sequence[str], *, text: bytes = b"", timeout_s: float | None = 
 
 
 def ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals, patience_s: float) -> None:
-    """Send a process a signal, and let it clean up for a while; for a short one where this process has itself been asked to stop."""
+    """Send a process a signal, and let it clean up for a while; for a short one where this process
+    has itself been asked to stop.
+    """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
@@ -105,7 +126,9 @@ def ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals, patienc
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Close the stdin of a process that leads its own group, kill what is left of the group, and wait for the process."""
+    """Close the stdin of a process that leads its own group, kill what is left of the group, and
+    wait for the process.
+    """
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -117,7 +140,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_with_parent() -> None:
-    """Watch stdin, which ends when the parent is gone; this process, which leads its own group, then ends with all of it."""
+    """Watch stdin, which ends when the parent is gone; this process, which leads its own group,
+    then ends with all of it.
+    """
     threading.Thread(target=_wait_for_end, daemon=True).start()
 
 

@@ -1,10 +1,13 @@
-"""Being asked to stop: a signal sets a flag, safe points read it, and what reaches none of them is ended.
+"""Being asked to stop: a signal sets a flag, safe points read it, and what reaches none of them is
+ended.
 
-A handler that raises does so wherever the main thread happens to be. Inside a `__del__` Python prints the exception and drops it, and the
-run goes on. So the handlers of `listening` raise nothing. A thread hears of the signal, even while the main thread is in a call of C:
+A handler that raises does so wherever the main thread happens to be. Inside a `__del__` Python
+prints the exception and drops it, and the run goes on. So the handlers of `listening` raise
+nothing. A thread hears of the signal, even while the main thread is in a call of C:
 
     at once          it says so on stderr, and sets the flag; `check`, the safe point, raises in the main thread
-    after 1 s        it ends the processes that were started, so that whoever waits for one of them goes on to a safe point
+    after 1 s        it ends the processes that were started, so that whoever waits for one of them goes on to
+                     a safe point
     after 4 s        it ends this process; the store takes no harm, as it takes none from `kill -9`
     a second signal  ends this process at once
 
@@ -32,7 +35,9 @@ CHILDREN_S = 1.0
 END_S = 4.0
 """How long after a signal this process may take to end."""
 SAME_S = 0.25
-"""Signals so close together are one request: `timeout` sends its own to the process and to its group."""
+"""Signals so close together are one request: `timeout` sends its own to the process and to its
+group.
+"""
 POLL_S = 0.05
 KEPT = "finished steps are kept, run the same command again to go on"
 SHOW_CURSOR = "\x1b[?25h"
@@ -65,7 +70,9 @@ _groups: set[int] = set()
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt or Terminated in the main thread, once, if a signal has asked for the end: a safe point."""
+    """Raise KeyboardInterrupt or Terminated in the main thread, once, if a signal has asked for the
+    end: a safe point.
+    """
     now = _current
     if now and now.number and not now.raised and threading.current_thread() is threading.main_thread():
         now.raised = True
@@ -109,14 +116,18 @@ def release(leader: int) -> None:
 
 
 def before_the_end(say: Callable[[], None]) -> None:
-    """Have something called in the thread that ends this process, if the main thread does not end it in time."""
+    """Have something called in the thread that ends this process, if the main thread does not end
+    it in time.
+    """
     if _current:
         _current.last_words.append(say)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Hear signals inside the block as this module says; a block inside another one, or outside of the main thread, adds nothing."""
+    """Hear signals inside the block as this module says; a block inside another one, or outside of
+    the main thread, adds nothing.
+    """
     if _current or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,7 +139,9 @@ def listening() -> Iterator[None]:
 
 
 def listen() -> Callable[[], None]:
-    """Hear signals from now on; returns what puts things as they were. Signals that this process was started to ignore stay ignored."""
+    """Hear signals from now on; returns what puts things as they were. Signals that this process
+    was started to ignore stay ignored.
+    """
     global _current
     now = _Listening(*os.pipe())
     os.set_blocking(now.writing, False)
@@ -171,7 +184,9 @@ def _default() -> None:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Stand as a handler, so that Python writes the signal's number into the pipe and blocking calls go on."""
+    """Stand as a handler, so that Python writes the signal's number into the pipe and blocking
+    calls go on.
+    """
 
 
 def _hold_back() -> None:

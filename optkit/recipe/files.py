@@ -23,17 +23,25 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(source: Path | str) -> Path:
-    """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError with the nearest names."""
+    """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError
+    with the nearest names.
+    """
     path = Path(source)
     if is_file(path) or is_stream(path):
         return path
     if is_directory(path):
         inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
-        raise _refused(path, f"this is a directory, not a recipe. Name a file in it: {inside or 'it holds no .yaml file'}.")
+        raise _refused(
+            path, f"this is a directory, not a recipe. Name a file in it: {inside or 'it holds no .yaml file'}."
+        )
     shipped = shipped_recipes()
     if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")]
-    nearby = {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES} if is_directory(path.parent) else {}
+    nearby = (
+        {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES}
+        if is_directory(path.parent)
+        else {}
+    )
     known = {**{name: name for name in shipped}, **nearby}
     near = difflib.get_close_matches(path.name.removesuffix(path.suffix if path.suffix in SUFFIXES else ""), known, n=1)
     hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
@@ -41,13 +49,17 @@ def find_recipe(source: Path | str) -> Path:
 
 
 def is_stream(path: Path) -> bool:
-    """Say whether a recipe comes through a pipe, a terminal or standard input (`-`), which can be read once."""
+    """Say whether a recipe comes through a pipe, a terminal or standard input (`-`), which can be
+    read once.
+    """
     mode = mode_of(path)
     return str(path) == STANDARD_INPUT or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not UTF-8."""
+    """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not
+    UTF-8.
+    """
     try:
         if str(path) == STANDARD_INPUT:
             content = sys.stdin.buffer.read(LARGEST_BYTES + 1)

@@ -25,7 +25,9 @@ OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operat
 
 _KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?", re.ASCII)
 _LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*", re.ASCII)
-_LIMIT = re.compile(r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)", re.ASCII)
+_LIMIT = re.compile(
+    r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ class Gate(Frozen):
         return metric.name == self.name and self.labels.items() <= metric.labels.items()
 
     def judge(self, measured: Estimate) -> Verdict:
-        """Return whether a value, or the ratio to the baseline for a relative gate, keeps the limit all over its interval."""
+        """Return whether a value, or the ratio to the baseline for a relative gate, keeps the limit
+        all over its interval.
+        """
         compare = OPERATORS[self.operator]
         kept = {compare(end, self.limit) for end in measured.interval or (measured.value,)}
         return Verdict.INCONCLUSIVE if len(kept) == 2 else Verdict.PASS if kept.pop() else Verdict.FAIL
@@ -118,7 +122,9 @@ def metric_key(name: str, labels: dict[str, int | str]) -> str:
 
 
 def parse_gate(key: str, text: str) -> Gate:
-    """Return the gate that a recipe states as `key: text`; raises ValueError with a sentence that says what is wrong."""
+    """Return the gate that a recipe states as `key: text`; raises ValueError with a sentence that
+    says what is wrong.
+    """
     named = _KEY.fullmatch(key.strip())
     if not named:
         raise ValueError(f"'{key}' names no metric. Write a name, or name[batch=1,prompt=128] to pick rows.")
@@ -130,16 +136,26 @@ def parse_gate(key: str, text: str) -> Gate:
         labels[label[1]] = int(label[2]) if label[2].isascii() and label[2].isdecimal() else label[2]
     stated = _LIMIT.fullmatch(text.strip())
     if not stated:
-        raise ValueError(f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" relative to the baseline.')
+        raise ValueError(
+            f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" '
+            "relative to the baseline."
+        )
     if not math.isfinite(float(stated["limit"])):
-        raise ValueError(f"'{text}' is no limit: {stated['limit']} is beyond all numbers. Write a number that can be reached.")
+        raise ValueError(
+            f"'{text}' is no limit: {stated['limit']} is beyond all numbers. Write a number that can be reached."
+        )
     return Gate(
-        name=named["name"], labels=labels, operator=stated["operator"], limit=float(stated["limit"]), relative=bool(stated["relative"])
+        name=named["name"],
+        labels=labels,
+        operator=stated["operator"],
+        limit=float(stated["limit"]),
+        relative=bool(stated["relative"]),
     )
 
 
 def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
-    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is about; nothing is run.
+    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is
+    about; nothing is run.
 
     An eval whose fields are not known is given as its class: its rows could have any labels.
     """
@@ -151,7 +167,9 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
         raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
     if gate.relative and measures[gate.name].compares:
         absolute = f"{gate.operator} {gate.limit:.12g}"
-        raise ValueError(f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\".")
+        raise ValueError(
+            f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\"."
+        )
     _check_range(gate, RATIO if gate.relative else RANGES.get(measures[gate.name].metrics[gate.name]))
     measuring = [each for each in evals if gate.name in each.metrics]
     instances = [each for each in measuring if isinstance(each, Eval)]
@@ -164,7 +182,9 @@ FORESEEN = 0.02
 
 
 def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: ModelShape, baseline: ModelShape) -> str:
-    """Return why a gate will fail, where that is known before anything runs; empty where it is open."""
+    """Return why a gate will fail, where that is known before anything runs; empty where it is
+    open.
+    """
     for each in evals:
         if why := each.unmeasured(device).get(gate.name):
             return f"gate {gate.key} {gate.text} cannot pass: it is not measured on {device}, because {why}"
@@ -201,12 +221,15 @@ def _check_labels(gate: Gate, rows: Sequence[dict[str, int | str]]) -> None:
         values = list(dict.fromkeys(row[label] for row in rows if label in row))
         if value not in values:
             raise ValueError(
-                f"no row of '{gate.name}' has {label}={value}. There will be: {', '.join(f'{label}={each}' for each in values)}."
+                f"no row of '{gate.name}' has {label}={value}. There will be: "
+                f"{', '.join(f'{label}={each}' for each in values)}."
             )
     there = ", ".join(metric_key(gate.name, row) for row in rows)
     raise ValueError(f"no row of '{gate.name}' has these labels together. There will be: {there}.")
 
 
 def overall(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return FAIL where any gate failed, else INCONCLUSIVE where any is open, else PASS (also for no gates at all)."""
+    """Return FAIL where any gate failed, else INCONCLUSIVE where any is open, else PASS (also for
+    no gates at all).
+    """
     return next((verdict for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)

@@ -12,11 +12,17 @@ from optkit.stage import Format, Transform
 
 
 def check_tasks(recipe: Recipe, shape: ModelShape) -> None:
-    """Refuse stages and evals for another kind of model; an ONNX model without config.json may be anything."""
+    """Refuse stages and evals for another kind of model; an ONNX model without config.json may be
+    anything.
+    """
     if shape.task is None:
         return
     why = f"{recipe.model.name} is {PHRASES[shape.task]} ({', '.join(shape.config['architectures'])})"
-    entries: tuple[TransformEntry | SettingEntry | EvalEntry, ...] = (*recipe.transforms, *recipe.settings, *recipe.evals)
+    entries: tuple[TransformEntry | SettingEntry | EvalEntry, ...] = (
+        *recipe.transforms,
+        *recipe.settings,
+        *recipe.evals,
+    )
     for entry in entries:
         if shape.task in entry.value.tasks:
             continue
@@ -32,7 +38,9 @@ def _other_kinds(entry: TransformEntry | SettingEntry | EvalEntry, task: Task) -
     elif isinstance(entry, SettingEntry):
         return "Take it out of the recipe"
     else:
-        kinds = [kind for kind in STAGES if task in stage_class(kind).tasks and issubclass(stage_class(kind), Transform)]
+        kinds = [
+            kind for kind in STAGES if task in stage_class(kind).tasks and issubclass(stage_class(kind), Transform)
+        ]
     return f"Take it out; there {'are' if len(kinds) > 1 else 'is'} {', '.join(sorted(kinds))}"
 
 
@@ -50,15 +58,24 @@ def check_lengths(recipe: Recipe, shape: ModelShape) -> None:
 
 
 def check_onnx(recipe: Recipe, left: Format) -> None:
-    """Refuse what has no place in the format that the stages leave; `validate` knows it only where one of them leaves ONNX."""
+    """Refuse what has no place in the format that the stages leave; `validate` knows it only where
+    one of them leaves ONNX.
+    """
     for setting in recipe.settings:
         if left not in setting.value.accepts:
             remedy = "Take it out of the recipe"
             if left is Format.ADAPTED and Format.QUANTIZED in setting.value.accepts:
-                raise StageError("knows no adapter beside packed weights, and this model has one", where=setting.kind, remedy=remedy)
+                raise StageError(
+                    "knows no adapter beside packed weights, and this model has one", where=setting.kind, remedy=remedy
+                )
             wanted = "an ONNX model" if setting.value.accepts == {Format.ONNX} else "a torch model"
             raise StageError(f"is applied to {wanted}, and this is {FORMATS[left]}", where=setting.kind, remedy=remedy)
     for entry in recipe.evals:
         if left is Format.ONNX and entry.value.reads_weights:
             why = "Its weights lie in a graph"
-            raise EvalError("reads the weights of a checkpoint, and this model is ONNX", where=entry.kind, why=why, remedy="Take it out")
+            raise EvalError(
+                "reads the weights of a checkpoint, and this model is ONNX",
+                where=entry.kind,
+                why=why,
+                remedy="Take it out",
+            )

@@ -1,4 +1,6 @@
-"""Change a recipe from the command line: `--set stages.0.gptq.group_size=32` and `--model NAME`, before it is checked."""
+"""Change a recipe from the command line: `--set stages.0.gptq.group_size=32` and `--model NAME`,
+before it is checked.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _DOT = re.compile(r"\.(?![^\[]*\])")
 
 
 def override(recipe: PlacedData, overrides: Sequence[str], model: str | None) -> list[Problem]:
-    """Change the data in place and note where each new value comes from; returns what could not be followed."""
+    """Change the data in place and note where each new value comes from; returns what could not be
+    followed.
+    """
     problems: list[Problem] = []
     for text in overrides:
         try:
@@ -40,7 +44,9 @@ def _apply(recipe: PlacedData, text: str) -> None:
     try:
         value = written if written.startswith(">") else read_yaml(written, "").data
     except RecipeError as error:
-        raise RecipeError(place.problem(f"the value '{written}' is not YAML: {problem.message}") for problem in error.problems) from error
+        raise RecipeError(
+            place.problem(f"the value '{written}' is not YAML: {problem.message}") for problem in error.problems
+        ) from error
     names = _DOT.split(path)
     container: Any = recipe.data
     steps: Steps = ()
@@ -55,10 +61,16 @@ def _apply(recipe: PlacedData, text: str) -> None:
 
 
 def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place) -> str | int:
-    """Return the key or number that a part of the path means; raises RecipeError where the container has no such part."""
+    """Return the key or number that a part of the path means; raises RecipeError where the
+    container has no such part.
+    """
     inside = ".".join(str(step) for step in steps)
     if isinstance(container, list):
-        numbers = f"{inside} has {len(container)} items, numbered from 0 to {len(container) - 1}" if container else f"{inside} has no items"
+        numbers = (
+            f"{inside} has {len(container)} items, numbered from 0 to {len(container) - 1}"
+            if container
+            else f"{inside} has no items"
+        )
         if not name.isdecimal():
             kinds = [next(iter(item), "") if isinstance(item, dict) else item for item in container]
             hint = f" Write {inside}.{kinds.index(name)}.{'.'.join([name, *rest])}." if name in kinds else ""
@@ -68,12 +80,16 @@ def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place
         return int(name)
     if len(steps) == 2 and steps[0] in ROLES and name not in container:
         there = next(iter(container), "empty")
-        raise RecipeError([place.problem(f"{inside} is {there}, not {name}. Write {'.'.join([inside, there, *rest])}.")])
+        raise RecipeError(
+            [place.problem(f"{inside} is {there}, not {name}. Write {'.'.join([inside, there, *rest])}.")]
+        )
     return name
 
 
 def _opened(container: Any, step: Any, steps: Steps, place: Place) -> Any:
-    """Return the list or mapping that `step` leads to, ready to be changed: short forms spelled out, missing mappings made."""
+    """Return the list or mapping that `step` leads to, ready to be changed: short forms spelled
+    out, missing mappings made.
+    """
     value: Any = container[step] if isinstance(container, list) or step in container else None
     if steps[0] in ROLES and len(steps) == 1:
         value = [] if value is None else value
@@ -87,7 +103,9 @@ def _opened(container: Any, step: Any, steps: Steps, place: Place) -> Any:
         value = {}
     if not isinstance(value, dict | list):
         inside = ".".join(str(part) for part in steps)
-        raise RecipeError([place.problem(f"{inside} is {shown(value)}, and nothing can be set below it. Set it as a whole.")])
+        raise RecipeError(
+            [place.problem(f"{inside} is {shown(value)}, and nothing can be set below it. Set it as a whole.")]
+        )
     return value.copy()
 
 

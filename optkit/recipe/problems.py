@@ -48,19 +48,31 @@ class Item:
 def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
     """Return what is wrong with the recipe as a whole: no mapping, or keys that no recipe has."""
     if recipe.data is None:
-        return [recipe.value_place(()).problem("the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`.")]
+        return [
+            recipe.value_place(()).problem(
+                "the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`."
+            )
+        ]
     if not isinstance(recipe.data, dict):
-        return [recipe.value_place(()).problem(f"a recipe is a mapping of {', '.join(known)}, not {shown(recipe.data)}.")]
+        return [
+            recipe.value_place(()).problem(f"a recipe is a mapping of {', '.join(known)}, not {shown(recipe.data)}.")
+        ]
     problems = []
     for key in recipe.data:
         if key not in known:
             role = next((role for role in ("stage", "eval") if key in names_of(role)), None)
-            hint = f" '{key}' is one of the {role}s: write it below `{role}s:`, as `- {key}`." if role else did_you_mean(key, known)
+            hint = (
+                f" '{key}' is one of the {role}s: write it below `{role}s:`, as `- {key}`."
+                if role
+                else did_you_mean(key, known)
+            )
             problems.append(recipe.key_place((key,)).problem(f"unknown key '{key}'.{hint}"))
     return problems
 
 
-def check_fields(recipe: PlacedData, steps: Steps, model: type[BaseModel], data: Mapping[str, Any]) -> Any | list[Problem]:
+def check_fields(
+    recipe: PlacedData, steps: Steps, model: type[BaseModel], data: Mapping[str, Any]
+) -> Any | list[Problem]:
     """Return the data as an instance of `model`, else its problems."""
     try:
         checked = validate(model, data)
@@ -90,10 +102,19 @@ def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> tup
     try:
         spelled = spell_out(role, written)
         if not isinstance(spelled, dict):
-            return None, [place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")]
+            return None, [
+                place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")
+            ]
         if len(spelled) != 1:
-            message = f"{len(spelled)} keys stand side by side: {', '.join(spelled)}." if spelled else "this mapping is empty."
-            remedy = f"Write `- name: {{field: value}}`, with the fields indented below the name and each {role} after its own `- `."
+            message = (
+                f"{len(spelled)} keys stand side by side: {', '.join(spelled)}."
+                if spelled
+                else "this mapping is empty."
+            )
+            remedy = (
+                f"Write `- name: {{field: value}}`, with the fields indented below the name and each "
+                f"{role} after its own `- `."
+            )
             return None, [place.problem(f"{message} {remedy}")]
         ((kind, fields),) = spelled.items()
         if kind not in names_of(role):
@@ -143,7 +164,9 @@ class TransformItem(Item):
 
 
 def formats_left(stages: Iterable[Item]) -> Iterator[tuple[TransformItem, Format | None]]:
-    """Yield the transforms, each with the format that it leaves; None where that hangs on the model that the recipe starts from."""
+    """Yield the transforms, each with the format that it leaves; None where that hangs on the model
+    that the recipe starts from.
+    """
     given: Format | None = None
     for item in stages:
         model = item.model
@@ -158,26 +181,40 @@ def _remedy_of_order(item: TransformItem, left: Format | None, before: str, foun
     if item.model.accepts == {Format.ONNX}:
         return f"Put onnx between them: it exports what {before} leaves."
     if found is Format.ADAPTED and item.kind != before:
-        return f"Take one of them out, or put {before} before the stage that packs the weights: there its adapter is merged."
+        return (
+            f"Take one of them out, or put {before} before the stage that packs the weights: "
+            "there its adapter is merged."
+        )
     return "Keep one of them." if left is found or item.kind == before else f"Put {item.kind} before {before}."
 
 
 def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the settings and evals that what the stages leave, torch or ONNX, has no place for; without a transform nobody knows yet."""
+    """Yield the settings and evals that what the stages leave, torch or ONNX, has no place for;
+    without a transform nobody knows yet.
+    """
     made = list(formats_left(stages))
     if not made or made[-1][1] is None:
         return
     last, left = made[-1]
     is_onnx = left is Format.ONNX
-    leaves = f"and {last.kind} ({recipe.key_place(last.steps).short}) leaves {'an ONNX model' if is_onnx else 'a torch model'}"
+    leaves = (
+        f"and {last.kind} ({recipe.key_place(last.steps).short}) leaves "
+        f"{'an ONNX model' if is_onnx else 'a torch model'}"
+    )
     for item in stages:
         if not issubclass(item.model, Setting) or left in item.model.accepts:
             continue
         if left is Format.ADAPTED and Format.QUANTIZED in item.model.accepts:
-            message = f"the setting {item.kind} knows no adapter beside packed weights, and {last.kind} leaves one. Take one of them out."
+            message = (
+                f"the setting {item.kind} knows no adapter beside packed weights, and {last.kind} leaves "
+                "one. Take one of them out."
+            )
             yield recipe.key_place(item.steps).problem(message)
         else:
-            message = f"the setting {item.kind} is applied to {'a torch' if is_onnx else 'an ONNX'} model when it is opened, {leaves}."
+            message = (
+                f"the setting {item.kind} is applied to {'a torch' if is_onnx else 'an ONNX'} model "
+                f"when it is opened, {leaves}."
+            )
             remedy = "Take it out." if is_onnx else f"Put onnx after {last.kind}, or take it out."
             yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
     for item in evals:
@@ -185,14 +222,23 @@ def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> 
             continue
         if is_onnx and item.model.reads_weights:
             message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
-            yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before the export.")
+            yield recipe.key_place(item.steps).problem(
+                f"{message} Take it out, or put it in a recipe that ends before the export."
+            )
         elif left is Format.ADAPTED and item.model.layers_alone:
-            message = f"{item.kind} says what each layer does alone, and the adapter of {last.kind} makes up for all of them together."
-            yield recipe.key_place(item.steps).problem(f"{message} Take it out, or put it in a recipe that ends before {last.kind}.")
+            message = (
+                f"{item.kind} says what each layer does alone, and the adapter of {last.kind} makes "
+                "up for all of them together."
+            )
+            yield recipe.key_place(item.steps).problem(
+                f"{message} Take it out, or put it in a recipe that ends before {last.kind}."
+            )
 
 
 def check_tasks(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the stages and evals for another kind of model than the recipe's, where that is a built-in one, or than those before them."""
+    """Yield the stages and evals for another kind of model than the recipe's, where that is a
+    built-in one, or than those before them.
+    """
     written = recipe.data.get("model")
     known = BUILT_IN.get(str(written.get("name") if isinstance(written, Mapping) else written))
     left = frozenset({known.task}) if known else EVERY_TASK
@@ -215,21 +261,31 @@ def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> 
         earlier = [other for other in stages[:index] if issubclass(item.model, Setting) and other.model is item.model]
         if earlier:
             first = recipe.key_place(earlier[0].steps)
-            message = f"the setting {item.kind} is given twice, first in {first.short}. Only one can be in force; remove the other."
+            message = (
+                f"the setting {item.kind} is given twice, first in {first.short}. Only one can be "
+                "in force; remove the other."
+            )
             yield recipe.key_place(item.steps).problem(message)
     for index, item in enumerate(evals):
         if isinstance(item.value, Eval) and any(item.value == other.value for other in evals[:index]):
-            yield recipe.key_place(item.steps).problem(f"the eval {item.kind} is here twice with the same fields. Remove one of them.")
+            yield recipe.key_place(item.steps).problem(
+                f"the eval {item.kind} is here twice with the same fields. Remove one of them."
+            )
 
 
 def check_settings(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
-    """Yield the settings that exclude each other on every device; a plan refuses those that do on its own."""
+    """Yield the settings that exclude each other on every device; a plan refuses those that do on
+    its own.
+    """
     items = [item for item in stages if isinstance(item.value, Setting)]
     settings = [item.value for item in items]
     found = [exclusion(settings, device) for device in ("cpu", "cuda")]
     if found[0] and found[1]:
         first, second, why = found[0]
-        message = f"{items[second].kind} and {items[first].kind} ({recipe.key_place(items[first].steps).short}) exclude each other. {why}."
+        message = (
+            f"{items[second].kind} and {items[first].kind} ({recipe.key_place(items[first].steps).short}) "
+            f"exclude each other. {why}."
+        )
         yield recipe.key_place(items[second].steps).problem(f"{message} Take one of the two out.")
 
 
@@ -253,14 +309,18 @@ def check_files(recipe: PlacedData, items: Iterable[Item]) -> Iterator[Problem]:
         for way, (dataset, _) in texts_in(item.value):
             path = Path(dataset).expanduser()
             if is_file_name(dataset) and not path.is_file():
-                message = f"there is no file {path}. A path counts from the directory in which optkit runs, {Path.cwd()}."
+                message = (
+                    f"there is no file {path}. A path counts from the directory in which optkit runs, {Path.cwd()}."
+                )
                 yield recipe.value_place((*item.steps, *way, "dataset")).problem(message)
 
 
 def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:
-    """Return the gates, and the problems of those that are no limit or that no eval of the recipe measures.
+    """Return the gates, and the problems of those that are no limit or that no eval of the recipe
+    measures.
 
-    Where the recipe lists an eval of a kind that nobody knows, a gate may be about any built-in one.
+    Where the recipe lists an eval of a kind that nobody knows, a gate may be about any built-in
+    one.
     """
     written = recipe.data.get("gates")
     if written is None:
@@ -278,7 +338,9 @@ def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], 
     for key, limit in written.items():
         place = recipe.value_place(("gates", key))
         if not isinstance(limit, str):
-            problems.append(place.problem(f'{key}: {shown(limit)} is not a limit in quotes, such as "<= 25" or "<= 1.10x".'))
+            problems.append(
+                place.problem(f'{key}: {shown(limit)} is not a limit in quotes, such as "<= 25" or "<= 1.10x".')
+            )
             continue
         try:
             gate = parse_gate(key, limit)
@@ -287,7 +349,9 @@ def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], 
             continue
         other = next((kind for kind, each in others.items() if gate.name in each.metrics), None)
         if other and not any(gate.name in each.metrics for each in measuring):
-            message = f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
+            message = (
+                f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
+            )
             problems.append(recipe.key_place(("gates", key)).problem(message))
             continue
         try:

@@ -1,4 +1,6 @@
-"""A recipe: the model, the stages that change it, the evals that measure it, and the gates that judge the result."""
+"""A recipe: the model, the stages that change it, the evals that measure it, and the gates that
+judge the result.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from optkit.source.places import pin_and_remember
 from optkit.stage import Setting, Stage, Transform
 
 LONGEST_NAME = 100
-"""Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before and behind it."""
+"""Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before
+and behind it.
+"""
 
 
 class Entry(Frozen):
@@ -65,8 +69,8 @@ class Heading(Frozen):
     """The part of a recipe that is no list."""
 
     name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at most. The file's own name where it
-    is left out."""
+    """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at
+    most. The file's own name where it is left out."""
     description: str = Field(default="", max_length=10_000)
     """What the recipe is for, in a sentence."""
     model: ModelSource
@@ -74,15 +78,17 @@ class Heading(Frozen):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Where everything random begins, so that a run can be repeated; 0 where it is left out."""
     attribution: bool = True
-    """Where several stages change the weights: measure perplexity and divergence after each of them, so that the scorecard says what each
-    added. false saves those measurements."""
+    """Where several stages change the weights: measure perplexity and divergence after each of
+    them, so that the scorecard says what each added. false saves those measurements."""
 
 
 class Recipe(Heading):
     """What a recipe file says, checked, with every default filled in."""
 
     stages: tuple[TransformEntry | SettingEntry, ...] = ()
-    """What is done to the model, in order: `kind: {field: value}`, or the kind alone where every field keeps its default."""
+    """What is done to the model, in order: `kind: {field: value}`, or the kind alone where every
+    field keeps its default.
+    """
     evals: tuple[EvalEntry, ...] = ()
     """What is measured, of the artifact and of the unmodified model: written like the stages."""
     gates: dict[str, str] = {}
@@ -100,12 +106,17 @@ class Recipe(Heading):
 
     def trusting(self, trusted: bool) -> Recipe:
         """Return the recipe with the code of its model trusted, where the command line says so."""
-        return self.model_copy(update={"model": self.model.model_copy(update={"trust_remote_code": True})}) if trusted else self
+        return (
+            self.model_copy(update={"model": self.model.model_copy(update={"trust_remote_code": True})})
+            if trusted
+            else self
+        )
 
     def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
         """Return the recipe with every revision filled in; raises SourceError.
 
-        `data` holds local copies of data sets; in `cache` the digests of large files are remembered.
+        `data` holds local copies of data sets; in `cache` the digests of large files are
+        remembered.
         """
         return self.model_copy(
             update={
@@ -116,7 +127,9 @@ class Recipe(Heading):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """Return the recipe as plain data with every default filled in, as its YAML would say it; `load_recipe` takes it again."""
+        """Return the recipe as plain data with every default filled in, as its YAML would say it;
+        `load_recipe` takes it again.
+        """
         return {
             "name": self.name,
             "description": self.description,
@@ -129,10 +142,14 @@ class Recipe(Heading):
         }
 
 
-def load_recipe(source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: str | None = None) -> Recipe:
-    """Return the recipe of a file, of a shipped recipe's name, of standard input (`-`), of YAML text (more than one line) or of plain data.
+def load_recipe(
+    source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: str | None = None
+) -> Recipe:
+    """Return the recipe of a file, of a shipped recipe's name, of standard input (`-`), of YAML
+    text (more than one line) or of plain data.
 
-    `overrides` are changes like `stages.0.gptq.group_size=32`; `model` replaces the recipe's. Raises RecipeError with every problem.
+    `overrides` are changes like `stages.0.gptq.group_size=32`; `model` replaces the recipe's.
+    Raises RecipeError with every problem.
     """
     if isinstance(source, Mapping):  # e.g. of an artifact, whose texts may be long gone
         return _checked(PlacedData(dict(source)), "recipe", overrides, model, files=False)
@@ -157,10 +174,20 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
     evals, eval_problems = read_items(placed, "eval")
     gates, gate_problems = check_gates(placed, evals)
     if not placed.data.get("stages") and not placed.data.get("evals"):
-        problems.append(placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some."))
+        problems.append(
+            placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some.")
+        )
     problems += [*stage_problems, *eval_problems, *gate_problems]
-    problems += [*check_order(placed, stages), *check_repeats(placed, stages, evals), *check_texts(placed, stages, evals)]
-    problems += [*check_formats(placed, stages, evals), *check_tasks(placed, stages, evals), *check_settings(placed, stages)]
+    problems += [
+        *check_order(placed, stages),
+        *check_repeats(placed, stages, evals),
+        *check_texts(placed, stages, evals),
+    ]
+    problems += [
+        *check_formats(placed, stages, evals),
+        *check_tasks(placed, stages, evals),
+        *check_settings(placed, stages),
+    ]
     problems += check_files(placed, [*stages, *evals]) if files else ()
     said = {(problem.line, problem.column) for problem in placed.problems}
     problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
@@ -188,7 +215,9 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _pinned(value: Any, data: Path | None) -> Any:
-    """Return the value with each frozen value in it replaced by what its `pinned` returns, innermost first."""
+    """Return the value with each frozen value in it replaced by what its `pinned` returns,
+    innermost first.
+    """
     if isinstance(value, Frozen):
         parts = {name: getattr(value, name) for name in type(value).model_fields}
         changed = {name: new for name, part in parts.items() if (new := _pinned(part, data)) is not part}

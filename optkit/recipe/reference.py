@@ -1,4 +1,6 @@
-"""docs/recipes.md, written from the classes themselves: `python -m optkit.recipe.reference > docs/recipes.md`."""
+"""docs/recipes.md, written from the classes themselves: `python -m optkit.recipe.reference >
+docs/recipes.md`.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,14 @@ def recipes_page() -> str:
         _fields(ModelSource),
         _table(("built-in model", "what it is"), ((f"`{name}`", line) for name, line in known_models().items())),
         "## Stages\n",
-        "A transform changes the weights; a setting changes none and is applied each time that the artifact is opened.\n",
+        "A transform changes the weights; a setting changes none and is applied each time "
+        "that the artifact is opened.\n",
         *(_entry("stage", kind) for kind in names_of("stage")),
         "### Presets\n",
-        _table(("bare name", "stands for"), ((f"`- {name}`", f"`- {_yaml(entry)}`") for name, entry in sorted(PRESETS.items()))),
+        _table(
+            ("bare name", "stands for"),
+            ((f"`- {name}`", f"`- {_yaml(entry)}`") for name, entry in sorted(PRESETS.items())),
+        ),
         "## Evals\n",
         *(_entry("eval", kind) for kind in names_of("eval")),
         "## Texts\n",
@@ -114,7 +120,10 @@ def _kind_of_stage(model: type[BaseModel]) -> str:
     if not issubclass(model, Transform):
         return "A setting."
     others = {given: left for given in sorted(model.accepts) if (left := model.leaves(given)) is not model.produces}
-    return f"A transform: leaves the format `{model.produces}`{''.join(f', of `{given}` `{left}`' for given, left in others.items())}."
+    return (
+        "A transform: leaves the format "
+        f"`{model.produces}`{''.join(f', of `{given}` `{left}`' for given, left in others.items())}."
+    )
 
 
 def _fields(model: type[BaseModel]) -> str:
@@ -194,7 +203,9 @@ def _yaml(value: Any) -> str:
         return f"{{{text}}}" if len(value) != 1 or not isinstance(next(iter(value.values())), Mapping) else text
     if isinstance(value, list | tuple | frozenset):
         return f"[{', '.join(_yaml(part) for part in value)}]"
-    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w ./-]*", value) and value not in ("true", "false", "null")
+    plain = (
+        isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w ./-]*", value) and value not in ("true", "false", "null")
+    )
     return str(value) if plain else json.dumps(value)
 
 

@@ -1,4 +1,5 @@
-"""The stages and evals that a recipe can name: dicts of strings, so that listing them imports nothing.
+"""The stages and evals that a recipe can name: dicts of strings, so that listing them imports
+nothing.
 
 A plug-in package adds its own with an entry point, in the same form as the built-in ones:
 
@@ -74,7 +75,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kv_int8": {"kv_cache": {"dtype": "int8"}},
     "sdpa": {"attention": {"implementation": "sdpa"}},
 }
-"""Bare names that stand for a stage with its field: `- sdpa` is `- attention: {implementation: sdpa}`."""
+"""Bare names that stand for a stage with its field: `- sdpa` is `- attention: {implementation:
+sdpa}`.
+"""
 
 
 Base = TypeVar("Base", bound=Stage | Eval)
@@ -107,28 +110,36 @@ def eval_names() -> list[str]:
 
 
 def stage_class(kind: str) -> type[Stage]:
-    """Return the class of a stage. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
+    """Return the class of a stage. Raises UnknownKindError, or OptkitError where a plug-in is
+    broken.
+    """
     return _load("stage", kind, (Transform, Setting))
 
 
 def eval_class(kind: str) -> type[Eval]:
-    """Return the class of an eval. Raises UnknownKindError, or OptkitError where a plug-in is broken."""
+    """Return the class of an eval. Raises UnknownKindError, or OptkitError where a plug-in is
+    broken.
+    """
     return _load("eval", kind, (Eval,))
 
 
 def summary(described: type[Stage] | type[Eval]) -> str:
-    """Return the first line of a class's docstring."""
-    return (described.__doc__ or "").strip().split("\n")[0]
+    """Return the first paragraph of a class's docstring as one line."""
+    return " ".join((described.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def origins(role: str) -> dict[str, Origin]:
-    """Return kind -> origin of every `stage` or `eval`, built-in and plugged in; raises OptkitError for a name taken twice."""
+    """Return kind -> origin of every `stage` or `eval`, built-in and plugged in; raises OptkitError
+    for a name taken twice.
+    """
     built_in = {"stage": STAGES, "eval": EVALS}[role]
     reserved = set(PRESETS) if role == "stage" else set[str]()
     found = {kind: Origin(target, "optkit") for kind, target in built_in.items()}
     for kind, origin in plugged_in(f"optkit.{role}s"):
         if kind in reserved:
-            raise OptkitError(f"the {role} '{kind}' of {origin.distribution} has the name of a preset", remedy="Rename it there")
+            raise OptkitError(
+                f"the {role} '{kind}' of {origin.distribution} has the name of a preset", remedy="Rename it there"
+            )
         if kind in found and found[kind] != origin:
             raise OptkitError(
                 f"the {role} '{kind}' is there twice: {_text(found[kind])} and {_text(origin)}",
@@ -141,9 +152,13 @@ def origins(role: str) -> dict[str, Origin]:
 
 @cache
 def plugged_in(group: str) -> tuple[tuple[str, Origin], ...]:
-    """Return name and origin of each entry point of a group; the installed packages are looked through once in a process."""
+    """Return name and origin of each entry point of a group; the installed packages are looked
+    through once in a process.
+    """
     points = sorted(entry_points(group=group), key=lambda point: (point.name, point.value))
-    return tuple((point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")) for point in points)
+    return tuple(
+        (point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")) for point in points
+    )
 
 
 def _text(origin: Origin) -> str:
@@ -168,8 +183,12 @@ def _import(kind: str, role: str, origin: Origin) -> object:
 def _load(role: str, kind: str, bases: tuple[type[Base], ...]) -> type[Base]:
     known = origins(role)
     if kind not in known:
-        raise UnknownKindError(f"there is no {role} '{kind}'.{did_you_mean(kind, [*known, *(PRESETS if role == 'stage' else ())])}")
+        raise UnknownKindError(
+            f"there is no {role} '{kind}'.{did_you_mean(kind, [*known, *(PRESETS if role == 'stage' else ())])}"
+        )
     loaded = _import(kind, role, known[kind])
     if not (isinstance(loaded, type) and issubclass(loaded, bases)):
-        raise OptkitError(f"the {role} '{kind}' ({_text(known[kind])}) is no {' or '.join(base.__name__ for base in bases)} of optkit")
+        raise OptkitError(
+            f"the {role} '{kind}' ({_text(known[kind])}) is no {' or '.join(base.__name__ for base in bases)} of optkit"
+        )
     return loaded

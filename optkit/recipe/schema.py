@@ -1,4 +1,6 @@
-"""The JSON Schema of recipes, from the classes themselves, so that an editor completes and checks the YAML."""
+"""The JSON Schema of recipes, from the classes themselves, so that an editor completes and checks
+the YAML.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from optkit.recipe.registry import PRESETS, summary
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of recipes, with the stages and evals that are plugged in."""
+    """Return the JSON Schema (draft 2020-12) of recipes, with the stages and evals that are plugged
+    in.
+    """
     models = [Heading, *(class_of(role, kind) for role in ("stage", "eval") for kind in names_of(role))]
     references, schema = models_json_schema([(model, "validation") for model in models], ref_template="#/$defs/{model}")
     definitions = _without_titles(schema["$defs"])
@@ -50,14 +54,22 @@ def _entry_schema(role: str, named: dict[Any, str], definitions: dict[str, Any])
             forms.append({"type": "null"})
         mappings[kind] = {"anyOf": forms, "description": summary(model)}
     bare += sorted(PRESETS) if role == "stage" else []
-    one = {"type": "object", "properties": mappings, "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
+    one = {
+        "type": "object",
+        "properties": mappings,
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 1,
+    }
     return {"anyOf": [{"type": "string", "enum": bare}, one]}
 
 
 def _without_titles(value: Any) -> Any:
     """Return a schema without the titles, which only repeat the names."""
     if isinstance(value, dict):
-        return {key: _without_titles(part) for key, part in value.items() if not (key == "title" and isinstance(part, str))}
+        return {
+            key: _without_titles(part) for key, part in value.items() if not (key == "title" and isinstance(part, str))
+        }
     if isinstance(value, list):
         return [_without_titles(part) for part in value]
     return value

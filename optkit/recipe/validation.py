@@ -1,6 +1,8 @@
-"""Turn plain data into a frozen class, and what pydantic objects to into plain sentences that show the value and what is allowed.
+"""Turn plain data into a frozen class, and what pydantic objects to into plain sentences that show
+the value and what is allowed.
 
-Data is checked as JSON in strict mode: `"4"` and `true` are no numbers, a list may fill a tuple, a text may fill a path or an enum.
+Data is checked as JSON in strict mode: `"4"` and `true` are no numbers, a list may fill a tuple, a
+text may fill a path or an enum.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a value: the way to it from the data's root, whether its key is meant, and a sentence."""
+    """One thing wrong with a value: the way to it from the data's root, whether its key is meant,
+    and a sentence.
+    """
 
     steps: tuple[str | int, ...]
     message: str
@@ -42,20 +46,32 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model | list[Fault]
             if around and (detail["type"] == "too_short" or isinstance(detail["input"], Mapping | list)):
                 continue  # only because what is wrong in it is left out, or it was read as the other one of two types
             grouped.setdefault((steps, detail["type"] in _ABOUT_KEYS), []).append(detail)
-        faults = [Fault(steps, _sentence(model, steps, details), of_key) for (steps, of_key), details in grouped.items()]
+        faults = [
+            Fault(steps, _sentence(model, steps, details), of_key) for (steps, of_key), details in grouped.items()
+        ]
         return [replace(fault, steps=(*fault.steps, *_named(fault, data))) for fault in faults]
 
 
 def _named(fault: Fault, data: Any) -> tuple[str, ...]:
-    """Return the field that a check across fields names first, by its name or else its value, where it is written."""
+    """Return the field that a check across fields names first, by its name or else its value, where
+    it is written.
+    """
     for step in fault.steps:
-        data = data[step] if isinstance(data, list) and isinstance(step, int) else data.get(step) if isinstance(data, Mapping) else None
+        data = (
+            data[step]
+            if isinstance(data, list) and isinstance(step, int)
+            else data.get(step)
+            if isinstance(data, Mapping)
+            else None
+        )
     if fault.of_key or not isinstance(data, Mapping):
         return ()
     names = {name: rf"\b{re.escape(name)}\b" for name in data}
     values = {name: f"'{re.escape(value)}'" for name, value in data.items() if isinstance(value, str)}
     for patterns in (names, values):
-        found = {name: match.start() for name, pattern in patterns.items() if (match := re.search(pattern, fault.message))}
+        found = {
+            name: match.start() for name, pattern in patterns.items() if (match := re.search(pattern, fault.message))
+        }
         if found:
             return (min(found, key=found.__getitem__),)
     return ()
@@ -72,7 +88,9 @@ def shown(value: Any) -> str:
 
 
 def fields_model(model: type[BaseModel], steps: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """Return the class whose fields are the keys below `steps`, None where they are not fields of a class."""
+    """Return the class whose fields are the keys below `steps`, None where they are not fields of a
+    class.
+    """
     annotations: list[Any] = [model]
     for step in steps:
         annotations = [below for annotation in annotations for below in _below(annotation, step)]
@@ -111,7 +129,11 @@ def _steps(detail: ErrorDetails, root: Any) -> tuple[str | int, ...]:
     steps: list[str | int] = []
     data = root
     for part in detail["loc"]:
-        within = part in data if isinstance(data, Mapping) else isinstance(data, list) and isinstance(part, int) and part < len(data)
+        within = (
+            part in data
+            if isinstance(data, Mapping)
+            else isinstance(data, list) and isinstance(part, int) and part < len(data)
+        )
         if within:
             steps.append(part)
             data = data[part]
@@ -126,7 +148,11 @@ def _sentence(model: type[BaseModel], steps: tuple[str | int, ...], details: lis
     if first["type"] == "extra_forbidden":
         owner = fields_model(model, steps[:-1])
         known = list(owner.model_fields) if owner else []
-        hint = did_you_mean(str(steps[-1]), known) if known else f" {owner.__name__.lower() if owner else 'It'} has no fields."
+        hint = (
+            did_you_mean(str(steps[-1]), known)
+            if known
+            else f" {owner.__name__.lower() if owner else 'It'} has no fields."
+        )
         return f"unknown field '{name}'.{hint}"
     if first["type"] == "missing":
         owner = fields_model(model, steps[:-1])
@@ -167,7 +193,9 @@ def _allowed(detail: ErrorDetails) -> str:
         choices = str(context["expected"]).replace(" or ", ", ")
         return f"one of {choices}" if ", " in choices else choices
     if detail["type"] in ("too_short", "too_long"):
-        bound = f"at least {context['min_length']}" if detail["type"] == "too_short" else f"at most {context['max_length']}"
+        bound = (
+            f"at least {context['min_length']}" if detail["type"] == "too_short" else f"at most {context['max_length']}"
+        )
         return f"{bound} long (it has {context['actual_length']})"
     if phrase := _PHRASES.get(detail["type"]):
         return phrase.format(**context)

@@ -1,7 +1,8 @@
 """Read YAML 1.2 into plain data, with the place of every key and value, and every problem at once.
 
-Text becomes str, int, float, bool, None, list and dict with text keys: what JSON can say, and nothing more. `1e-5` is a number, `yes` and
-`2024-01-01` are text. Anchors, aliases and merge keys (`<<`) work; tags, several documents and duplicate keys are refused.
+Text becomes str, int, float, bool, None, list and dict with text keys: what JSON can say, and
+nothing more. `1e-5` is a number, `yes` and `2024-01-01` are text. Anchors, aliases and merge keys
+(`<<`) work; tags, several documents and duplicate keys are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Place:
 
     @property
     def short(self) -> str:
-        """The place as a sentence about another place says it: `line 4`, or the `--set` that wrote the value."""
+        """The place as a sentence about another place says it: `line 4`, or the `--set` that wrote
+        the value.
+        """
         return f"line {self.line}" if self.line else self.file or "the recipe"
 
     def problem(self, message: str) -> Problem:
@@ -54,7 +57,9 @@ class PlacedData:
     keys: dict[Steps, Place] = field(default_factory=dict)
     values: dict[Steps, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    """What is wrong with the YAML itself and leaves the rest readable, such as a key that is there twice (the first is taken)."""
+    """What is wrong with the YAML itself and leaves the rest readable, such as a key that is there
+    twice (the first is taken).
+    """
 
     def key_place(self, steps: Steps) -> Place:
         """Return the place of a key; of the nearest value around it where it was not written."""
@@ -69,7 +74,9 @@ class PlacedData:
 
 
 def read_yaml(text: str, file: str) -> PlacedData:
-    """Return the data of one YAML document; raises RecipeError with every problem, each at its place in `file`."""
+    """Return the data of one YAML document; raises RecipeError with every problem, each at its
+    place in `file`.
+    """
     placed = read_yaml_leniently(text, file)
     if placed.problems:
         raise RecipeError(placed.problems)
@@ -77,7 +84,9 @@ def read_yaml(text: str, file: str) -> PlacedData:
 
 
 def read_yaml_leniently(text: str, file: str) -> PlacedData:
-    """Return the data of one YAML document with its `problems`; raises RecipeError only where it cannot be read on."""
+    """Return the data of one YAML document with its `problems`; raises RecipeError only where it
+    cannot be read on.
+    """
     composed = PlacedData(values={(): Place(file, 1, 1)})
     reader = _Reader(file, composed)
     try:
@@ -153,11 +162,14 @@ class _Reader:
                 written = key_node.value if isinstance(key_node, ScalarNode) else "a list or mapping"
                 self.refuse(key_node, f"a key must be text, not {written}.")
             elif key in first:
-                self.refuse(key_node, f"the key '{key}' is here twice, first in {first[key].short}. Remove one of them.")
+                self.refuse(
+                    key_node, f"the key '{key}' is here twice, first in {first[key].short}. Remove one of them."
+                )
             else:
                 first[key] = self.placed.keys[(*steps, key)] = self.place(key_node)
                 result[key] = self.read(value_node, (*steps, key))
-                if value_node.start_mark.index == value_node.end_mark.index:  # an empty value has the place of what comes next
+                # an empty value has the place of what comes next
+                if value_node.start_mark.index == value_node.end_mark.index:
                     self.placed.values[(*steps, key)] = first[key]
         return result
 
@@ -211,7 +223,10 @@ def _syntax_problem(error: MarkedYAMLError, text: str, file: str) -> Problem:
     elif "found another document" in found:
         message = "a second document begins here. A recipe is one document; remove the line '---'."
     elif "expected <block end>" in found:
-        message = "the indentation does not fit the lines above. Keys of one mapping, and the items of one list, begin in one column."
+        message = (
+            "the indentation does not fit the lines above. Keys of one mapping, and the items of "
+            "one list, begin in one column."
+        )
     elif "mapping values are not allowed" in found:
         message = "a second ': ' in one line, or a line indented too far. Put quotes around text that holds ': '."
     elif "indentation indicators" in found or "cannot start any token" in found:

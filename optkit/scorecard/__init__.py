@@ -1,4 +1,6 @@
-"""The scorecard: what an artifact cost and bought, each number beside the baseline's, with its protocol."""
+"""The scorecard: what an artifact cost and bought, each number beside the baseline's, with its
+protocol.
+"""
 
 from optkit.scorecard.attribution import Waterfall, waterfall
 from optkit.scorecard.build import build_scorecard, ratio_to_baseline
@@ -6,7 +8,16 @@ from optkit.scorecard.loading import Loading, loading_cells, loading_columns, lo
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
 from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, read_json, to_json
-from optkit.scorecard.table import Comparison, ComparisonRow, Row, compare_table, footnotes, protocols, table_rows, value_text
+from optkit.scorecard.table import (
+    Comparison,
+    ComparisonRow,
+    Row,
+    compare_table,
+    footnotes,
+    protocols,
+    table_rows,
+    value_text,
+)
 from optkit.scorecard.training import Training, loss_curves, training_line, trainings
 
 __all__ = [

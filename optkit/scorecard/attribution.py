@@ -1,4 +1,6 @@
-"""What each stage added to the damage: the numbers after each of them, and the change to those before it (a waterfall)."""
+"""What each stage added to the damage: the numbers after each of them, and the change to those
+before it (a waterfall).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from optkit.scorecard.table import NOTHING, markdown_table, metric_label
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The table: a line after each stage; for each metric its value and the change that the stage made."""
+    """The table: a line after each stage; for each metric its value and the change that the stage
+    made.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -27,14 +31,18 @@ class Waterfall:
 def waterfall(rungs: Sequence[Rung]) -> Waterfall | None:
     """Return what each stage added, None where nothing was attributed.
 
-    The change is the ratio to the number before where the two can be paired, token by token, else the difference.
+    The change is the ratio to the number before where the two can be paired, token by token, else
+    the difference.
     """
     if not rungs:
         return None
     wanted = [*{metric_identity(metric): metric for metric in rungs[-1].metrics}.values()]
     ladders = [[_find(rung, metric) for rung in rungs] for metric in wanted]
     columns = ("after", *(text for metric in wanted for text in (metric_label(metric), "change [95%]")))
-    rows = [(rung.stage, *(text for ladder in ladders for text in _cells(ladder, index))) for index, rung in enumerate(rungs)]
+    rows = [
+        (rung.stage, *(text for ladder in ladders for text in _cells(ladder, index)))
+        for index, rung in enumerate(rungs)
+    ]
     return Waterfall(columns, tuple(rows))
 
 

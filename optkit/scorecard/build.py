@@ -33,7 +33,9 @@ def build_scorecard(
     """
     limits = [parse_gate(key, text) for key, text in (gates or {}).items()]
     device = (environment or {}).get("device")
-    missing = [_unmeasured(gate, metrics, device) for gate in limits if not any(gate.matches(metric) for metric in metrics)]
+    missing = [
+        _unmeasured(gate, metrics, device) for gate in limits if not any(gate.matches(metric) for metric in metrics)
+    ]
     lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
     return Scorecard(
         name=name,
@@ -51,7 +53,9 @@ def build_scorecard(
 
 
 def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
-    """Return the ratio of a metric to the baseline's, formed as its `pairing` says; raises ValueError where there is none."""
+    """Return the ratio of a metric to the baseline's, formed as its `pairing` says; raises
+    ValueError where there is none.
+    """
     if metric.pairing == "paired_log":
         return paired_log_ratio(metric.samples, baseline.samples)
     if metric.pairing == "exact":
@@ -79,7 +83,9 @@ def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> M
 
 
 def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:
-    """A ratio to 0, or of what could not be measured, has no value; every other failure to form one is a mistake of the eval."""
+    """A ratio to 0, or of what could not be measured, has no value; every other failure to form one
+    is a mistake of the eval.
+    """
     if metric.failure or baseline.failure:
         return None
     if metric.pairing != "paired_log" and baseline.value == 0:
@@ -95,7 +101,10 @@ def _judge(gate: Gate, metric: Metric, ratio: Estimate | None, baseline: Sequenc
         if same and same[0].failure:
             why = f"of the baseline, {same[0].failure}"
             return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.INCONCLUSIVE, why=why)
-        why = f"no ratio: {_why_no_ratio(metric, same[0]) if same else 'it was not measured on the baseline'}; set a limit without x"
+        why = (
+            f"no ratio: {_why_no_ratio(metric, same[0]) if same else 'it was not measured on the baseline'}; "
+            "set a limit without x"
+        )
         return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why=why)
     measured = ratio if gate.relative and ratio else Estimate(metric.value, metric.interval)
     return GateResult(key=gate.key, limit=gate.text, verdict=gate.judge(measured))

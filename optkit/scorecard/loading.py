@@ -1,4 +1,6 @@
-"""Whether other programs open an artifact and compute what optkit measured: one `Loading` for each engine, from `optkit verify`."""
+"""Whether other programs open an artifact and compute what optkit measured: one `Loading` for each
+engine, from `optkit verify`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Loading(Frozen):
     mean_kl: float | None = None
     """KL(optkit || engine) in nats, mean over the tokens."""
     stepped_kl: float | None = None
-    """The same, of tokens that the engine was fed one at a time, each with what it kept of those before."""
+    """The same, of tokens that the engine was fed one at a time, each with what it kept of those
+    before.
+    """
     top1_agreement: float | None = None
     """Share of the tokens after which both find the same next one likeliest."""
     same_tokens: int | None = None
@@ -83,7 +87,9 @@ def loading_cells(loading: Loading, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def loading_notes(loadings: Iterable[Loading]) -> list[str]:
-    """Return what to say below the table: why an engine does not agree, what was compared, and what it generated."""
+    """Return what to say below the table: why an engine does not agree, what was compared, and what
+    it generated.
+    """
     notes = []
     for each in loadings:
         packages = ", ".join(f"{name} {version}" for name, version in each.packages.items() if name != each.engine)

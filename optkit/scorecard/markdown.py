@@ -13,8 +13,13 @@ from optkit.scorecard.training import training_line, trainings
 
 
 def to_markdown(scorecard: Scorecard) -> str:
-    """Return scorecard.md: verdict, table, protocols, how it was made, notes, environment and the recipe as resolved."""
-    rows = [(f"{row.metric} [{row.protocol}]", row.baseline, row.artifact, row.ratio, row.gate) for row in table_rows(scorecard)]
+    """Return scorecard.md: verdict, table, protocols, how it was made, notes, environment and the
+    recipe as resolved.
+    """
+    rows = [
+        (f"{row.metric} [{row.protocol}]", row.baseline, row.artifact, row.ratio, row.gate)
+        for row in table_rows(scorecard)
+    ]
     verdict = f"**{scorecard.verdict}**" if any(row.gates for row in scorecard.rows) else "No gates"
     sections = {
         f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
@@ -38,26 +43,34 @@ def to_markdown(scorecard: Scorecard) -> str:
 def _steps(steps: tuple[StepLine, ...]) -> str:
     if not steps:
         return ""
-    body = [(step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", _report(step), f"`{step.key[:12]}`") for step in steps]
+    body = [
+        (step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", _report(step), f"`{step.key[:12]}`")
+        for step in steps
+    ]
     return markdown_table(("step", "seconds", "from the store", "what it did", "key"), body)
 
 
 def _trainings(steps: tuple[StepLine, ...]) -> str:
     found = trainings(steps)
-    return f"{_bullets([training_line(each) for each in found])}\n\n![loss over tokens]({LOSS_CURVE_SVG})" if found else ""
+    return (
+        f"{_bullets([training_line(each) for each in found])}\n\n![loss over tokens]({LOSS_CURVE_SVG})" if found else ""
+    )
 
 
 def _loading(loading: tuple[Loading, ...]) -> str:
     if not loading:
         return ""
     columns = loading_columns(loading)
-    return f"{markdown_table(columns, [loading_cells(each, columns) for each in loading])}\n\n{_bullets(loading_notes(loading))}"
+    table = markdown_table(columns, [loading_cells(each, columns) for each in loading])
+    return f"{table}\n\n{_bullets(loading_notes(loading))}"
 
 
 def _report(step: StepLine) -> str:
     said = [f"{step.report['changed']} changed"] if "changed" in step.report else []
     said += [step.skipped] if step.skipped else []
-    texts = [f"calibrated on {text.get('dataset')} {text.get('split')}" for text in step.report.get("calibrated_on", ())]
+    texts = [
+        f"calibrated on {text.get('dataset')} {text.get('split')}" for text in step.report.get("calibrated_on", ())
+    ]
     return ", ".join([*said, *texts]) or NOTHING
 
 

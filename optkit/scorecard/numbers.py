@@ -1,4 +1,6 @@
-"""Numbers as people read them: four significant digits, a unit that fits, the half width of the 95% interval."""
+"""Numbers as people read them: four significant digits, a unit that fits, the half width of the 95%
+interval.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def format_ratio(ratio: float, interval: tuple[float, float] | None = None) -> s
 
 
 def significant(value: float, digits: int) -> str:
-    """Return a number with so many significant digits, never fewer than its whole part, with an exponent below 1e-4 and above 1e9."""
+    """Return a number with so many significant digits, never fewer than its whole part, with an
+    exponent below 1e-4 and above 1e9.
+    """
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e9:

@@ -1,4 +1,6 @@
-"""What an artifact says to others: names and digests of models and texts, and nothing of where they lie on this machine."""
+"""What an artifact says to others: names and digests of models and texts, and nothing of where they
+lie on this machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NAME_IT = "Name its directory or file: --model PATH"
 
 
 def without_places(value: Any, recipe: Recipe) -> Any:
-    """Return a JSON value in whose texts the models and texts of a pinned recipe have their names alone."""
+    """Return a JSON value in whose texts the models and texts of a pinned recipe have their names
+    alone.
+    """
     names = {place: _name(place) for place in _places(recipe) if "/" in place}
     return _renamed(value, dict(sorted(names.items(), key=lambda item: -len(item[0]))))
 
@@ -30,21 +34,32 @@ def published_scorecard(scorecard: Scorecard, recipe: Recipe) -> Scorecard:
 
 
 def located(recipe: Recipe, near: Path, model: str | None) -> Recipe:
-    """Return the recipe of an artifact with the places of its model, `model` if the user named it, and of those that its settings open.
+    """Return the recipe of an artifact with the places of its model, `model` if the user named it,
+    and of those that its settings open.
 
     Raises SourceError where one is not found.
     """
     stages = tuple(
-        entry.model_copy(update={"value": located_setting(entry.value, near)}) if isinstance(entry, SettingEntry) else entry
+        entry.model_copy(update={"value": located_setting(entry.value, near)})
+        if isinstance(entry, SettingEntry)
+        else entry
         for entry in recipe.stages
     )
-    return recipe.model_copy(update={"model": find_recorded(recipe.model, near, model, remedy=NAME_IT), "stages": stages})
+    return recipe.model_copy(
+        update={"model": find_recorded(recipe.model, near, model, remedy=NAME_IT), "stages": stages}
+    )
 
 
 def located_setting(setting: Setting, near: Path) -> Setting:
     """Return a setting with the places of the models that it opens."""
-    named = {name: value for name in type(setting).model_fields if isinstance(value := getattr(setting, name), ModelSource)}
-    return setting.model_copy(update={name: find_recorded(value, near) for name, value in named.items()}) if named else setting
+    named = {
+        name: value for name in type(setting).model_fields if isinstance(value := getattr(setting, name), ModelSource)
+    }
+    return (
+        setting.model_copy(update={name: find_recorded(value, near) for name, value in named.items()})
+        if named
+        else setting
+    )
 
 
 def _places(value: Any) -> Iterator[str]:

@@ -51,7 +51,9 @@ class StepLine(Frozen):
 
     @property
     def skipped(self) -> str:
-        """What the stage left alone and why: by name where it is little, else counted for each reason; empty for nothing."""
+        """What the stage left alone and why: by name where it is little, else counted for each
+        reason; empty for nothing.
+        """
         names: dict[str, list[str]] = {}
         for name, reason in (self.report.get("skipped") or {}).items():
             names.setdefault(reason, []).append(name)
@@ -92,7 +94,9 @@ class Rung(Frozen):
     stage: str
     """Kind of the stage; `unmodified` for the model, `settings` for what the settings add."""
     metrics: tuple[Metric, ...]
-    """The first metric of each eval of accuracy; the divergence of the unmodified model from itself is left out."""
+    """The first metric of each eval of accuracy; the divergence of the unmodified model from itself
+    is left out.
+    """
 
 
 class Scorecard(Frozen):
@@ -123,7 +127,11 @@ class Scorecard(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _without_computed(cls, value: Any) -> Any:
-        return {key: each for key, each in value.items() if key not in {"verdict", "exit_status"}} if isinstance(value, Mapping) else value
+        return (
+            {key: each for key, each in value.items() if key not in {"verdict", "exit_status"}}
+            if isinstance(value, Mapping)
+            else value
+        )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -144,7 +152,9 @@ def to_json(scorecard: Scorecard) -> str:
 
 
 def read_json(path: Path) -> Scorecard:
-    """Return the scorecard in a file; raises ArtifactError where it cannot be read, is damaged or of another schema."""
+    """Return the scorecard in a file; raises ArtifactError where it cannot be read, is damaged or
+    of another schema.
+    """
     record = read_object(path, ArtifactError, REMEDY)
     if "schema" not in record:
         raise ArtifactError("is JSON and no scorecard", where=str(path), why="There is no `schema`")

@@ -1,4 +1,6 @@
-"""A scorecard, or several of them, as rows of text: the terminal and the Markdown are drawn from the same rows."""
+"""A scorecard, or several of them, as rows of text: the terminal and the Markdown are drawn from
+the same rows.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class ComparisonRow:
 
     metric: str
     cells: tuple[str, ...]
-    """One for each column: value and ratio to that artifact's own baseline, `-` where it was not measured by this protocol."""
+    """One for each column: value and ratio to that artifact's own baseline, `-` where it was not
+    measured by this protocol.
+    """
     protocol: int
 
 
@@ -56,7 +60,9 @@ class Comparison:
     def to_markdown(self) -> str:
         """Return the table with its protocols as numbered footnotes."""
         body = [(f"{row.metric} [{row.protocol}]", *row.cells) for row in self.rows]
-        return f"{markdown_table(('metric', *self.columns), body)}\n\nProtocols\n\n{numbered(footnotes(self.protocols))}\n"
+        return (
+            f"{markdown_table(('metric', *self.columns), body)}\n\nProtocols\n\n{numbered(footnotes(self.protocols))}\n"
+        )
 
 
 def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
@@ -65,13 +71,19 @@ def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
 
 
 def footnotes(protocols: Sequence[str]) -> list[str]:
-    """Return the protocols as they are printed: where most of one, up to its first `; `, is that of an earlier one, it refers to that."""
+    """Return the protocols as they are printed: where most of one, up to its first `; `, is that of
+    an earlier one, it refers to that.
+    """
     first: dict[str, int] = {}
     shown = []
     for number, protocol in enumerate(protocols, start=1):
         shared, _, rest = protocol.partition("; ")
         known = first.setdefault(shared, number)
-        shown.append(f"as [{known}] up to its first semicolon; {rest}" if known < number and 0 < len(rest) < len(shared) else protocol)
+        shown.append(
+            f"as [{known}] up to its first semicolon; {rest}"
+            if known < number and 0 < len(rest) < len(shared)
+            else protocol
+        )
     return shown
 
 
@@ -85,7 +97,10 @@ def table_rows(scorecard: Scorecard) -> list[Row]:
             artifact=_value(row.metric),
             ratio=format_ratio(row.ratio, row.ratio_interval) if row.ratio is not None else NOTHING,
             change=_change(row),
-            gate=", ".join(f"{gate.limit} {gate.verdict}" + (f" ({gate.why})" if gate.why else "") for gate in row.gates) or NOTHING,
+            gate=", ".join(
+                f"{gate.limit} {gate.verdict}" + (f" ({gate.why})" if gate.why else "") for gate in row.gates
+            )
+            or NOTHING,
             verdict=overall([gate.verdict for gate in row.gates]) if row.gates else None,
             protocol=numbers[row.metric.protocol],
         )
@@ -94,7 +109,9 @@ def table_rows(scorecard: Scorecard) -> list[Row]:
 
 
 def compare_table(scorecards: Sequence[Scorecard]) -> Comparison:
-    """Return scorecards side by side; numbers of different protocols stand in rows of their own, never in one."""
+    """Return scorecards side by side; numbers of different protocols stand in rows of their own,
+    never in one.
+    """
     notes = protocols(*scorecards)
     found: dict[tuple[str, str], dict[int, Measured]] = {}
     for column, scorecard in enumerate(scorecards):
@@ -104,7 +121,9 @@ def compare_table(scorecards: Sequence[Scorecard]) -> Comparison:
     return Comparison(
         columns=_column_names(scorecards),
         rows=tuple(
-            ComparisonRow(label, tuple(_cell(rows.get(column)) for column in range(len(scorecards))), notes.index(protocol) + 1)
+            ComparisonRow(
+                label, tuple(_cell(rows.get(column)) for column in range(len(scorecards))), notes.index(protocol) + 1
+            )
             for (label, protocol), rows in sorted(found.items(), key=lambda item: labels.index(item[0][0]))
         ),
         protocols=notes,
@@ -152,5 +171,6 @@ def _change(row: Measured) -> Literal["better", "worse", ""]:
 def _column_names(scorecards: Sequence[Scorecard]) -> tuple[str, ...]:
     names = [scorecard.name for scorecard in scorecards]
     return tuple(
-        scorecard.name if names.count(scorecard.name) == 1 else f"{scorecard.name} {scorecard.artifact_key[:8]}" for scorecard in scorecards
+        scorecard.name if names.count(scorecard.name) == 1 else f"{scorecard.name} {scorecard.artifact_key[:8]}"
+        for scorecard in scorecards
     )

@@ -1,4 +1,6 @@
-"""How trainings went: a sentence for each, and their loss curves as a picture (SVG), a panel for each training."""
+"""How trainings went: a sentence for each, and their loss curves as a picture (SVG), a panel for
+each training.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ PANEL = (640, 260)
 MARGIN = (70, 56, 84, 50)
 """Left, top, right and bottom of each panel, in pixels."""
 COLOURS = {"loss": "#4477aa", "judged": "#ee6677", "rate": "#999999"}
-"""Of Paul Tol's bright scheme, which colour-blind people can tell apart; https://personal.sron.nl/~pault/."""
+"""Of Paul Tol's bright scheme, which colour-blind people can tell apart;
+https://personal.sron.nl/~pault/.
+"""
 LEAST = 1e-12
 """A loss nearer to 0 is drawn as 0."""
 WIDE_RANGE = 12
@@ -41,7 +45,9 @@ def trainings(steps: Iterable[StepLine]) -> list[Training]:
 
 
 def training_line(training: Training) -> str:
-    """Return what a training did, cost and reached, e.g. `distill: loss 2.314 to 1.871, held-out loss 2.402 to 1.955; ...`."""
+    """Return what a training did, cost and reached, e.g. `distill: loss 2.314 to 1.871, held-out
+    loss 2.402 to 1.955; ...`.
+    """
     record = training.record
     first, last = record.points[0], record.points[-1]
     parts = [f"loss {_loss(first.loss)} to {_loss(last.loss)}"]
@@ -55,7 +61,9 @@ def training_line(training: Training) -> str:
 
 
 def loss_curves(found: Sequence[Training]) -> str:
-    """Return the picture: training loss and held-out loss over tokens, the learning rate behind them."""
+    """Return the picture: training loss and held-out loss over tokens, the learning rate behind
+    them.
+    """
     cell = (PANEL[0] + MARGIN[0] + MARGIN[2], PANEL[1] + MARGIN[1] + MARGIN[3])
     width, height = cell[0], cell[1] * len(found)
     parts = [
@@ -76,7 +84,10 @@ def _speed(record: TrainingRecord) -> str:
     used += f" (HFU {speed.hfu:.1%})" if speed.hfu is not None and speed.hfu != speed.mfu else ""
     of = f" of {speed.peak}" if speed.peak else ""
     each = " a device" if record.devices > 1 else ""
-    return f"{format_value(speed.tokens_per_s, 'tokens/s')}, {significant(speed.tflops_per_s, 3)} TFLOP/s{each} ({speed.flops}){used}{of}"
+    return (
+        f"{format_value(speed.tokens_per_s, 'tokens/s')}, {significant(speed.tflops_per_s, 3)} TFLOP/s{each} "
+        f"({speed.flops}){used}{of}"
+    )
 
 
 def _memory(record: TrainingRecord) -> str:
@@ -91,7 +102,10 @@ def _memory(record: TrainingRecord) -> str:
 def _energy(record: TrainingRecord) -> str:
     if record.energy_j is None:
         return ""
-    return f"{significant(record.energy_j / 1000, 3)} kJ, {significant(record.energy_j / record.tokens * 1000, 3)} mJ a token"
+    return (
+        f"{significant(record.energy_j / 1000, 3)} kJ, {significant(record.energy_j / record.tokens * 1000, 3)} "
+        "mJ a token"
+    )
 
 
 def _loss(value: float) -> str:
@@ -122,12 +136,16 @@ def _panel(training: Training, left: int, top: int) -> list[str]:
     parts += _rate(record, left, top, across)
     line = [(across(each.tokens), height(each.loss)) for each in record.points]
     parts.append(_line(line, COLOURS["loss"], 1.8))
-    parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{COLOURS["loss"]}"/>' for x, y in line if len(line) <= FEW]
+    parts += [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{COLOURS["loss"]}"/>' for x, y in line if len(line) <= FEW
+    ]
     judged = [(across(each.tokens), height(each.loss)) for each in record.judged]
     parts.append(_line(judged, COLOURS["judged"], 1.8))
     for (x, y), each in zip(judged, record.judged, strict=True):
         title = f"<title>step {each.step:,}: {escape(record.judged_by)} {_loss(each.loss)}</title>"
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS["judged"]}" stroke="white">{title}</circle>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS["judged"]}" stroke="white">{title}</circle>'
+        )
     return parts
 
 
@@ -138,7 +156,10 @@ def _legend(record: TrainingRecord, left: int, y: int) -> list[str]:
         if key == "judged" and not record.judged:
             continue
         dash = ' stroke-dasharray="5 4"' if key == "rate" else ""
-        parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[key]}" stroke-width="2"{dash}/>')
+        parts.append(
+            f'<line x1="{left}" x2="{left + 24}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[key]}" '
+            f'stroke-width="2"{dash}/>'
+        )
         parts.append(_text(left + 30, y, words))
         left += 60 + 7 * len(words)
     return parts
@@ -159,12 +180,17 @@ def _rate(record: TrainingRecord, left: int, top: int, across: Callable[[int], f
 
 
 def _scale(losses: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
-    """Return a scale from 0 to 1 around the losses, even or logarithmic, and what stands beside its lines."""
+    """Return a scale from 0 to 1 around the losses, even or logarithmic, and what stands beside its
+    lines.
+    """
     low, high = (0.0 if abs(loss) < LEAST else loss for loss in (min(losses), max(losses)))
     if low > 0 and high / low >= WIDE_RANGE:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         lines = [part * 10.0**power for power in range(first, last + 1) for part in (1, 2, 5)]
-        bottom, top = max(each for each in lines if each <= low * (1 + 1e-9)), min(each for each in lines if each >= high * (1 - 1e-9))
+        bottom, top = (
+            max(each for each in lines if each <= low * (1 + 1e-9)),
+            min(each for each in lines if each >= high * (1 - 1e-9)),
+        )
         span = math.log(top / bottom)
         return lambda loss: math.log(loss / bottom) / span, [each for each in lines if bottom <= each <= top]
     ticks = _even(low, high, outside=True)
@@ -193,8 +219,14 @@ def _tokens(tokens: float, largest: float) -> str:
 def _line(points: Sequence[tuple[float, float]], colour: str, width: float, dashes: str = "") -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"{dashed}/>'
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
+        f'stroke-linejoin="round"{dashed}/>'
+    )
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 12, colour: str = "black") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
+        f'fill="{colour}">{escape(words)}</text>'
+    )

@@ -1,4 +1,6 @@
-"""Open a model directory and run it, with torch or with ONNX Runtime: what evals measure and what users of the library call."""
+"""Open a model directory and run it, with torch or with ONNX Runtime: what evals measure and what
+users of the library call.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,6 @@
-"""Logits of a model of 16 bits, cast to float32 in slices: those of a long text are larger than the model."""
+"""Logits of a model of 16 bits, cast to float32 in slices: those of a long text are larger than the
+model.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ LOGITS_BYTES = 64 << 20
 
 
 def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attended: Mapping[str, Any]) -> Tensor:
-    """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary] with at most `LOGITS_BYTES` of others beside them.
+    """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary] with at most `LOGITS_BYTES`
+    of others beside them.
 
-    What stands behind the decoder runs on slices; a model without a decoder that it calls as a whole computes all of them at once.
-    `attended` is how the model is called beside the tokens; a cache in it is filled once.
+    What stands behind the decoder runs on slices; a model without a decoder that it calls as a
+    whole computes all of them at once. `attended` is how the model is called beside the tokens; a
+    cache in it is filled once.
     """
     decoder = _decoder(model, tokens.device)
     if decoder is None:
@@ -42,13 +46,16 @@ class _ReachedError(Exception):
 
 
 def _decoder(model: PreTrainedModel, device: torch.device) -> Any:
-    """Return the module whose output the model turns into logits; None for one that reaches neither its base model nor a decoder in it."""
+    """Return the module whose output the model turns into logits; None for one that reaches neither
+    its base model nor a decoder in it.
+    """
 
     def reached(*_: Any, **__: Any) -> Any:
         raise _ReachedError
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    for module in (model.base_model, getattr(model.base_model, "decoder", None)):  # OPT calls the decoder in its base model
+    # OPT calls the decoder in its base model
+    for module in (model.base_model, getattr(model.base_model, "decoder", None)):
         if module is not None and module is not model:
             try:
                 with _replaced(module, reached):

@@ -1,4 +1,6 @@
-"""What torch's compiler did while a session was open: graphs, seconds, its caches, and the lines where it broke a graph."""
+"""What torch's compiler did while a session was open: graphs, seconds, its caches, and the lines
+where it broke a graph.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,35 @@ class CompileWatch:
         self._started = _state()
 
     def notes(self) -> Iterator[str]:
-        """Yield what was compiled and in how many seconds, and each place where a graph was broken; nothing where nothing was compiled."""
+        """Yield what was compiled and in how many seconds, and each place where a graph was broken;
+        nothing where nothing was compiled.
+        """
         graphs, seconds, hits = (now - before for now, before in zip(_state(), self._started, strict=True))
         if not graphs:
             return
         cached = f", {hits:.0f} of them from the cache of an earlier process" if hits else ""
-        yield f"compile: {graphs:.0f} {'graph' if graphs == 1 else 'graphs'} in {seconds:.1f} s, outside the timings{cached}"
+        yield (
+            f"compile: {graphs:.0f} {'graph' if graphs == 1 else 'graphs'} in {seconds:.1f} s, "
+            f"outside the timings{cached}"
+        )
         breaks = self._listener.breaks
         if breaks:
-            shown = [f"{place}" + (f" {count} times" if count > 1 else "") for place, count in breaks.most_common(SHOWN_BREAKS)]
+            shown = [
+                f"{place}" + (f" {count} times" if count > 1 else "")
+                for place, count in breaks.most_common(SHOWN_BREAKS)
+            ]
             more = f", and {len(breaks) - SHOWN_BREAKS} other places" if len(breaks) > SHOWN_BREAKS else ""
-            yield f"compile: {breaks.total()} graph breaks, each of which ends a graph and goes back to Python: {'; '.join(shown)}{more}"
+            yield (
+                f"compile: {breaks.total()} graph breaks, each of which ends a graph and goes back to "
+                f"Python: {'; '.join(shown)}{more}"
+            )
         else:
             yield "compile: no graph breaks"
 
     def errors(self) -> AbstractContextManager[None]:
-        """Turn the error of a graph break where none is allowed (`fullgraph`) into a StageError with its place."""
+        """Turn the error of a graph break where none is allowed (`fullgraph`) into a StageError
+        with its place.
+        """
         return graph_break_errors()
 
     def close(self) -> None:
@@ -74,7 +89,9 @@ class CompileWatch:
 
 @contextmanager
 def graph_break_errors() -> Iterator[None]:
-    """Turn the error of a graph break where none is allowed (`fullgraph`) into a StageError with its place."""
+    """Turn the error of a graph break where none is allowed (`fullgraph`) into a StageError with
+    its place.
+    """
     try:
         yield
     except torch._dynamo.exc.Unsupported as error:

@@ -1,6 +1,8 @@
-"""A draft that is the model itself without its last layers: proposals cost its first layers and its head, and no memory.
+"""A draft that is the model itself without its last layers: proposals cost its first layers and its
+head, and no memory.
 
-cache     layers 1..N: t0 t1 t2 t3 | p1 p2     the proposals' keys and values, taken out again before the model checks them
+cache     layers 1..N: t0 t1 t2 t3 | p1 p2     the proposals' keys and values, taken out again
+before the model checks them
           the others:  t0 t1 t2 t3
 """
 
@@ -24,12 +26,14 @@ from optkit.settings.speculative import check_layers
 class EarlyExit:
     """Proposes what the model would choose if its norm and head stood behind its first layers.
 
-    LayerSkip, https://arxiv.org/abs/2404.16710, whose keys and values of the first layers are the draft's and the model's as they are here;
-    unlike there, the model computes its first layers for the proposed tokens again. Greedy.
+    LayerSkip, https://arxiv.org/abs/2404.16710, whose keys and values of the first layers are the
+    draft's and the model's as they are here; unlike there, the model computes its first layers for
+    the proposed tokens again. Greedy.
     """
 
     def __init__(self, model: Any, layers: int, step: Step, state: CarriedState) -> None:
-        """`step` computes logits of tokens that follow those in a state; `state` is an empty one, for a trial.
+        """`step` computes logits of tokens that follow those in a state; `state` is an empty one,
+        for a trial.
 
         Raises StageError where the model has too few layers, or its first ones cannot be run alone.
         """
@@ -51,7 +55,9 @@ class EarlyExit:
         self._state = state
 
     def propose(self, known: Tensor, count: int) -> Tensor:
-        """int64 [batch, known] -> int64 [batch, count]; the cache holds all known tokens but the last, before and after."""
+        """int64 [batch, known] -> int64 [batch, count]; the cache holds all known tokens but the
+        last, before and after.
+        """
         assert self._state is not None
         step, found = known[:, -1:], []
         for _ in range(count):
@@ -64,7 +70,9 @@ class EarlyExit:
         return torch.cat(found, dim=1)
 
     def read_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that proposing a token for each of `batch` sequences of `context` tokens reads."""
+        """Return the fewest bytes that proposing a token for each of `batch` sequences of `context`
+        tokens reads.
+        """
         with self._shortened():
             return weight_bytes(self._model, batch) + cache_bytes(self._probe.held, batch, context)
 
@@ -86,7 +94,9 @@ class EarlyExit:
         except OptkitError:
             raise
         except (RuntimeError, IndexError, KeyError, AttributeError, TypeError, ValueError) as error:
-            raise _impossible(self._model, self._layers, f"Without the others: {type(error).__name__}: {error}") from error
+            raise _impossible(
+                self._model, self._layers, f"Without the others: {type(error).__name__}: {error}"
+            ) from error
         kept = [index for index, layer in enumerate(self._probe.layers) if layer.get_seq_length()]
         if kept != list(range(self._layers)):
             raise _impossible(self._model, self._layers, f"Its cache then holds keys and values of {len(kept)} layers")

@@ -19,10 +19,18 @@ NO_POSITIONS = 1 << 31
 
 
 class Encoder(ABC):
-    """An opened encoder of text, without what runs it; implements `optkit.measure.EncoderSession` with `outputs` and `close`."""
+    """An opened encoder of text, without what runs it; implements `optkit.measure.EncoderSession`
+    with `outputs` and `close`.
+    """
 
     def __init__(
-        self, directory: Path, device: str, trust_remote_code: bool, pooling: Pooling | None, positions: int | None, vocabulary: int
+        self,
+        directory: Path,
+        device: str,
+        trust_remote_code: bool,
+        pooling: Pooling | None,
+        positions: int | None,
+        vocabulary: int,
     ) -> None:
         """`pooling` is None for an encoder with a head, which gives labels and no embeddings."""
         self.directory, self.device = directory, device
@@ -32,7 +40,9 @@ class Encoder(ABC):
 
     @property
     def pooling(self) -> str:
-        """How features become an embedding, e.g. `mean of the tokens, normalised`; empty where they do not."""
+        """How features become an embedding, e.g. `mean of the tokens, normalised`; empty where they
+        do not.
+        """
         return str(self._pooling) if self._pooling else ""
 
     @cached_property
@@ -41,9 +51,13 @@ class Encoder(ABC):
         return load_tokenizer(self.directory, self._trust_remote_code)
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask, int64 [texts, tokens of the longest]; a text is cut where sentence-transformers cuts it."""
+        """Return token ids and mask, int64 [texts, tokens of the longest]; a text is cut where
+        sentence-transformers cuts it.
+        """
         longest = min(self.positions, longest_text(self.directory) or self.positions, self.tokenizer.model_max_length)
-        rows: list[list[int]] = self.tokenizer(list(texts), truncation=True, max_length=longest, verbose=False)["input_ids"]
+        rows: list[list[int]] = self.tokenizer(list(texts), truncation=True, max_length=longest, verbose=False)[
+            "input_ids"
+        ]
         padding = self.tokenizer.pad_token_id or 0
         tokens = torch.full((len(rows), max(map(len, rows))), padding, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
@@ -54,7 +68,9 @@ class Encoder(ABC):
 
     @abstractmethod
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """int64 [batch, sequence] twice -> float32 on the CPU: features [batch, sequence, hidden], or logits."""
+        """int64 [batch, sequence] twice -> float32 on the CPU: features [batch, sequence, hidden],
+        or logits.
+        """
 
     @abstractmethod
     def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -67,7 +83,9 @@ class Encoder(ABC):
     def _pool(self, features: Any, mask: Any) -> Any:
         if self._pooling is None:
             raise EvalError(
-                "it gives labels and no features", where=str(self.directory), why="Its architecture has a head behind the encoder"
+                "it gives labels and no features",
+                where=str(self.directory),
+                why="Its architecture has a head behind the encoder",
             )
         return self._pooling(features, mask)
 

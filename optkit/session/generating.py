@@ -1,4 +1,6 @@
-"""What the sessions of causal language models share: a tokenizer, greedy generation from a stream of tokens, and a limit of positions."""
+"""What the sessions of causal language models share: a tokenizer, greedy generation from a stream
+of tokens, and a limit of positions.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NO_POSITIONS = 1 << 31
 
 
 class GeneratingSession(ABC):
-    """An opened model that generates, without what runs it; who inherits it sets `vocabulary` and `positions`."""
+    """An opened model that generates, without what runs it; who inherits it sets `vocabulary` and
+    `positions`.
+    """
 
     vocabulary: int
     positions: int
@@ -35,7 +39,9 @@ class GeneratingSession(ABC):
         return load_tokenizer(self.directory, self._trust_remote_code)
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the
+        tokenizer itself adds.
+        """
         return encode(self.tokenizer, text)
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
@@ -45,13 +51,16 @@ class GeneratingSession(ABC):
 
     @abstractmethod
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
+        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished
+        it; all prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
 
     def _check_length(self, tokens: Tensor, new_tokens: int) -> None:
-        """Raise EvalError where a prompt, int64 [batch, prompt], and what is to follow are more tokens than positions."""
+        """Raise EvalError where a prompt, int64 [batch, prompt], and what is to follow are more
+        tokens than positions.
+        """
         length = tokens.shape[1] + new_tokens
         if length > self.positions:
             raise EvalError(

@@ -30,8 +30,8 @@ def memory_errors(what: str, where: str, remedy: str) -> Iterator[None]:
 def weight_bytes(model: Any, batch: int) -> int:
     """Return the fewest bytes of parameters and buffers that one decode step reads.
 
-    Shared storage counts once. Of an embedding only `batch` rows are read, unless it is lm_head too; of the experts of a block only as many
-    as a token is sent to.
+    Shared storage counts once. Of an embedding only `batch` rows are read, unless it is lm_head
+    too; of the experts of a block only as many as a token is sent to.
     """
     embeddings = [local_part(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     offloaded = _offloaded(model)
@@ -57,25 +57,31 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _offloaded(model: Any) -> dict[int, str]:
-    """Return the id of each parameter that waits elsewhere -> a name for where it lies; tied ones share theirs."""
+    """Return the id of each parameter that waits elsewhere -> a name for where it lies; tied ones
+    share theirs.
+    """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     everything = model.named_parameters(remove_duplicate=False)
     return {id(parameter): tied.get(name, name) for name, parameter in everything if parameter.is_meta}
 
 
 def _held(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a module itself, and the scales that bitsandbytes hangs on its 4-bit ones."""
+    """Yield the parameters and buffers of a module itself, and the scales that bitsandbytes hangs
+    on its 4-bit ones.
+    """
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             yield local_part(tensor)
             scales = getattr(tensor, "quant_state", None)
             while scales is not None:
                 yield scales.absmax
-                scales = getattr(scales, "state2", None)  # gone where bitsandbytes has laid the weight out anew for a CPU
+                # gone where bitsandbytes has laid the weight out anew for a CPU
+                scales = getattr(scales, "state2", None)
 
 
 def cache_bytes(cache: Any, batch: int, context: int) -> int:
-    """Return the bytes of a KV cache of `batch` sequences of `context` tokens, from one that holds one token of one sequence.
+    """Return the bytes of a KV cache of `batch` sequences of `context` tokens, from one that holds
+    one token of one sequence.
 
     A state of tensors is as large for any context.
     """
@@ -110,7 +116,10 @@ def _size(tensor: Tensor) -> int:
 def _shares(model: Any) -> Iterator[tuple[nn.Module, float]]:
     """Yield each module with the share of its weights that one token needs: below 1 for experts."""
     config = model.config.get_text_config(decoder=True)
-    chosen = next((count for name in ("num_experts_per_tok", "top_k") if isinstance(count := getattr(config, name, None), int)), None)
+    chosen = next(
+        (count for name in ("num_experts_per_tok", "top_k") if isinstance(count := getattr(config, name, None), int)),
+        None,
+    )
     shares: dict[nn.Module, float] = {}
     for module in model.modules():
         count = _experts(module)
@@ -124,5 +133,7 @@ def _experts(module: nn.Module) -> int:
     """Return how many experts a module holds, 0 where it is none of experts."""
     if isinstance(module, Experts):
         return len(module)
-    joined = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3 and min(parameter.shape) > 1]
+    joined = [
+        parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3 and min(parameter.shape) > 1
+    ]
     return math.gcd(*(len(parameter) for parameter in joined)) if joined and "xpert" in type(module).__name__ else 0

@@ -22,12 +22,22 @@ from optkit.settings.offload import Offload
 
 
 class Offloading:
-    """Where each part of a model goes when it is opened, and the folder that holds what its files do not."""
+    """Where each part of a model goes when it is opened, and the folder that holds what its files
+    do not.
+    """
 
     def __init__(
-        self, setting: Offload, checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, **options: Any
+        self,
+        setting: Offload,
+        checkpoint: Checkpoint,
+        device: str,
+        dtype: torch.dtype,
+        trust_remote_code: bool,
+        **options: Any,
     ) -> None:
-        """Decide. Raises StageError for a pattern in vain, too little room, or a folder that cannot be written to."""
+        """Decide. Raises StageError for a pattern in vain, too little room, or a folder that cannot
+        be written to.
+        """
         setting.check_folder()
         model = empty_model(checkpoint, dtype, trust_remote_code, **options)
         free = None if device == "cpu" else memory(device).available_bytes
@@ -44,10 +54,15 @@ class Offloading:
     def load_kwargs(self) -> dict[str, Any]:
         """Return what `from_pretrained` needs to know."""
         here: dict[Place, str] = {"gpu": self.device, "cpu": "cpu", "disk": "disk"}
-        return {"device_map": {name: here[place] for name, place in self.places.items()}, "offload_folder": self._folder.name}
+        return {
+            "device_map": {name: here[place] for name, place in self.places.items()},
+            "offload_folder": self._folder.name,
+        }
 
     def finish_(self, model: PreTrainedModel) -> list[str]:
-        """Make copies to the GPU fast, tie the folder's life to the model's, and return what the notes say."""
+        """Make copies to the GPU fast, tie the folder's life to the model's, and return what the
+        notes say.
+        """
         model.optkit_offload_folder = self._folder
         notes = [f"offload: {placement_text(self.units, self.places, self.device)}"]
         moved = sum(unit.size_bytes for unit in self.units if self.places[unit.name] != "gpu")
@@ -66,7 +81,10 @@ class Offloading:
             return tempfile.TemporaryDirectory(prefix="optkit-offload-", dir=place, ignore_cleanup_errors=True)
         except OSError as error:
             raise StageError(
-                f"nothing can be written to {named or tempfile.gettempdir()}", where="offload", why=str(error), remedy="Name another folder"
+                f"nothing can be written to {named or tempfile.gettempdir()}",
+                where="offload",
+                why=str(error),
+                remedy="Name another folder",
             ) from error
 
 
@@ -78,7 +96,9 @@ def delete_offloaded(model: PreTrainedModel | None) -> None:
 
 
 def _units(model: PreTrainedModel) -> Iterator[Unit]:
-    """Yield the decoder blocks and every module, or parameter, outside of them; tensors that two share count where they belong."""
+    """Yield the decoder blocks and every module, or parameter, outside of them; tensors that two
+    share count where they belong.
+    """
     blocks = {block.name for block in find_blocks(model)}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
 
@@ -103,7 +123,9 @@ def _unit(name: str, tensors: dict[str, torch.Tensor], tied: dict[str, str], is_
 
 
 def _pin_(model: PreTrainedModel) -> bool:
-    """Move the weights that wait in main memory to pages from which a GPU copies at full speed; False where there are none."""
+    """Move the weights that wait in main memory to pages from which a GPU copies at full speed;
+    False where there are none.
+    """
     outer = [found for module in model.modules() if (found := getattr(module, "_hf_hook", None))]
     maps = [getattr(hook, "weights_map", None) for each in outer for hook in getattr(each, "hooks", [each])]
     loaders = {id(each.dataset): each.dataset for each in maps if each is not None and hasattr(each, "dataset")}

@@ -39,19 +39,29 @@ class OnnxEncoder(Encoder):
         providers: Sequence[str] = (),
         engine: str = "onnxruntime",
     ) -> None:
-        """Open it; raises what `OnnxDirectory` and `open_model` raise, SourceError where its graph is not that of an encoder."""
+        """Open it; raises what `OnnxDirectory` and `open_model` raise, SourceError where its graph
+        is not that of an encoder.
+        """
         if engine != "onnxruntime":
-            raise StageError(f"{engine} generates text, and this is an encoder", where="onnx_provider.engine", remedy="Leave engine out")
+            raise StageError(
+                f"{engine} generates text, and this is an encoder",
+                where="onnx_provider.engine",
+                remedy="Leave engine out",
+            )
         self.graph = OnnxDirectory(directory)
         if not (vocabulary := self.graph.config.get("vocab_size")):
             raise SourceError(
-                "there is no vocab_size in config.json", where=str(directory), remedy="Copy config.json from the source again"
+                "there is no vocab_size in config.json",
+                where=str(directory),
+                remedy="Copy config.json from the source again",
             )
         super().__init__(directory, device, trust_remote_code, pooling, self.graph.positions, int(vocabulary))
         self.output = self._named(FEATURES if pooling else LOGITS)
         self._opened: Opened | None = open_model(self.graph.path, device, threads, providers)
         self.notes: tuple[str, ...] = tuple(self._notes(self._opened))
-        self.hidden_memory = "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+        self.hidden_memory = (
+            "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+        )
 
     @property
     def dtype(self) -> str:
@@ -59,11 +69,15 @@ class OnnxEncoder(Encoder):
         return self.graph.graph.outputs[self.output].dtype
 
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """See `EncoderSession`. Raises EvalError for more tokens than positions, ResourceError without memory."""
+        """See `EncoderSession`. Raises EvalError for more tokens than positions, ResourceError
+        without memory.
+        """
         return torch.from_numpy(self._run(tokens, mask))
 
     def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """See `EncoderSession`. NumPy pools: torch would wake threads that get in the way of ONNX Runtime's."""
+        """See `EncoderSession`. NumPy pools: torch would wake threads that get in the way of ONNX
+        Runtime's.
+        """
         return torch.from_numpy(self._pool(self._run(tokens, mask), mask.numpy().astype(np.float32)))
 
     def close(self) -> None:
@@ -92,13 +106,18 @@ class OnnxEncoder(Encoder):
         raise SourceError(
             f"the graph has no output '{names[0]}' but {', '.join([*outputs][:4])}",
             where=str(self.graph.path),
-            why="By its config.json it is " + ("an encoder that gives features" if names == FEATURES else "an encoder with a head"),
+            why="By its config.json it is "
+            + ("an encoder that gives features" if names == FEATURES else "an encoder with a head"),
             remedy="Export it again, with exporter: torch",
         )
 
     def _notes(self, opened: Opened) -> Iterator[str]:
         version = import_runtime(str(self.directory)).__version__
         counts = opened.nodes
-        shares = [f"{name} ({counts[name]} nodes)" if name in counts else name for name in opened.providers if counts.get(name, 1)]
+        shares = [
+            f"{name} ({counts[name]} nodes)" if name in counts else name
+            for name in opened.providers
+            if counts.get(name, 1)
+        ]
         yield f"onnxruntime {version}: computed by {', '.join(shares)}"
         yield from self._pooling_notes()

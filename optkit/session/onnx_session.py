@@ -33,10 +33,11 @@ class OnnxSession(GeneratingSession):
         providers: Sequence[str] = (),
         engine: Engine = "onnxruntime",
     ) -> None:
-        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and `providers` are.
+        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and
+        `providers` are.
 
-        `engine` is what generates; where that is GenAI, `OnnxRunner` opens the model only when logits are asked for. Raises what
-        `GenaiModel` raises.
+        `engine` is what generates; where that is GenAI, `OnnxRunner` opens the model only when
+        logits are asked for. Raises what `GenaiModel` raises.
         """
         super().__init__(Path(directory), device, trust_remote_code)
         self._model = OnnxDirectory(self.directory)
@@ -45,7 +46,9 @@ class OnnxSession(GeneratingSession):
         self.vocabulary = self._genai.vocabulary if self._genai else self.runner.vocabulary
         self.positions = self._model.positions or NO_POSITIONS
         self.notes: tuple[str, ...] = self._genai.notes if self._genai else tuple(self._notes())
-        self.hidden_memory = "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+        self.hidden_memory = (
+            "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+        )
 
     @property
     def generates_elsewhere(self) -> bool:
@@ -60,7 +63,10 @@ class OnnxSession(GeneratingSession):
     @property
     def dtype(self) -> str:
         """What the graph computes its states in, e.g. `float16`."""
-        return next((layer.past.dtype for layer in self._model.cache if "float" in layer.past.dtype), None) or self.runner.logits_port.dtype
+        return (
+            next((layer.past.dtype for layer in self._model.cache if "float" in layer.past.dtype), None)
+            or self.runner.logits_port.dtype
+        )
 
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
@@ -71,7 +77,8 @@ class OnnxSession(GeneratingSession):
         return self.runner.logits(tokens)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
+        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished
+        it; all prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -82,7 +89,8 @@ class OnnxSession(GeneratingSession):
         return self._cached_stream(tokens, new_tokens) if self.runner.cache else self._plain_stream(tokens, new_tokens)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each token behind a prompt, fed one at a time.
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
+        token behind a prompt, fed one at a time.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -93,7 +101,9 @@ class OnnxSession(GeneratingSession):
         return torch.stack([decoding.step(each).clone() for each in tokens[:, prompt:].unbind(1)], dim=1)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
+        """Return the fewest bytes of weights and KV cache that one decode step must read at this
+        batch and context length.
+        """
         return decode_bytes(self._model, batch, context)
 
     def close(self) -> None:
@@ -122,7 +132,9 @@ class OnnxSession(GeneratingSession):
             yield chosen
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """float32 [batch, vocabulary] -> int64 [batch], the most likely tokens, when the device has them."""
+        """float32 [batch, vocabulary] -> int64 [batch], the most likely tokens, when the device has
+        them.
+        """
         if self.device == "cpu":  # torch would wake threads that get in the way of ONNX Runtime's
             return torch.from_numpy(logits.numpy().argmax(-1))
         chosen = logits.argmax(-1)
@@ -132,7 +144,11 @@ class OnnxSession(GeneratingSession):
     def _notes(self) -> Iterator[str]:
         version = import_runtime(str(self.directory)).__version__
         counts = self.runner.opened.nodes
-        shares = [f"{name} ({counts[name]} nodes)" if name in counts else name for name in self.runner.providers if counts.get(name, 1)]
+        shares = [
+            f"{name} ({counts[name]} nodes)" if name in counts else name
+            for name in self.runner.providers
+            if counts.get(name, 1)
+        ]
         yield f"onnxruntime {version}: computed by {', '.join(shares)}"
         if not self.runner.cache:
             yield "onnxruntime: the graph has no KV cache, so that each new token is computed from the whole sequence"

@@ -1,4 +1,6 @@
-"""Open a model directory: ONNX with ONNX Runtime; a plain checkpoint, packed weights, or what transformers itself can open with torch."""
+"""Open a model directory: ONNX with ONNX Runtime; a plain checkpoint, packed weights, or what
+transformers itself can open with torch.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,12 @@ if TYPE_CHECKING:
     from optkit.session.onnx_session import OnnxSession
 
 AnySession: TypeAlias = "TorchSession | ParallelSession | OnnxSession | TorchEncoder | OnnxEncoder"
-PACKAGES = {"awq": "gptqmodel", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "gptq": "gptqmodel"}
+PACKAGES = {
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel",
+}
 """What transformers needs to open the quantization methods that optkit does not read itself."""
 BITSANDBYTES_TILE = 32, 64
 """Outputs and inputs that bitsandbytes' kernel for CPUs with AVX512-BF16 takes together."""
@@ -67,17 +74,23 @@ def open_session(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> AnySession:
-    """Open a model directory with its settings applied; packed weights are used as they are. An encoder's session is an `EncoderSession`.
+    """Open a model directory with its settings applied; packed weights are used as they are. An
+    encoder's session is an `EncoderSession`.
 
-    `dtype` is the torch name of the float dtype to compute in, the checkpoint's own where None. Raises SourceError where weights are
-    missing or do not fit the model, MissingPackageError where a format or setting needs a package that is not there, StageError for a
-    setting that cannot be applied, ResourceError without memory.
+    `dtype` is the torch name of the float dtype to compute in, the checkpoint's own where None.
+    Raises SourceError where weights are missing or do not fit the model, MissingPackageError where
+    a format or setting needs a package that is not there, StageError for a setting that cannot be
+    applied, ResourceError without memory.
     """
     if is_onnx(Path(directory)):
         return _open_onnx(Path(directory), settings, device, dtype, trust_remote_code)
     graph_only = [setting for setting in settings if setting.accepts == {Format.ONNX}]
     if graph_only:
-        raise StageError(f"{type(graph_only[0]).__name__} is for ONNX models", where=str(directory), remedy="Take it out of the recipe")
+        raise StageError(
+            f"{type(graph_only[0]).__name__} is for ONNX models",
+            where=str(directory),
+            remedy="Take it out of the recipe",
+        )
     check_together(settings, device)
     split = next((setting for setting in settings if isinstance(setting, TensorParallel)), None)
     if split and not is_joined():
@@ -105,10 +118,16 @@ def open_session(
         new_cache, note = _cache(model, settings, scales) if task is Task.GENERATION else (None, [])
     return_freed_memory()
     if task is not Task.GENERATION:
-        return TorchEncoder(model, Path(directory), device, tuple(notes), trust_remote_code, _pooling(Path(directory), task))
-    decoder, told = step_decoder(model) if quantized and _decodes_plainly(model, settings, device, new_cache) else (None, [])
+        return TorchEncoder(
+            model, Path(directory), device, tuple(notes), trust_remote_code, _pooling(Path(directory), task)
+        )
+    decoder, told = (
+        step_decoder(model) if quantized and _decodes_plainly(model, settings, device, new_cache) else (None, [])
+    )
     notes = [*notes, *note, *told]
-    session = TorchSession(model, Path(directory), device, tuple(notes), trust_remote_code, new_cache, _computing(settings, device))
+    session = TorchSession(
+        model, Path(directory), device, tuple(notes), trust_remote_code, new_cache, _computing(settings, device)
+    )
     if decoder:
         session.decode_with(decoder)
     for setting in settings:
@@ -134,7 +153,9 @@ def _open_onnx(
             remedy="Take it out of the recipe",
         )
     if dtype:
-        raise OptkitError(f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in")
+        raise OptkitError(
+            f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in"
+        )
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
     task = task_of(OnnxDirectory(directory).config) or Task.GENERATION
     if task is Task.GENERATION:
@@ -148,7 +169,9 @@ def _pooling(directory: Path, task: Task) -> Pooling | None:
 
 
 def _proposer(setting: Speculative, session: TorchSession, device: str) -> Proposer:
-    """Return what proposes tokens; raises StageError for a draft that does not fit, and what opening it raises."""
+    """Return what proposes tokens; raises StageError for a draft that does not fit, and what
+    opening it raises.
+    """
     if setting.prompt_lookup is not None:
         return PromptLookup(setting.prompt_lookup)
     if setting.early_exit is not None:
@@ -165,7 +188,9 @@ def _proposer(setting: Speculative, session: TorchSession, device: str) -> Propo
     return DraftModel(draft.step, draft.new_state, draft.decode_bytes)
 
 
-def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device: str, new_cache: CacheFactory | None) -> bool:
+def _decodes_plainly(
+    model: PreTrainedModel, settings: Sequence[Setting], device: str, new_cache: CacheFactory | None
+) -> bool:
     """Whether nothing is asked of the decode steps on a CPU but that they are the model's."""
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     changed = any(setting.changes_products() for setting in settings)
@@ -173,7 +198,9 @@ def _decodes_plainly(model: PreTrainedModel, settings: Sequence[Setting], device
 
 
 def _graph_decoder(session: TorchSession) -> GraphDecoder:
-    """Return the decoder; raises StageError where the model has another step, or something else decides how it decodes."""
+    """Return the decoder; raises StageError where the model has another step, or something else
+    decides how it decodes.
+    """
     from optkit.kernels.cuda.decoding import GraphDecoder
 
     if session.codes_cache:
@@ -199,8 +226,12 @@ def _computing(settings: Sequence[Setting], device: str) -> Callable[[], Abstrac
     return together
 
 
-def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None) -> tuple[CacheFactory | None, list[str]]:
-    """Return what makes the KV cache: the last setting that says, else the scales in the checkpoint; None for transformers' own."""
+def _cache(
+    model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None
+) -> tuple[CacheFactory | None, list[str]]:
+    """Return what makes the KV cache: the last setting that says, else the scales in the
+    checkpoint; None for transformers' own.
+    """
     if scales:
         check_keys_and_values(model, "kv_scales")
     asked = [factory for setting in settings if (factory := setting.cache(model, scales)) is not None]
@@ -218,9 +249,16 @@ def _cache(model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales
 
 
 def _load_spread(
-    checkpoint: Checkpoint, device: str, dtype: torch.dtype, trust_remote_code: bool, options: dict[str, Any], settings: Sequence[Setting]
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    options: dict[str, Any],
+    settings: Sequence[Setting],
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Open a directory with transformers: on the device, where `offload` says, or the share of one process."""
+    """Open a directory with transformers: on the device, where `offload` says, or the share of one
+    process.
+    """
     for setting in settings:
         if isinstance(setting, Offload):
             if checkpoint.quantization:
@@ -237,7 +275,12 @@ def _load_spread(
 
 
 def _open_split(
-    setting: TensorParallel, directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool
+    setting: TensorParallel,
+    directory: Path,
+    settings: Sequence[Setting],
+    device: str,
+    dtype: str | None,
+    trust_remote_code: bool,
 ) -> ParallelSession:
     """Open a model in several processes; raises StageError for weights that cannot be split."""
     checkpoint, scales = split_kv_scales(Checkpoint(directory))
@@ -254,7 +297,9 @@ def _load_whole(
     options: dict[str, Any],
     placed: dict[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Open a directory with transformers, its weights straight onto the device, or where `placed` says."""
+    """Open a directory with transformers, its weights straight onto the device, or where `placed`
+    says.
+    """
     where = str(checkpoint.directory)
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
     if method == "bitsandbytes":
@@ -283,7 +328,9 @@ def _load_whole(
         raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
     report["missing_keys"] = [name for name in report["missing_keys"] if not _is_unused(name, checkpoint)]
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not is_ignorable(name, model)]
-    problems = [f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]]
+    problems = [
+        f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]
+    ]
     if problems:
         raise SourceError(
             f"the weights are not those of {type(model).__name__}: {', '.join(problems)}",
@@ -303,7 +350,9 @@ def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:
 
 
 def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:
-    """Raise SourceError for a layer of 4 bits that bitsandbytes would fail to pack anew for this CPU at the first call."""
+    """Raise SourceError for a layer of 4 bits that bitsandbytes would fail to pack anew for this
+    CPU at the first call.
+    """
     for name, module in model.named_modules():
         if not getattr(module, "support_avx512bf16_for_cpu", False):
             continue

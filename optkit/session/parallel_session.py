@@ -1,4 +1,6 @@
-"""A model that is split over several devices, each with a process of its own; this process asks, and sees a session like any other."""
+"""A model that is split over several devices, each with a process of its own; this process asks,
+and sees a session like any other.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,22 @@ from optkit.stage import Setting
 
 
 class ParallelSession(GeneratingSession):
-    """Implements `optkit.measure.Session`; every call is made by all ranks, and rank 0 gives the result."""
+    """Implements `optkit.measure.Session`; every call is made by all ranks, and rank 0 gives the
+    result.
+    """
 
     def __init__(
-        self, setting: TensorParallel, directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool
+        self,
+        setting: TensorParallel,
+        directory: Path,
+        settings: Sequence[Setting],
+        device: str,
+        dtype: str | None,
+        trust_remote_code: bool,
     ) -> None:
-        """Start the ranks and let them open the model; raises what that raises, StageError for too few GPUs."""
+        """Start the ranks and let them open the model; raises what that raises, StageError for too
+        few GPUs.
+        """
         setting.check_devices(device, torch.cuda.device_count())
         first = int(device.partition(":")[2] or 0)
         count = range(setting.devices)
@@ -34,7 +46,10 @@ class ParallelSession(GeneratingSession):
         super().__init__(directory, self.devices[0], trust_remote_code)
         job = {
             "directory": str(directory.absolute()),
-            "settings": [(f"{type(each).__module__}:{type(each).__qualname__}", each.model_dump(mode="json")) for each in settings],
+            "settings": [
+                (f"{type(each).__module__}:{type(each).__qualname__}", each.model_dump(mode="json"))
+                for each in settings
+            ],
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
         }
@@ -57,7 +72,9 @@ class ParallelSession(GeneratingSession):
         return (self._note, *self._said)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the first device. Raises what one device raises."""
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the first device.
+        Raises what one device raises.
+        """
         shape = self._ranks.call("logits", tokens=tokens.tolist())[0]
         size = 4 * shape[0] * shape[1] * shape[2]
         with mmap.mmap(self._ranks.memory, size) as shared:
@@ -81,7 +98,9 @@ class ParallelSession(GeneratingSession):
 
     @contextmanager
     def watched_peak(self) -> Iterator[Peak]:
-        """Watch the memory of every process: of GPUs the fullest counts, of a CPU, which they share, all together."""
+        """Watch the memory of every process: of GPUs the fullest counts, of a CPU, which they
+        share, all together.
+        """
         peak = Peak()
         self._ranks.call("watch")
         yield peak
@@ -103,7 +122,9 @@ class ParallelSession(GeneratingSession):
             yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64, device=self.device)
 
     def _check_alike(self, told: Sequence[dict[str, Any]]) -> None:
-        """Raise StageError where the ranks do not compute the same logits of a few tokens, or not those of a whole vocabulary."""
+        """Raise StageError where the ranks do not compute the same logits of a few tokens, or not
+        those of a whole vocabulary.
+        """
         shape, total = told[0]["probe"]
         if shape[-1] != self.vocabulary or any(each["probe"] != [shape, total] for each in told):
             self.close()

@@ -1,8 +1,9 @@
 """One process of a model that is split over several, started by `ranks.py` through `rank_start.py`.
 
-In: one JSON message, the fields of `Job`; then one for each call, which every rank makes, in the same order:
-`{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Out: a message for each: `{"done": ...}` or `{"error": {...}}`. Logits go through
-a file without a name that both processes have open.
+In: one JSON message, the fields of `Job`; then one for each call, which every rank makes, in the
+same order:
+`{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Out: a message for each: `{"done": ...}`
+or `{"error": {...}}`. Logits go through a file without a name that both processes have open.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Rank:
         }
 
     def logits(self, tokens: list[list[int]]) -> list[int]:
-        """Leave the logits, float32 [batch, sequence, vocabulary], in the common memory; the shape is returned."""
+        """Leave the logits, float32 [batch, sequence, vocabulary], in the common memory; the shape
+        is returned.
+        """
         found = self.session.logits(torch.tensor(tokens))
         if self._job.rank == 0:
             os.ftruncate(self._memory, found.numel() * 4)
@@ -131,7 +134,9 @@ class Rank:
 
 
 def serve(channel: Connection, asked: queue.SimpleQueue[dict[str, Any]], memory: int) -> None:
-    """Open the model, then do what is asked; `rank_start.py` ends this process when the parent is gone."""
+    """Open the model, then do what is asked; `rank_start.py` ends this process when the parent is
+    gone.
+    """
     job = Job(**asked.get())
     rank: Rank | None = None
     while True:
@@ -157,7 +162,9 @@ def _setting(name: str, fields: dict[str, Any]) -> Setting:
 
 
 def _agreed(logits: Tensor) -> Tensor:
-    """float [batch, sequence, vocabulary] -> the likeliest last tokens, int64 [batch, 1]: those of rank 0, so that nobody drifts off."""
+    """float [batch, sequence, vocabulary] -> the likeliest last tokens, int64 [batch, 1]: those of
+    rank 0, so that nobody drifts off.
+    """
     chosen = logits[:, -1:].argmax(-1)
     distributed.broadcast(chosen, src=0)
     return chosen
@@ -165,5 +172,11 @@ def _agreed(logits: Tensor) -> Tensor:
 
 def _described(error: Exception) -> dict[str, Any]:
     if isinstance(error, OptkitError):
-        return {"class": type(error).__name__, "what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
+        return {
+            "class": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "why": error.why,
+            "remedy": error.remedy,
+        }
     return {"class": "", **told_crash(error)}

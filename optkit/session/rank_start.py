@@ -1,6 +1,8 @@
-"""Entry of a rank: `python -P rank_start.py COMMANDS MEMORY`, two descriptors; run as a file, so that nothing large is imported first.
+"""Entry of a rank: `python -P rank_start.py COMMANDS MEMORY`, two descriptors; run as a file, so
+that nothing large is imported first.
 
-It listens before torch is imported: this process ends with the socket, which is with its parent, whatever it is at or waits for.
+It listens before torch is imported: this process ends with the socket, which is with its parent,
+whatever it is at or waits for.
 """
 
 from __future__ import annotations

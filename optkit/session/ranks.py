@@ -1,4 +1,6 @@
-"""The processes of a model that is split over several devices: started, called together, and ended together."""
+"""The processes of a model that is split over several devices: started, called together, and ended
+together.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ PLAIN_ERRORS = ("EvalError", "ResourceError", "SourceError", "StageError")
 
 
 class Ranks:
-    """One process for each share of a model. Every call goes to all of them; they end with this process, however that ends."""
+    """One process for each share of a model. Every call goes to all of them; they end with this
+    process, however that ends.
+    """
 
     def __init__(self, job: dict[str, Any], devices: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-        """Start them on devices (`cpu`, `cuda:1`); `job` holds what all of `rank.Job` have in common. Raises what opening raises."""
+        """Start them on devices (`cpu`, `cuda:1`); `job` holds what all of `rank.Job` have in
+        common. Raises what opening raises.
+        """
         self.devices, self.timeout_s = tuple(devices), timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="optkit-ranks-"))
         self.memory = _nameless_memory()
@@ -54,16 +60,26 @@ class Ranks:
         try:
             for index, device in enumerate(self.devices):
                 self._start(index, device)
-                self._send(index, {**common, "rank": index, "device": device, "threads": max(1, torch.get_num_threads() // count)})
+                self._send(
+                    index,
+                    {**common, "rank": index, "device": device, "threads": max(1, torch.get_num_threads() // count)},
+                )
             self.opened: list[dict[str, Any]] = self._collect(None)
         except BaseException:
             self.close()
             raise
 
     def call(self, name: str, **arguments: Any) -> list[Any]:
-        """Let all ranks make a call; their results, in order. Raises the error of the first that fails, StageError where one is gone."""
+        """Let all ranks make a call; their results, in order. Raises the error of the first that
+        fails, StageError where one is gone.
+        """
         if self._broken:
-            raise StageError("its processes were ended", where="tensor_parallel", why=f"Before, {self._broken}", remedy="Open it again")
+            raise StageError(
+                "its processes were ended",
+                where="tensor_parallel",
+                why=f"Before, {self._broken}",
+                remedy="Open it again",
+            )
         try:
             for index in range(len(self.devices)):
                 self._send(index, {"call": name, **arguments})
@@ -111,7 +127,9 @@ class Ranks:
             raise self._gone(index) from error
 
     def _collect(self, timeout_s: float | None) -> list[Any]:
-        """Return an answer from each. Once one has failed, or answered, the others have a limited time; else there is none."""
+        """Return an answer from each. Once one has failed, or answered, the others have a limited
+        time; else there is none.
+        """
         results: list[Any] = [None] * len(self._channels)
         failed: dict[int, OptkitError] = {}
         waiting = {channel: index for index, channel in enumerate(self._channels)}
@@ -146,7 +164,9 @@ class Ranks:
         if said["class"] in PLAIN_ERRORS:
             kind: type[OptkitError] = getattr(errors, said["class"])
             return kind(said["what"], where=said["where"], why=said["why"], remedy=said["remedy"])
-        return with_trace(StageError(f"{self._name(index)} failed: {said['what']}", where="tensor_parallel"), said, self._name(index))
+        return with_trace(
+            StageError(f"{self._name(index)} failed: {said['what']}", where="tensor_parallel"), said, self._name(index)
+        )
 
     def _gone(self, index: int) -> OptkitError:
         """Return how a rank ended that should not have, with its last words."""
@@ -158,7 +178,11 @@ class Ranks:
         if status is None:
             how = "says nothing any more"
         memory = "; the system ends a process so when memory runs out" if status == -signal.SIGKILL else ""
-        said = [line.strip() for line in self._log(index).read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        said = [
+            line.strip()
+            for line in self._log(index).read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ]
         why = f"Its last words: {said[-1]}" if said else "It said nothing"
         return self._fail(StageError(f"{self._name(index)} {how}{memory}", where="tensor_parallel", why=why))
 
@@ -191,7 +215,9 @@ def _nameless_memory() -> int:
         return os.dup(file.fileno())
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[Connection], memory: int, folder: Path) -> None:
+def _end(
+    processes: Sequence[subprocess.Popen[bytes]], channels: Sequence[Connection], memory: int, folder: Path
+) -> None:
     """End the processes with everything that they started."""
     for channel in channels:
         channel.close()

@@ -17,7 +17,9 @@ _joined: list[DeviceMesh] = []
 
 
 def join(device: str, rank: int, ranks: int, meeting: str, timeout_s: float) -> None:
-    """Join the other processes, by nccl on `cuda:N` and by gloo on `cpu`; `meeting` is a file that is not there yet."""
+    """Join the other processes, by nccl on `cuda:N` and by gloo on `cpu`; `meeting` is a file that
+    is not there yet.
+    """
     here = torch.device(device)
     cuda = here.type == "cuda"
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(here.index or 0)}

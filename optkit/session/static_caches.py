@@ -10,7 +10,9 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 CACHE_STEP = 128
-"""A static cache is as long as the next multiple of this, so that requests of like lengths share one compiled step."""
+"""A static cache is as long as the next multiple of this, so that requests of like lengths share
+one compiled step.
+"""
 
 
 class StaticCaches:
@@ -44,8 +46,11 @@ class StaticCaches:
 def static_cache(config: Any, length: int) -> StaticCache:
     """Return a static cache whose sliding layers are of full length too.
 
-    Those of transformers count tokens in a Python integer, so the step would be compiled anew for every token. The mask keeps the window.
+    Those of transformers count tokens in a Python integer, so the step would be compiled anew for
+    every token. The mask keeps the window.
     """
     cache = StaticCache(config=config, max_cache_len=length)
-    cache.layers = [StaticLayer(length) if isinstance(layer, StaticSlidingWindowLayer) else layer for layer in cache.layers]
+    cache.layers = [
+        StaticLayer(length) if isinstance(layer, StaticSlidingWindowLayer) else layer for layer in cache.layers
+    ]
     return cache

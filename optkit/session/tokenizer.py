@@ -9,5 +9,7 @@ from torch import Tensor
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
-    """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer itself adds."""
+    """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer
+    itself adds.
+    """
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)

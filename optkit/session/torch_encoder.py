@@ -46,11 +46,15 @@ class TorchEncoder(Encoder):
         return str(self.model.dtype).removeprefix("torch.")
 
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """See `EncoderSession`. Raises EvalError for more tokens than positions, ResourceError without memory."""
+        """See `EncoderSession`. Raises EvalError for more tokens than positions, ResourceError
+        without memory.
+        """
         return self._run(tokens, mask).cpu()
 
     def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """See `EncoderSession`. Raises what `outputs` raises, and EvalError for an encoder that gives labels."""
+        """See `EncoderSession`. Raises what `outputs` raises, and EvalError for an encoder that
+        gives labels.
+        """
         features = self._run(tokens, mask)
         pooled: Tensor = self._pool(features, mask.to(features.device, features.dtype))
         return pooled.cpu()
@@ -67,6 +71,9 @@ class TorchEncoder(Encoder):
         self._check(tokens)
         batch, sequence = tokens.shape
         remedy = "Lower the batch or the length"
-        with memory_errors(f"for {batch} x {sequence} tokens on {self.device}", str(self.directory), remedy), torch.inference_mode():
+        with (
+            memory_errors(f"for {batch} x {sequence} tokens on {self.device}", str(self.directory), remedy),
+            torch.inference_mode(),
+        ):
             found: Tensor = self.model(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device))[0]
             return found.float()

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch
 
 REMEDY = "Lower the batch, the prompt or the new tokens"
-UNCOMPILED = f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: ask for fewer batches and lengths"
+UNCOMPILED = (
+    f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: "
+    "ask for fewer batches and lengths"
+)
 
 
 class Steps(Protocol):
@@ -44,7 +47,9 @@ class Steps(Protocol):
 
 
 class Decoder(Protocol):
-    """Something that computes the greedy decode steps of an opened model, faster than the model itself."""
+    """Something that computes the greedy decode steps of an opened model, faster than the model
+    itself.
+    """
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -52,7 +57,9 @@ class Decoder(Protocol):
         ...
 
     def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
-        """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers together."""
+        """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers
+        together.
+        """
         ...
 
 
@@ -124,7 +131,9 @@ class TorchSession(GeneratingSession):
 
     @property
     def product_dtype(self) -> str:
-        """What the products of plain layers are computed in: the model's dtype, what autocast casts to, or `tf32`."""
+        """What the products of plain layers are computed in: the model's dtype, what autocast casts
+        to, or `tf32`.
+        """
         kind = self.device.partition(":")[0]
         with self._computing():
             if torch.is_autocast_enabled(kind):
@@ -133,21 +142,26 @@ class TorchSession(GeneratingSession):
         return "tf32" if rounded else self.dtype
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; attention sees keys and values as a cache of codes holds them.
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; attention sees keys and
+        values as a cache of codes holds them.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
         self._check_length(tokens, 0)
         tokens = tokens.to(self.device)
         batch, sequence = tokens.shape
-        with self._memory(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"), self._no_gradients():
+        with (
+            self._memory(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"),
+            self._no_gradients(),
+        ):
             if self.model.dtype == torch.float32:
                 whole: Tensor = self.model.forward(input_ids=tokens, **self._attended()).logits
                 return whole.float()
             return cast_logits(self.model, tokens, self.vocabulary, self._attended())
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished it; all prompts are of one length.
+        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished
+        it; all prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -155,18 +169,23 @@ class TorchSession(GeneratingSession):
         return self._stream(tokens.to(self.device), new_tokens, waiting=True)
 
     def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield what `stream` yields, each when its work is queued on the current CUDA stream, without waiting for the device."""
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream,
+        without waiting for the device.
+        """
         self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
     def step(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor:
-        """Return the logits, [batch, new, vocabulary], of tokens that follow those of a state; of the last one alone if `last`."""
+        """Return the logits, [batch, new, vocabulary], of tokens that follow those of a state; of
+        the last one alone if `last`.
+        """
         batch, new = tokens.shape
         with self._memory(f"at {batch} x {new} tokens", REMEDY), self._no_gradients():
             return state.step(tokens, last=last)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each token behind a prompt, fed one at a time.
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
+        token behind a prompt, fed one at a time.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -181,13 +200,16 @@ class TorchSession(GeneratingSession):
         return torch.cat([self.step(each, state).float() for each in others], dim=1)
 
     def new_state(self) -> CarriedState:
-        """Return what the model keeps of tokens, before any; a KV cache grows. Raises SourceError for a model that keeps nothing known."""
+        """Return what the model keeps of tokens, before any; a KV cache grows. Raises SourceError
+        for a model that keeps nothing known.
+        """
         return CarriedState(self.model, self._new_cache() if self._new_cache else None)
 
     def speculate_with(self, proposer: Proposer, tokens: int) -> None:
         """Decode from now on with up to `tokens` proposed tokens at once.
 
-        Raises StageError for a compiled model, or where tokens cannot be taken out of the cache again.
+        Raises StageError for a compiled model, or where tokens cannot be taken out of the cache
+        again.
         """
         if self._compiled:
             raise StageError(
@@ -213,12 +235,15 @@ class TorchSession(GeneratingSession):
             self._proposer = proposer
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this batch and context length."""
+        """Return the fewest bytes of weights and KV cache that one decode step must read at this
+        batch and context length.
+        """
         return weight_bytes(self.model, batch) + cache_bytes(self._one_token_state.held, batch, context)
 
     def token_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that a new token of each sequence makes read: a decode step's, or with proposals those of the forwards
-        of the model and of its draft since `speculation` was reset, for each token that they gave."""
+        """Return the fewest bytes that a new token of each sequence makes read: a decode step's, or
+        with proposals those of the forwards of the model and of its draft since `speculation` was
+        reset, for each token that they gave."""
         step, counts = self.decode_bytes(batch, context), self.speculation
         if not self._proposer or counts is None or not counts.tokens:
             return step
@@ -226,10 +251,11 @@ class TorchSession(GeneratingSession):
         return round((counts.forwards * step + counts.proposed * proposing) / counts.tokens)
 
     def attention_kernels(self, tokens: Tensor) -> str:
-        """Return which kernels of torch compute the attention of a prompt, int64 [batch, prompt], and of a step after it.
+        """Return which kernels of torch compute the attention of a prompt, int64 [batch, prompt],
+        and of a step after it.
 
-        E.g. `flash in prompts, math in steps`; the name of the implementation where it is not torch's. They are seen as they are
-        dispatched to, in a run that is not compiled.
+        E.g. `flash in prompts, math in steps`; the name of the implementation where it is not
+        torch's. They are seen as they are dispatched to, in a run that is not compiled.
         """
         from optkit.session.attention_kernels import kernels_text, watched_attention
 
@@ -237,7 +263,11 @@ class TorchSession(GeneratingSession):
         tokens = tokens.to(self.device)
         batch, prompt = tokens.shape
         found = []
-        with self._state(batch, prompt + 1) as state, self._memory("in a prompt", "Lower the batch or the prompt"), self._no_gradients():
+        with (
+            self._state(batch, prompt + 1) as state,
+            self._memory("in a prompt", "Lower the batch or the prompt"),
+            self._no_gradients(),
+        ):
             for part in (tokens, tokens[:, :1]):
                 with watched_attention() as kernels:
                     state.step(part, last=True)
@@ -274,7 +304,10 @@ class TorchSession(GeneratingSession):
         step = tokens
         with self._state(batch, prompt + new_tokens) as state:
             for count in range(new_tokens):
-                with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY), self._no_gradients():
+                with (
+                    self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY),
+                    self._no_gradients(),
+                ):
                     # The prompt is never compiled: its shape changes with every request.
                     call = self.model.forward if count == 0 else self.model
                     if self._compiled:
@@ -290,7 +323,10 @@ class TorchSession(GeneratingSession):
             with self._memory(f"before {batch} x {prompt} tokens", REMEDY):
                 steps = stack.enter_context(decoder.steps(batch, prompt + new_tokens))
             for count in range(new_tokens):
-                with self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY), self._no_gradients():
+                with (
+                    self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY),
+                    self._no_gradients(),
+                ):
                     step = steps.next() if count else steps.prompt(tokens)
                 yield step
 
@@ -304,7 +340,9 @@ class TorchSession(GeneratingSession):
             yield self.new_state()
 
     def _attended(self) -> dict[str, Any]:
-        """Return how the model is called for logits: a cache of codes has to be there, or they would be those of another model."""
+        """Return how the model is called for logits: a cache of codes has to be there, or they
+        would be those of another model.
+        """
         return {KEYS_AND_VALUES: self._new_cache(), "use_cache": True} if self._new_cache else {"use_cache": False}
 
     @cached_property

@@ -20,26 +20,34 @@ from optkit.stage import Setting
 
 FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Implementation -> the module that its package brings."""
-FLASH_3_COMMAND = "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
+FLASH_3_COMMAND = (
+    "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
+)
 HOPPER = 9
 KernelName = Annotated[str, Field(pattern=NAME, max_length=1000)]
 
 
 class Attention(Setting):
-    """Open the model with an attention implementation; `save_pretrained` would forget it, the artifact does not."""
+    """Open the model with an attention implementation; `save_pretrained` would forget it, the
+    artifact does not.
+    """
 
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "implementation"
 
     implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | KernelName
-    """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone. `flash_attention_3`: flash-attn-3, Hopper
-    GPUs alone. `flex_attention`: torch's compiled one. `eager`: plain matrix products. One that would
-    leave out a model's soft cap (Gemma 2) or attention sinks is refused. Or a kernel of the hub, like
-    `kernels-community/flash-attn2`, with `@revision` and `:function` behind it where wanted, which the package `kernels` loads; its
-    revision is pinned to a commit. `$LOCAL_KERNELS` (`owner/name=directory`) takes one from a directory."""
+    """`sdpa`: torch's fused attention. `flash_attention_2`: the package flash-attn, CUDA alone.
+    `flash_attention_3`: flash-attn-3, Hopper GPUs alone. `flex_attention`: torch's compiled one.
+    `eager`: plain matrix products. One that would leave out a model's soft cap (Gemma 2) or
+    attention sinks is refused. Or a kernel of the hub, like `kernels-community/flash-attn2`, with
+    `@revision` and `:function` behind it where wanted, which the package `kernels` loads; its
+    revision is pinned to a commit. `$LOCAL_KERNELS` (`owner/name=directory`) takes one from a
+    directory."""
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the setting with a kernel's revision as a commit. Raises SourceError, MissingPackageError."""
+        """Return the setting with a kernel's revision as a commit. Raises SourceError,
+        MissingPackageError.
+        """
         return self.model_copy(update={"implementation": str(self._kernel.pinned())}) if self._kernel else self
 
     @property
@@ -51,7 +59,8 @@ class Attention(Setting):
         return f"the kernel {self.implementation} of the hub" if self._kernel else ""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError where the device has no such attention, the model asks for more than it computes, or a kernel is not to be had.
+        """Raise StageError where the device has no such attention, the model asks for more than it
+        computes, or a kernel is not to be had.
 
         MissingPackageError without its package.
         """
@@ -68,14 +77,18 @@ class Attention(Setting):
             )
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return `attn_implementation`; a kernel of the hub is loaded. Raises StageError and MissingPackageError as `check` does."""
+        """Return `attn_implementation`; a kernel of the hub is loaded. Raises StageError and
+        MissingPackageError as `check` does.
+        """
         self._require(device)
         if self._kernel:
             self._kernel.load()
         return {"attn_implementation": self.implementation}
 
     def _refuse_to_drop(self, config: Any) -> None:
-        """Raise StageError where the model asks its attention for what this one leaves out, or transformers took another one for it."""
+        """Raise StageError where the model asks its attention for what this one leaves out, or
+        transformers took another one for it.
+        """
         fields, taken = config.to_dict(), str(config._attn_implementation)
         why = why_not_attention(fields, self.implementation)
         if self._kernel and AttentionKernel.parse(taken).repository != self._kernel.repository:
@@ -110,7 +123,9 @@ class Attention(Setting):
                 raise MissingPackageError(distribution, where=f"attention: {self.implementation}", command=command)
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model as it is. Raises StageError where the implementation cannot compute what this model asks for."""
+        """Return the model as it is. Raises StageError where the implementation cannot compute what
+        this model asks for.
+        """
         self._refuse_to_drop(model.config)
         on_gpu = self._kernel is not None and device.startswith("cuda") and "flash" in self.implementation
         if (on_gpu or self.implementation in FLASH) and str(model.dtype) not in ("torch.bfloat16", "torch.float16"):
@@ -132,7 +147,8 @@ class Attention(Setting):
                 raise StageError(
                     "flex_attention cannot generate with a sliding window on the CPU",
                     where="attention",
-                    why=f"What torch 2.13 writes for such a step does not compile, and layers here see {window:,} tokens back",
+                    why="What torch 2.13 writes for such a step does not compile, and layers here "
+                    f"see {window:,} tokens back",
                     remedy="Use sdpa or eager, or a GPU",
                 )
             silence_advice()
@@ -145,7 +161,9 @@ class Attention(Setting):
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Return how many tokens back the layers with a sliding window see, None where every layer sees all."""
+    """Return how many tokens back the layers with a sliding window see, None where every layer sees
+    all.
+    """
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if window is None or (kinds is not None and "sliding_attention" not in kinds):

@@ -25,7 +25,8 @@ GIVEN_UP = "Dynamo recompile limit exceeded"
 
 
 class Compile(Setting):
-    """Compile the decode step with torch.compile, on the devices where that pays; prompts run as they are, since each has its own shape.
+    """Compile the decode step with torch.compile, on the devices where that pays; prompts run as
+    they are, since each has its own shape.
 
     What was compiled is kept between processes, in torch's own cache (`$TORCHINDUCTOR_CACHE_DIR`).
     """
@@ -33,14 +34,20 @@ class Compile(Setting):
     shorthand: ClassVar[str] = "mode"
 
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """`reduce-overhead` replays CUDA graphs; `max-autotune` also times several kernels for each product, for minutes."""
+    """`reduce-overhead` replays CUDA graphs; `max-autotune` also times several kernels for each
+    product, for minutes.
+    """
     devices: AtLeastOne[Literal["cpu", "cuda"]] = ("cuda",)
     """Where it is applied; elsewhere the model runs as it is, and the scorecard says so."""
 
     fullgraph: bool = False
-    """Refuse a step that torch cannot compile as one graph. Otherwise the scorecard counts the breaks and names their lines."""
+    """Refuse a step that torch cannot compile as one graph. Otherwise the scorecard counts the
+    breaks and names their lines.
+    """
     dynamic: bool = False
-    """Compile for any shape at once instead of once for each batch and length of the cache: fewer compilations, slower code."""
+    """Compile for any shape at once instead of once for each batch and length of the cache: fewer
+    compilations, slower code.
+    """
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError or MissingPackageError where there is no compiler."""
@@ -54,13 +61,17 @@ class Compile(Setting):
         if isinstance(other, Speculative):
             return "The compiled step takes one token at a time, and speculative decoding checks several"
         if isinstance(other, KvCache):
-            return "A KV cache of codes grows with every token, and the compiled step needs one as long as the request from the start"
+            return (
+                "A KV cache of codes grows with every token, and the compiled step needs one as long "
+                "as the request from the start"
+            )
         return ""
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model, its calls compiled.
 
-        Raises StageError or MissingPackageError where there is no compiler, StageError for flash_attention_2.
+        Raises StageError or MissingPackageError where there is no compiler, StageError for
+        flash_attention_2.
         """
         if not self.applies(device):
             return model
@@ -68,7 +79,8 @@ class Compile(Setting):
             raise StageError(
                 f"a compiled step cannot use {model.config._attn_implementation}",
                 where="compile",
-                why="Its KV cache is as long as the request from the start, and these kernels would attend to the empty part",
+                why="Its KV cache is as long as the request from the start, and these kernels would "
+                "attend to the empty part",
                 remedy="Use sdpa or flex_attention with compile, or take one of the two settings out of the recipe",
             )
         if _kind(device) == "cpu" and model.config._attn_implementation == "flex_attention":
@@ -81,7 +93,9 @@ class Compile(Setting):
         _require_tools(_kind(device))
         silence_advice()
         allow_many_shapes()
-        model.compile(mode=None if self.mode == "default" else self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
+        model.compile(
+            mode=None if self.mode == "default" else self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph
+        )
         return model
 
     def applies(self, device: str) -> bool:
@@ -96,7 +110,9 @@ class Compile(Setting):
 
 
 def silence_advice() -> None:
-    """Keep torch's compiler from telling the user of optkit to allow TensorFloat32, which would change what is measured."""
+    """Keep torch's compiler from telling the user of optkit to allow TensorFloat32, which would
+    change what is measured.
+    """
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning, r"torch\._inductor\.compile_fx")
 
 
@@ -108,7 +124,9 @@ def allow_many_shapes() -> None:
 
 
 def times_given_up() -> int:
-    """Return how often in this process torch ran a function as it is because it had been compiled for too many shapes."""
+    """Return how often in this process torch ran a function as it is because it had been compiled
+    for too many shapes.
+    """
     if "torch._dynamo" not in sys.modules:
         return 0
     from torch._dynamo.utils import counters
@@ -132,8 +150,12 @@ def _require_triton() -> None:
 
 
 def _require_compiler(kind: str) -> None:
-    """Raise StageError where the compiler that torch (C++, on the CPU) or triton (C, on a GPU) calls is not there."""
-    language, variable, names = ("C++", "CXX", ("g++", "clang++")) if kind == "cpu" else ("C", "CC", ("gcc", "clang", "cc"))
+    """Raise StageError where the compiler that torch (C++, on the CPU) or triton (C, on a GPU)
+    calls is not there.
+    """
+    language, variable, names = (
+        ("C++", "CXX", ("g++", "clang++")) if kind == "cpu" else ("C", "CC", ("gcc", "clang", "cc"))
+    )
     named = os.environ.get(variable)
     if not _found([named] if named else names):
         raise StageError(

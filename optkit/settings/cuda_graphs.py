@@ -15,9 +15,11 @@ from optkit.stage import Format, Setting
 
 
 class CudaGraphs(Setting):
-    """Decode by one CUDA graph a token, five kernels a layer: models of the Llama family in bfloat16 or float16, in 4 bits or not.
+    """Decode by one CUDA graph a token, five kernels a layer: models of the Llama family in
+    bfloat16 or float16, in 4 bits or not.
 
-    Up to 256 sequences at once; prompts, and larger batches, run through the model itself. On the CPU nothing changes.
+    Up to 256 sequences at once; prompts, and larger batches, run through the model itself. On the
+    CPU nothing changes.
     """
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
@@ -25,14 +27,21 @@ class CudaGraphs(Setting):
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError for a model whose step the graph does not know."""
         if self.applies(device) and (reason := why_not_family(shape.config)):
-            raise StageError("the decode step of this model cannot be one graph", where="cuda_graphs", why=reason, remedy=REMEDY)
+            raise StageError(
+                "the decode step of this model cannot be one graph", where="cuda_graphs", why=reason, remedy=REMEDY
+            )
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why the graph cannot be used beside another setting; on the CPU, where it is off, such a recipe is refused too."""
+        """Return why the graph cannot be used beside another setting; on the CPU, where it is off,
+        such a recipe is refused too.
+        """
         if isinstance(other, Speculative | KvCache) or (isinstance(other, Compile) and other.applies("cuda")):
             return "Each of them decides how a token is decoded"
         if other.changes_products():
-            return "The graph's kernels compute in the model's own bfloat16 or float16, and what the other asks for would be left out"
+            return (
+                "The graph's kernels compute in the model's own bfloat16 or float16, and what the "
+                "other asks for would be left out"
+            )
         return ""
 
     def applies(self, device: str) -> bool:

@@ -1,4 +1,6 @@
-"""Setting `kv_cache`: keys and values of past tokens are kept as codes of 4 or 8 bits, or those of a window alone."""
+"""Setting `kv_cache`: keys and values of past tokens are kept as codes of 4 or 8 bits, or those of
+a window alone.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ BITS = {"int4": 4, "int8": 8}
 
 
 class KvCache(Setting):
-    """Keep the KV cache in 4 or 8 bits, or for a window of tokens alone; prompts see what is kept, and so does perplexity.
+    """Keep the KV cache in 4 or 8 bits, or for a window of tokens alone; prompts see what is kept,
+    and so does perplexity.
 
-    Keys and values are coded token by token before attention sees them. Left out, they grow as floats with every token; with `compile`
-    they lie in a static cache.
+    Keys and values are coded token by token before attention sees them. Left out, they grow as
+    floats with every token; with `compile` they lie in a static cache.
     """
 
     exact: ClassVar[bool] = False
@@ -26,15 +29,19 @@ class KvCache(Setting):
     shorthand: ClassVar[str] = "dtype"
 
     dtype: Literal["int8", "int4", "fp8"] | None = None
-    """null: floats. `int8`, `int4`: a scale and a zero point for each token's head or group of channels. `fp8`: E4M3 with one scale for the
-    keys and one for the values of a layer, those of `kv_scales` where the checkpoint holds them, else 1, as in vLLM."""
+    """null: floats. `int8`, `int4`: a scale and a zero point for each token's head or group of
+    channels. `fp8`: E4M3 with one scale for the keys and one for the values of a layer, those of
+    `kv_scales` where the checkpoint holds them, else 1, as in vLLM."""
     group_size: GroupSize | None = None
     """Channels of a head that share a scale, for int8 and int4. null: all of them."""
     window: SequenceLength | None = None
-    """Tokens that a token sees, itself among them; what lies further back is forgotten, so memory and the time of a step stop growing. It
-    changes what the model says of longer texts. For models without sliding windows of their own."""
+    """Tokens that a token sees, itself among them; what lies further back is forgotten, so memory
+    and the time of a step stop growing. It changes what the model says of longer texts. For models
+    without sliding windows of their own."""
     sinks: Amount | None = None
-    """How many of the window are the first tokens of the text (StreamingLLM, arXiv:2309.17453), without which most models fall apart: 4."""
+    """How many of the window are the first tokens of the text (StreamingLLM, arXiv:2309.17453),
+    without which most models fall apart: 4.
+    """
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -51,17 +58,25 @@ class KvCache(Setting):
         if self.sinks is None:
             self.__dict__["sinks"] = min(4, self.window - 2)
         elif self.sinks > self.window - 2:
-            raise ValueError(f"a window of {self.window} tokens has no room for {self.sinks} sinks, the token itself and the one before it")
+            raise ValueError(
+                f"a window of {self.window} tokens has no room for {self.sinks} sinks, the token "
+                "itself and the one before it"
+            )
         return self
 
     def excludes(self, other: Setting, device: str) -> str:
         """Return why a window cannot be kept beside another setting."""
         if self.window and isinstance(other, Speculative):
-            return "Tokens that were proposed in vain have to be taken out of the KV cache, and a window has forgotten others for them"
+            return (
+                "Tokens that were proposed in vain have to be taken out of the KV cache, and a window "
+                "has forgotten others for them"
+            )
         return ""
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model; with a window its calls mask what lies outside. Raises StageError where they cannot."""
+        """Return the model; with a window its calls mask what lies outside. Raises StageError where
+        they cannot.
+        """
         from optkit.kernels.attention_window import see_window_
 
         if self.window:
@@ -71,7 +86,8 @@ class KvCache(Setting):
     def cache(self, model: Any, scales: Any) -> Any:
         """Return what makes the model an empty coded cache.
 
-        Raises StageError where group_size does not fit the heads or the model keeps something else than keys and values.
+        Raises StageError where group_size does not fit the heads or the model keeps something else
+        than keys and values.
         """
         from optkit.algorithms.state_codes import Float8Code, IntegerCode, PlainCode, StateCode
         from optkit.kernels.kv_cache import coded_cache, stored_codes
@@ -87,16 +103,22 @@ class KvCache(Setting):
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if size % (self.group_size or size) or (self.dtype == "int4" and size % 2):
             raise StageError(
-                f"heads of {size} channels are not made of groups of {self.group_size}" if self.group_size else f"heads of {size} channels",
+                f"heads of {size} channels are not made of groups of {self.group_size}"
+                if self.group_size
+                else f"heads of {size} channels",
                 where="kv_cache",
                 why="Groups may not reach over two heads" if self.group_size else "Two codes of 4 bits share a byte",
-                remedy=f"Use {size}, {size // 2} or null" if self.group_size and not size % 2 else "Use dtype: int8 without group_size",
+                remedy=f"Use {size}, {size // 2} or null"
+                if self.group_size and not size % 2
+                else "Use dtype: int8 without group_size",
             )
         code: StateCode = IntegerCode(BITS[self.dtype], self.group_size)
         return coded_cache(model.config, (code, code), "kv_cache", self.window, self.sinks or 0)
 
     def describe(self, device: str) -> str:
-        """Return e.g. `kv_cache: int4 (groups of 32), a window of 1024 tokens, 4 of them the first`."""
+        """Return e.g. `kv_cache: int4 (groups of 32), a window of 1024 tokens, 4 of them the
+        first`.
+        """
         groups = f" (groups of {self.group_size})" if self.group_size else ""
         window = f"a window of {self.window} tokens, {self.sinks} of them the first" if self.window else ""
         return f"kv_cache: {', '.join(filter(None, (self.dtype and f'{self.dtype}{groups}', window)))}"

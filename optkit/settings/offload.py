@@ -1,4 +1,6 @@
-"""Setting `offload`: weights that the GPU has no room for wait in main memory or on disk until they are used."""
+"""Setting `offload`: weights that the GPU has no room for wait in main memory or on disk until they
+are used.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.stage import Format, Setting
 
 SHARE = 0.9
-"""Of the memory that is free, where no limit is given: the rest is for the KV cache and activations."""
+"""Of the memory that is free, where no limit is given: the rest is for the KV cache and
+activations.
+"""
 
 
 class Offload(Setting):
-    """Run a model that is larger than the GPU: weights that do not fit wait in main memory, then on disk, until they are used.
+    """Run a model that is larger than the GPU: weights that do not fit wait in main memory, then on
+    disk, until they are used.
 
-    Decoder blocks are moved as a whole, by accelerate's hooks; the results are the same. A decode step takes at least as long as copying
-    what is elsewhere. On the CPU, weights beyond `cpu_memory` stay on disk.
+    Decoder blocks are moved as a whole, by accelerate's hooks; the results are the same. A decode
+    step takes at least as long as copying what is elsewhere. On the CPU, weights beyond
+    `cpu_memory` stay on disk.
     """
 
     version: ClassVar[int] = 2
@@ -35,16 +41,21 @@ class Offload(Setting):
     places_weights: ClassVar[bool] = True
 
     device_map: Literal["auto"] | Mapping[Name, Place] = "auto"
-    """`auto`: what fits is on the GPU, what is outside the decoder blocks first, then block after block; then main memory, then disk. Or
-    patterns of names (`model.layers.1?`, `lm_head`) with `gpu`, `cpu` or `disk`, the first that matches; everything else is on the GPU."""
+    """`auto`: what fits is on the GPU, what is outside the decoder blocks first, then block after
+    block; then main memory, then disk. Or patterns of names (`model.layers.1?`, `lm_head`) with
+    `gpu`, `cpu` or `disk`, the first that matches; everything else is on the GPU."""
     gpu_memory: int | Name | None = None
-    """For `auto`: bytes of weights on the GPU at most, e.g. `20 GiB`; the KV cache and activations come on top. null: 90% of what is free
-    when the model is opened. Where the CPU computes, this does not count."""
+    """For `auto`: bytes of weights on the GPU at most, e.g. `20 GiB`; the KV cache and activations
+    come on top. null: 90% of what is free when the model is opened. Where the CPU computes, this
+    does not count."""
     cpu_memory: int | Name | None = None
-    """For `auto`: bytes of weights in main memory at most. null: 90% of what is free when the model is opened."""
+    """For `auto`: bytes of weights in main memory at most. null: 90% of what is free when the model
+    is opened.
+    """
     folder: Name | None = None
-    """Where weights on disk lie that the model's files do not hold as it computes with them (fused experts); the others are read from
-    these files. null: the system's folder for temporary files. What is written there goes when the model is closed."""
+    """Where weights on disk lie that the model's files do not hold as it computes with them (fused
+    experts); the others are read from these files. null: the system's folder for temporary files.
+    What is written there goes when the model is closed."""
 
     @field_validator("gpu_memory", "cpu_memory")
     @classmethod
@@ -56,11 +67,15 @@ class Offload(Setting):
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Self:
         if self.device_map != "auto" and (self.gpu_memory is not None or self.cpu_memory is not None):
-            raise ValueError("gpu_memory and cpu_memory are for device_map: auto; a mapping says itself where everything lies")
+            raise ValueError(
+                "gpu_memory and cpu_memory are for device_map: auto; a mapping says itself where everything lies"
+            )
         return self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for packed weights, a device map that matches nothing, too little room, a folder that cannot be written to."""
+        """Raise StageError for packed weights, a device map that matches nothing, too little room,
+        a folder that cannot be written to.
+        """
         if shape.config.get("quantization_config"):
             raise packed_weights_error()
         self.place(stored_units(shape), self.room(device, gpu_memory_bytes(device)))
@@ -73,7 +88,9 @@ class Offload(Setting):
         return ""
 
     def room(self, device: str, free_gpu_bytes: int | None) -> Room:
-        """Return the bytes that weights may take; without limits and without a driver, as if the GPU had room for everything."""
+        """Return the bytes that weights may take; without limits and without a driver, as if the
+        GPU had room for everything.
+        """
         main = int(SHARE * memory().available_bytes) if self.cpu_memory is None else size_bytes(self.cpu_memory)
         if device == "cpu":
             return Room(gpu=main, cpu=0)
@@ -83,9 +100,12 @@ class Offload(Setting):
 
     def place(self, units: Sequence[Unit], room: Room) -> dict[str, Place]:
         """Return where each unit goes; raises StageError for a pattern in vain, or too little room."""
-        places = place_by_room(units, room) if isinstance(self.device_map, str) else place_by_name(units, self.device_map)
+        places = (
+            place_by_room(units, room) if isinstance(self.device_map, str) else place_by_name(units, self.device_map)
+        )
         if "gpu" not in places.values():
-            # accelerate computes on the first device of its map that is not the CPU, and on the CPU if there is none.
+            # accelerate computes on the first device of its map that is not the CPU, and on the CPU
+            # if there is none.
             places[min((unit for unit in units if unit.size_bytes), key=lambda unit: unit.size_bytes).name] = "gpu"
         return places
 
@@ -106,10 +126,14 @@ class Offload(Setting):
     def forecast(self, shape: ModelShape, device: str) -> str:
         """Return what will lie where, by the sizes on disk."""
         units = stored_units(shape)
-        return f"offload: {placement_text(units, self.place(units, self.room(device, gpu_memory_bytes(device))), device)}"
+        return (
+            f"offload: {placement_text(units, self.place(units, self.room(device, gpu_memory_bytes(device))), device)}"
+        )
 
     def describe(self, device: str) -> str:
-        """Return e.g. `offload: at most 20 GiB of weights on cuda, then main memory, then disk`; the notes say what lies where."""
+        """Return e.g. `offload: at most 20 GiB of weights on cuda, then main memory, then disk`;
+        the notes say what lies where.
+        """
         if not isinstance(self.device_map, str):
             return "offload: " + ", ".join(f"{pattern} on {place}" for pattern, place in self.device_map.items())
         main = f"main memory (at most {self.cpu_memory})" if self.cpu_memory else "main memory"

@@ -15,20 +15,24 @@ Name = Literal["cpu", "cuda", "tensorrt", "openvino", "directml", "coreml"]
 
 
 class OnnxProvider(Setting):
-    """Choose what generates, or the execution providers of ONNX Runtime in their order; the scorecard says which ones really computed.
+    """Choose what generates, or the execution providers of ONNX Runtime in their order; the
+    scorecard says which ones really computed.
 
-    Without this setting: ONNX Runtime, on the provider of the device, `cpu` or `cuda`. Nodes that none has a kernel for run on the CPU.
+    Without this setting: ONNX Runtime, on the provider of the device, `cpu` or `cuda`. Nodes that
+    none has a kernel for run on the CPU.
     """
 
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
 
     engine: Literal["onnxruntime", "onnxruntime-genai"] = "onnxruntime"
-    """What generates, and is timed: ONNX Runtime, its KV cache kept by optkit, or ONNX Runtime GenAI, which does it all itself and reads
-    genai_config.json. Logits are computed by ONNX Runtime in either case."""
+    """What generates, and is timed: ONNX Runtime, its KV cache kept by optkit, or ONNX Runtime
+    GenAI, which does it all itself and reads genai_config.json. Logits are computed by ONNX Runtime
+    in either case."""
     providers: Distinct[Name] = ()
-    """In their order, each for the nodes that those before leave: `tensorrt` and `cuda` want a CUDA device, the others the CPU's memory.
-    The first must start, or opening fails. Each needs its build of onnxruntime, which the error names."""
+    """In their order, each for the nodes that those before leave: `tensorrt` and `cuda` want a CUDA
+    device, the others the CPU's memory. The first must start, or opening fails. Each needs its
+    build of onnxruntime, which the error names."""
     threads: Count | None = None
     """Threads of one operation on the CPU; left out: as many as torch uses."""
 
@@ -37,7 +41,9 @@ class OnnxProvider(Setting):
         if self == type(self).model_construct():
             raise ValueError("it says nothing: set engine, providers or threads")
         if self.providers and self.engine == "onnxruntime-genai":
-            raise ValueError("ONNX Runtime GenAI computes on the provider of the device: leave providers out, or engine")
+            raise ValueError(
+                "ONNX Runtime GenAI computes on the provider of the device: leave providers out, or engine"
+            )
         return self
 
     def made_with(self) -> dict[str, Any]:
@@ -45,7 +51,9 @@ class OnnxProvider(Setting):
         return {"packages": installed(GENAI_BUILDS)} if self.engine == "onnxruntime-genai" else {}
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return what `OnnxSession` takes: `providers` and `threads`, and `engine` where it is another one."""
+        """Return what `OnnxSession` takes: `providers` and `threads`, and `engine` where it is
+        another one.
+        """
         engine = {} if self.engine == "onnxruntime" else {"engine": self.engine}
         return {"providers": self.providers, "threads": self.threads, **engine}
 

@@ -22,15 +22,18 @@ FLOATS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat1
 
 
 class Precision(Setting):
-    """Compute in another precision than the checkpoint's; evals of accuracy say what that costs. `cast` also stores the weights so."""
+    """Compute in another precision than the checkpoint's; evals of accuracy say what that costs.
+    `cast` also stores the weights so.
+    """
 
     shorthand: ClassVar[str] = "mode"
     exact: ClassVar[bool] = False
 
     mode: Literal["fp32", "tf32", "bf16", "fp16", "autocast"]
-    """`fp32`, `bf16`, `fp16`: weights and states are of this dtype. `tf32`: float32, but tensor cores round the factors of matrix products
-    to 10 bits of mantissa. `autocast`: float32 weights, which torch casts to `dtype` at each matrix product; sums of squares, softmax and
-    the like stay in float32."""
+    """`fp32`, `bf16`, `fp16`: weights and states are of this dtype. `tf32`: float32, but tensor
+    cores round the factors of matrix products to 10 bits of mantissa. `autocast`: float32 weights,
+    which torch casts to `dtype` at each matrix product; sums of squares, softmax and the like stay
+    in float32."""
     dtype: Literal["bfloat16", "float16"] | None = None
     """Of autocast's matrix products; left out: bfloat16."""
 
@@ -41,13 +44,17 @@ class Precision(Setting):
         return self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError where the device has no such numbers, or autocast would have nothing to cast."""
+        """Raise StageError where the device has no such numbers, or autocast would have nothing to
+        cast.
+        """
         self._check_device(device)
         if self.mode == "autocast":
             self._check_autocast(shape)
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model as it is; raises StageError where the device, perhaps another one than it was made on, has no such numbers."""
+        """Return the model as it is; raises StageError where the device, perhaps another one than
+        it was made on, has no such numbers.
+        """
         self._check_device(device)
         return model
 
@@ -91,7 +98,9 @@ class Precision(Setting):
         return (self.dtype or "bfloat16") if self.mode == "autocast" else DTYPES[self.mode]
 
     def opened_dtype(self) -> str | None:
-        """Return the dtype that the model is opened in; None for autocast, which keeps the checkpoint's."""
+        """Return the dtype that the model is opened in; None for autocast, which keeps the
+        checkpoint's.
+        """
         return DTYPES.get(self.mode)
 
     def computing(self, device: str) -> AbstractContextManager[Any]:
@@ -105,7 +114,9 @@ class Precision(Setting):
         return nullcontext()
 
     def changes_products(self) -> bool:
-        """Say whether products are rounded or cast where they are computed; the other modes are the dtype that the model is opened in."""
+        """Say whether products are rounded or cast where they are computed; the other modes are the
+        dtype that the model is opened in.
+        """
         return self.mode in ("tf32", "autocast")
 
     def describe(self, device: str) -> str:

@@ -1,4 +1,6 @@
-"""Setting `speculative`: several tokens are proposed cheaply, and the model checks them all in one forward pass."""
+"""Setting `speculative`: several tokens are proposed cheaply, and the model checks them all in one
+forward pass.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,27 @@ from optkit.stage import Setting
 
 
 class Speculative(Setting):
-    """Decode several tokens with each forward pass; what the model generates greedily stays the same.
+    """Decode several tokens with each forward pass; what the model generates greedily stays the
+    same.
 
-    A small draft model, the model's own first layers, or the prompt proposes tokens, and the model keeps those that it would have chosen
-    itself. Leviathan et al. 2023, https://arxiv.org/abs/2211.17192 (greedy); LayerSkip, https://arxiv.org/abs/2404.16710; prompt lookup:
-    https://github.com/apoorvumang/prompt-lookup-decoding
+    A small draft model, the model's own first layers, or the prompt proposes tokens, and the model
+    keeps those that it would have chosen itself. Leviathan et al. 2023,
+    https://arxiv.org/abs/2211.17192 (greedy); LayerSkip, https://arxiv.org/abs/2404.16710; prompt
+    lookup: https://github.com/apoorvumang/prompt-lookup-decoding
     """
 
     draft: ModelSource | None = None
-    """A small model with the same vocabulary, as a directory or a hub id that is downloaded already."""
+    """A small model with the same vocabulary, as a directory or a hub id that is downloaded
+    already.
+    """
     prompt_lookup: Count | None = None
-    """Instead of a draft: look for the last so many tokens (or fewer) earlier in the text, and propose what followed them there."""
+    """Instead of a draft: look for the last so many tokens (or fewer) earlier in the text, and
+    propose what followed them there.
+    """
     early_exit: Count | None = None
-    """Instead of a draft: the model's own first so many layers with its norm and head. That pays for models which were trained for it."""
+    """Instead of a draft: the model's own first so many layers with its norm and head. That pays
+    for models which were trained for it.
+    """
     tokens: int = Field(default=4, ge=1, le=64)
     """Tokens proposed at once, at most."""
 
@@ -40,17 +50,22 @@ class Speculative(Setting):
         return self
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the setting with the draft's revision filled in; raises SourceError where there is no such model."""
+        """Return the setting with the draft's revision filled in; raises SourceError where there is
+        no such model.
+        """
         return self.model_copy(update={"draft": pin_and_remember(self.draft)}) if self.draft else self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for a draft that does not fit or is not at hand, more layers than there are, and a cache that cannot forget."""
+        """Raise StageError for a draft that does not fit or is not at hand, more layers than there
+        are, and a cache that cannot forget.
+        """
         others = sorted(set(shape.config.get("layer_types") or ()) - {"full_attention"})
         if others:
             raise StageError(
                 f"the model has layers of {', '.join(others)}",
                 where="speculative",
-                why="Tokens that were proposed in vain have to be taken out of the KV cache again, and such a layer has overwritten others",
+                why="Tokens that were proposed in vain have to be taken out of the KV cache again, and such "
+                "a layer has overwritten others",
                 remedy="Take it out for this architecture",
             )
         if self.early_exit is not None and shape.block_count:
@@ -77,7 +92,8 @@ class Speculative(Setting):
                 f"the draft {self.draft.name if self.draft else ''} is no model directory yet",
                 where="speculative",
                 why="It is opened beside the model, without the store",
-                remedy="Make a directory of it with a recipe without stages (`optkit run baseline --model ...`), and name that",
+                remedy="Make a directory of it with a recipe without stages (`optkit run baseline "
+                "--model ...`), and name that",
             )
         return place
 
@@ -102,7 +118,9 @@ def check_layers(layers: int, count: int) -> None:
 
 
 def check_tokens(draft: Path, model: Path) -> None:
-    """Raise StageError where the tokenizers of two directories give a token other ids; nothing is said where one has no tokenizer.json."""
+    """Raise StageError where the tokenizers of two directories give a token other ids; nothing is
+    said where one has no tokenizer.json.
+    """
     if other := other_token(draft, model):
         token, theirs, ours = other
         raise StageError(

@@ -30,13 +30,16 @@ PLAN = "base_model_tp_plan"
 
 
 class TensorParallel(Setting):
-    """Split the model over several GPUs of one host by transformers' plan for its architecture, with a process for each GPU.
+    """Split the model over several GPUs of one host by transformers' plan for its architecture,
+    with a process for each GPU.
 
-    optkit starts the processes when the model is opened and ends them when it is closed. Each holds its share of the heads, of the
-    feed-forward columns and of lm_head, and they exchange partial sums twice in each block by NCCL (on CPUs by gloo). Decoding of few
-    sequences waits for Python more than for GPUs, split or not: put `compile` beside it.
+    optkit starts the processes when the model is opened and ends them when it is closed. Each holds
+    its share of the heads, of the feed-forward columns and of lm_head, and they exchange partial
+    sums twice in each block by NCCL (on CPUs by gloo). Decoding of few sequences waits for Python
+    more than for GPUs, split or not: put `compile` beside it.
 
-    Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; plans: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
+    Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; plans:
+    https://huggingface.co/docs/transformers/perf_infer_gpu_multi
     """
 
     shorthand: ClassVar[str] = "devices"
@@ -48,7 +51,9 @@ class TensorParallel(Setting):
     """GPUs, from the session's device on (`cuda` is the first); on a CPU processes."""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for too few GPUs or too small ones, packed weights, an architecture without a plan, sizes that do not divide."""
+        """Raise StageError for too few GPUs or too small ones, packed weights, an architecture
+        without a plan, sizes that do not divide.
+        """
         if shape.config.get("quantization_config"):
             raise packed_weights_error()
         self.check_devices(device, visible_gpus())
@@ -66,7 +71,8 @@ class TensorParallel(Setting):
         limit, needed = gpu_memory_bytes(device), self.device_bytes(shape)
         if limit is not None and needed > limit:
             raise StageError(
-                f"each of {self.devices} devices would hold {size_text(needed)} of weights, and {device} has {size_text(limit)}",
+                f"each of {self.devices} devices would hold {size_text(needed)} of weights, and "
+                f"{device} has {size_text(limit)}",
                 where="tensor_parallel",
                 remedy="Use more devices, or `cast: {dtype: bfloat16}`",
             )
@@ -76,20 +82,27 @@ class TensorParallel(Setting):
         first = int(device.partition(":")[2] or 0)
         if device != "cpu" and first + self.devices > there:
             raise StageError(
-                f"{self.devices} devices were asked for, from {device} on, and there {'is' if there == 1 else 'are'} {there} here",
+                f"{self.devices} devices were asked for, from {device} on, and there "
+                f"{'is' if there == 1 else 'are'} {there} here",
                 where="tensor_parallel",
                 why="Every device holds a share of each matrix",
                 remedy=f"Set devices to at most {there - first}" if there - first > 1 else "Take it out of the recipe",
             )
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why it cannot be honoured beside settings that decide themselves how a step runs or where weights lie."""
+        """Return why it cannot be honoured beside settings that decide themselves how a step runs
+        or where weights lie.
+        """
         return next((why for kind, why in EXCLUDED.items() if isinstance(other, kind)), "")
 
     def device_bytes(self, shape: ModelShape) -> int:
-        """Return the bytes of weights on each device, by the sizes on disk; all of them where the plan is not known."""
+        """Return the bytes of weights on each device, by the sizes on disk; all of them where the
+        plan is not known.
+        """
         plan = _with_head(shape, stored_plan(_text_config(shape.config).get("model_type", "")) or {})
-        return sum(info.size_bytes // (self.devices if _split(name, plan) else 1) for name, info in shape.tensors.items())
+        return sum(
+            info.size_bytes // (self.devices if _split(name, plan) else 1) for name, info in shape.tensors.items()
+        )
 
     def forecast(self, shape: ModelShape, device: str) -> str:
         """Return e.g. `tensor_parallel: 8.5 GB of weights on each of 2 devices`."""
@@ -106,7 +119,8 @@ def packed_weights_error() -> StageError:
         "packed weights cannot be split",
         where="tensor_parallel",
         why="The kernels of their layers take whole matrices in their own layout",
-        remedy="Take tensor_parallel out of the recipe, leave the weights in floats, or serve the artifact with vLLM's tensor parallelism",
+        remedy="Take tensor_parallel out of the recipe, leave the weights in floats, or serve the artifact "
+        "with vLLM's tensor parallelism",
     )
 
 
@@ -122,7 +136,9 @@ def no_plan_error(architecture: str) -> StageError:
 
 @cache
 def stored_plan(model_type: str) -> Mapping[str, str] | None:
-    """Return transformers' plan for a model type, read without importing it; empty where it has none, None where nobody can tell."""
+    """Return transformers' plan for a model type, read without importing it; empty where it has
+    none, None where nobody can tell.
+    """
     found = find_spec("transformers")
     if found is None or found.origin is None or not re.fullmatch(r"\w+", model_type):
         return None
@@ -152,7 +168,9 @@ def _plan_of(tree: ast.Module, model_type: str) -> Mapping[str, str] | None:
 def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         yield statement.targets[0].id, statement.value
-    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+    elif (
+        isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None
+    ):
         yield statement.target.id, statement.value
 
 
@@ -161,7 +179,11 @@ def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Itera
     config = _text_config(shape.config)
     heads = config.get("num_attention_heads")
     for name, value in (("attention heads", heads), ("key heads", config.get("num_key_value_heads", heads))):
-        if isinstance(value, int) and value % devices and any(plan.get(key) == "colwise" for key in plan if key.endswith("k_proj")):
+        if (
+            isinstance(value, int)
+            and value % devices
+            and any(plan.get(key) == "colwise" for key in plan if key.endswith("k_proj"))
+        ):
             yield f"{value} {name}"
     seen: set[str] = set()
     for name, info in shape.tensors.items():
@@ -177,7 +199,9 @@ def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Itera
 
 
 def _with_head(shape: ModelShape, plan: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a plan with lm_head, which the class of the model adds; a tied embedding is split like it."""
+    """Return a plan with lm_head, which the class of the model adds; a tied embedding is split like
+    it.
+    """
     tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
     return {**plan, "lm_head": "colwise", **({"embed_tokens": "colwise"} if tied else {})} if plan else {}
 
@@ -185,11 +209,17 @@ def _with_head(shape: ModelShape, plan: Mapping[str, str]) -> Mapping[str, str]:
 def _split(name: str, plan: Mapping[str, str]) -> bool:
     """Whether each device holds only a share of a tensor."""
     style = _style(name, plan)
-    return style is not None and not style.startswith("replicated") and not (style.startswith("rowwise") and name.endswith(".bias"))
+    return (
+        style is not None
+        and not style.startswith("replicated")
+        and not (style.startswith("rowwise") and name.endswith(".bias"))
+    )
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Return how a tensor of the checkpoint is split; experts lie there one by one and are joined by transformers."""
+    """Return how a tensor of the checkpoint is split; experts lie there one by one and are joined
+    by transformers.
+    """
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     module = generic.rpartition(".")[0]
     found = next((style for key, style in plan.items() if module.endswith(key)), None)

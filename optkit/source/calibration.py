@@ -1,4 +1,6 @@
-"""Token windows to calibrate on, cut from a text so that the same recipe always gives the same tokens."""
+"""Token windows to calibrate on, cut from a text so that the same recipe always gives the same
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ class Calibration(CutText):
     sequence_length: SequenceLength = 512
     """Tokens of a window."""
     packing: Literal["auto", "documents", "joined"] = "auto"
-    """`documents`: the start of the first documents that are long enough. `joined`: windows spread evenly over the joined text.
-    `auto`: documents where a record is a document (c4, .jsonl, hub), joined where the text runs on."""
+    """`documents`: the start of the first documents that are long enough. `joined`: windows spread
+    evenly over the joined text. `auto`: documents where a record is a document (c4, .jsonl, hub),
+    joined where the text runs on."""
 
     @property
     def packs_documents(self) -> bool:
@@ -66,7 +69,8 @@ class Calibration(CutText):
             if len(windows) == self.samples:
                 return windows
         raise SourceError(
-            f"{len(windows):,} of {len(documents):,} documents have {self.sequence_length} tokens and {self.samples:,} are needed",
+            f"{len(windows):,} of {len(documents):,} documents have {self.sequence_length} tokens "
+            f"and {self.samples:,} are needed",
             where=self.where,
             why=f"The longest has {longest:,}",
             remedy="Lower `samples` or `sequence_length`, or set `packing: joined`",
@@ -77,9 +81,12 @@ class Calibration(CutText):
         available, room = stream.count(self.sequence_length), stream.room(self.sequence_length)
         if available < self.samples:
             raise SourceError(
-                f"the text has {len(stream.body):,} tokens and {self.samples:,} x {room:,} = {self.samples * room:,} are needed",
+                f"the text has {len(stream.body):,} tokens and {self.samples:,} x {room:,} = "
+                f"{self.samples * room:,} are needed",
                 where=self.where,
-                remedy=f"Lower `samples` to {available:,}, or `sequence_length`" if available else "Lower `sequence_length`",
+                remedy=f"Lower `samples` to {available:,}, or `sequence_length`"
+                if available
+                else "Lower `sequence_length`",
             )
         starts = (index * available // self.samples * room for index in range(self.samples))
         return [stream.window(start, self.sequence_length) for start in starts]
@@ -104,6 +111,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
 
         remedy = "Copy tokenizer.json and tokenizer_config.json into it"
         with reading(directory, "the tokenizer cannot be loaded", remedy):
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=trust_remote_code
+            )
             tokenizer("a", verbose=False)  # some of what is damaged is only found so
             return tokenizer

@@ -1,4 +1,6 @@
-"""A text that is cut into windows of tokens, and the tokens that a tokenizer puts before a text, such as BOS."""
+"""A text that is cut into windows of tokens, and the tokens that a tokenizer puts before a text,
+such as BOS.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from optkit.source.texts import TextSource
 Encode = Callable[[str], list[int]]
 """Text -> token ids, with the special tokens that the tokenizer itself adds."""
 NEEDS_BOS = "gemma"
-"""What the `model_type` of models holds whose predictions are far worse behind a first token other than BOS.
+"""What the `model_type` of models holds whose predictions are far worse behind a first token other
+than BOS.
 
-Measured on a Gemma 3 of 270M: a loss of 4.45 nats on WikiText-2's second window without BOS, 3.25 with it."""
+Measured on a Gemma 3 of 270M: a loss of 4.45 nats on WikiText-2's second window without BOS, 3.25
+with it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,15 @@ class Stream:
     where: str
 
     def room(self, length: int) -> int:
-        """Return how many tokens of the text a window of `length` tokens holds; raises SourceError where there are none."""
+        """Return how many tokens of the text a window of `length` tokens holds; raises SourceError
+        where there are none.
+        """
         if len(self.lead) >= length:
-            raise SourceError(f"{len(self.lead)} tokens before the text fill the window of {length}", where=self.where, remedy="Raise it")
+            raise SourceError(
+                f"{len(self.lead)} tokens before the text fill the window of {length}",
+                where=self.where,
+                remedy="Raise it",
+            )
         return length - len(self.lead)
 
     def window(self, start: int, length: int) -> list[int]:
@@ -47,11 +57,13 @@ class CutText(TextSource):
     """A text that is cut into windows of tokens."""
 
     bos: Literal["tokenizer", "window", "text", "none"] = "tokenizer"
-    """Where BOS stands, or whatever the tokenizer puts before a text. `tokenizer`: at the start of each window where the tokenizer puts
-    it before a text, else nowhere. `window`: at the start of each window in any case. `text`: once, before the text. `none`: nowhere."""
+    """Where BOS stands, or whatever the tokenizer puts before a text. `tokenizer`: at the start of
+    each window where the tokenizer puts it before a text, else nowhere. `window`: at the start of
+    each window in any case. `text`: once, before the text. `none`: nowhere."""
 
     def stream(self, encode: Encode, text: str, bos_token: int | None) -> Stream:
-        """Return the tokens of a text; `bos_token` is used where `bos` asks for one that the tokenizer does not add.
+        """Return the tokens of a text; `bos_token` is used where `bos` asks for one that the
+        tokenizer does not add.
 
         Raises SourceError where there is none.
         """
@@ -59,20 +71,26 @@ class CutText(TextSource):
         return Stream(self.lead(lead, bos_token), [*lead, *body] if self.bos == "text" else body, self.where)
 
     def lead(self, added: list[int], bos_token: int | None) -> tuple[int, ...]:
-        """Return what stands before each window where a tokenizer puts `added` before a text; raises SourceError as `stream` does."""
+        """Return what stands before each window where a tokenizer puts `added` before a text;
+        raises SourceError as `stream` does.
+        """
         if self.bos in ("text", "none"):
             return ()
         if self.bos == "window" and not added:
             if bos_token is None:
                 raise SourceError(
-                    "bos is `window`, and the tokenizer has no such token", where=self.where, remedy="Set bos to tokenizer or none"
+                    "bos is `window`, and the tokenizer has no such token",
+                    where=self.where,
+                    remedy="Set bos to tokenizer or none",
                 )
             return (bos_token,)
         return tuple(added)
 
 
 def apart(encode: Encode, text: str) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before a text, and those of the text; what it puts behind it is left out."""
+    """Return the tokens that a tokenizer puts before a text, and those of the text; what it puts
+    behind it is left out.
+    """
     special, ids = encode(""), encode(text)
     lead = 0
     while lead < min(len(special), len(ids)) and special[lead] == ids[lead]:

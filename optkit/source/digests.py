@@ -1,4 +1,6 @@
-"""SHA-256 of files, remembered by path, size, time of change and inode: many gigabytes are read once and not at every run."""
+"""SHA-256 of files, remembered by path, size, time of change and inode: many gigabytes are read
+once and not at every run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def sha256_of(path: Path) -> str:
 
 
 def default_cache() -> Path:
-    """Return where optkit keeps things: `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`."""
+    """Return where optkit keeps things: `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else
+    `~/.cache/optkit`.
+    """
     named = os.environ.get("OPTKIT_STORE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
 
@@ -54,7 +58,8 @@ class FileDigests:
         if not self._changed:
             return
         draft = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
-        # Where nothing can be written, the next run reads the files again; that is all that is lost.
+        # Where nothing can be written, the next run reads the files again; that is all that is
+        # lost.
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             draft.write_text(json.dumps(_read(self.file) | self._known, indent=1), encoding="utf-8")
@@ -63,11 +68,14 @@ class FileDigests:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    # Only a memory: where it is damaged, the files themselves are read again and it is written anew.
+    # Only a memory: where it is damaged, the files themselves are read again and it is written
+    # anew.
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return (
-        {path: entry for path, entry in known.items() if isinstance(entry, dict) and "sha256" in entry} if isinstance(known, dict) else {}
+        {path: entry for path, entry in known.items() if isinstance(entry, dict) and "sha256" in entry}
+        if isinstance(known, dict)
+        else {}
     )

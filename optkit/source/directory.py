@@ -23,7 +23,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
-    """Raise SourceError unless a config.json describes a causal language model or an encoder of text whose code may be run."""
+    """Raise SourceError unless a config.json describes a causal language model or an encoder of
+    text whose code may be run.
+    """
     architectures = config.get("architectures") or []
     if not architectures:
         raise SourceError(
@@ -37,14 +39,19 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
         of_encoders = f"Those of encoders end in Model, {', '.join(HEADS[:-1])} or {HEADS[-1]}"
         of_others = f"Their architectures end in {' or '.join(CAUSAL)}, and encoders are BERT and its kin"
         raise SourceError(
-            f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language models and encoders of text",
+            f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language "
+            "models and encoders of text",
             where=where,
             why=of_encoders if encoder else of_others,
-            remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of the model, if there is one",
+            remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of "
+            "the model, if there is one",
         )
     if trust_remote_code:
         return
-    remedy = "Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`, or give --trust-remote-code"
+    remedy = (
+        "Read that code, then set `trust_remote_code: true` and `revision:` in the recipe's `model:`, "
+        "or give --trust-remote-code"
+    )
     if kernels := kernels_in(config):
         raise SourceError(
             f"its config.json has the kernel {kernels[0]} of the hub loaded for attention",
@@ -56,20 +63,27 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
         raise SourceError(
             f"the model comes with code of its own ({', '.join(classes_in(config))})",
             where=where,
-            why="transformers has no model type '" + str(config.get("model_type", "")) + "', and code of others is not run unasked",
+            why="transformers has "
+            "no model type '" + str(config.get("model_type", "")) + "', and code of others is not run unasked",
             remedy=remedy,
         )
 
 
 def is_built_into_transformers(model_type: str) -> bool:
-    """Say whether transformers itself has the code of a model type; looks at its files, imports nothing."""
+    """Say whether transformers itself has the code of a model type; looks at its files, imports
+    nothing.
+    """
     found = importlib.util.find_spec("transformers")
     places = found.submodule_search_locations if found else None
-    return bool(model_type) and any((Path(place) / "models" / model_type.replace("-", "_")).is_dir() for place in places or ())
+    return bool(model_type) and any(
+        (Path(place) / "models" / model_type.replace("-", "_")).is_dir() for place in places or ()
+    )
 
 
 def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint | OnnxFile:
-    """Return what a directory holds; raises SourceError where it is incomplete, damaged or of another kind."""
+    """Return what a directory holds; raises SourceError where it is incomplete, damaged or of
+    another kind.
+    """
     if is_onnx(directory):
         return OnnxFile(directory / MODEL)
     if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
@@ -80,22 +94,31 @@ def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint | On
         )
     checkpoint = Checkpoint(directory)
     check_config(checkpoint.config, str(directory), trust_remote_code)
-    check_against_tensors(checkpoint.config, {name: info.shape for name, info in checkpoint.tensors.items()}, str(directory))
+    check_against_tensors(
+        checkpoint.config, {name: info.shape for name, info in checkpoint.tensors.items()}, str(directory)
+    )
     return checkpoint
 
 
 def directory_revision(model: Checkpoint | OnnxFile, digests: FileDigests) -> str:
     """Return `sha256:...` over the names and contents of the weights and of every file beside them.
 
-    Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not looked at.
+    Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not
+    looked at.
     """
-    root, files = (model.path.parent, model.files) if isinstance(model, OnnxFile) else (model.directory, tuple(model.files.values()))
+    root, files = (
+        (model.path.parent, model.files)
+        if isinstance(model, OnnxFile)
+        else (model.directory, tuple(model.files.values()))
+    )
     weights = {path.relative_to(root).as_posix(): path for path in files}
     return PREFIX + digest({name: digests.of(path) for name, path in sorted((weights | companions(root)).items())})
 
 
 def companions(root: Path) -> dict[str, Path]:
-    """Return relative name -> path of every file that lies in a model directory and holds no weights, whether it would be copied or not."""
+    """Return relative name -> path of every file that lies in a model directory and holds no
+    weights, whether it would be copied or not.
+    """
     return {
         name: path
         for name, path in files_of(root)
@@ -107,5 +130,7 @@ def companions(root: Path) -> dict[str, Path]:
 
 
 def left_out(directory: Path, trust_remote_code: bool) -> str:
-    """Return a sentence on the files of a model directory that no artifact gets; empty where it gets all."""
+    """Return a sentence on the files of a model directory that no artifact gets; empty where it
+    gets all.
+    """
     return find_companions(directory, trust_remote_code).said()

@@ -1,4 +1,6 @@
-"""Code that files of a model name, and that opening it could therefore run: told by reading them, nothing is imported."""
+"""Code that files of a model name, and that opening it could therefore run: told by reading them,
+nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ ATTENTION = ("attn_implementation", "_attn_implementation")
 
 
 def classes_in(config: Mapping[str, Any]) -> list[str]:
-    """Return the classes that `auto_map` of a parsed config names, e.g. `modeling_mine.Mine`, sorted."""
+    """Return the classes that `auto_map` of a parsed config names, e.g. `modeling_mine.Mine`,
+    sorted.
+    """
     named = config.get("auto_map")
     values = named.values() if isinstance(named, Mapping) else [named]
     return sorted({str(name) for value in values for name in (value if isinstance(value, list) else [value]) if name})
 
 
 def kernels_in(config: Any) -> list[str]:
-    """Return the kernels of the hub, `owner/repository`, that a parsed config.json asks for by its attention implementation."""
+    """Return the kernels of the hub, `owner/repository`, that a parsed config.json asks for by its
+    attention implementation.
+    """
     found = {name for key, value in _pairs(config) if key in ATTENTION for name in _texts(value) if "/" in name}
     return sorted(found)
 
@@ -39,7 +45,9 @@ def classes_of(directory: Path) -> list[str]:
 
 
 def loaded_unasked(directory: Path) -> list[str]:
-    """Return, in words, what a directory has loaded by those who open it even if they trust no code: kernels and shared libraries."""
+    """Return, in words, what a directory has loaded by those who open it even if they trust no
+    code: kernels and shared libraries.
+    """
     kernels = [f"the kernel {name} of the hub" for name in kernels_in(_read(directory / "config.json"))]
     return kernels + [f"the library {name}" for name in libraries_in(_read(directory / GENAI_CONFIG))]
 
@@ -55,7 +63,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield key and value of every mapping inside."""
-    for key, part in value.items() if isinstance(value, dict) else ((None, each) for each in value) if isinstance(value, list) else ():
+    for key, part in (
+        value.items()
+        if isinstance(value, dict)
+        else ((None, each) for each in value)
+        if isinstance(value, list)
+        else ()
+    ):
         if key is not None:
             yield key, part
         yield from _pairs(part)

@@ -1,4 +1,5 @@
-"""Read the header of a GGUF file: metadata and tensor infos, in milliseconds, without torch and without the weights.
+"""Read the header of a GGUF file: metadata and tensor infos, in milliseconds, without torch and
+without the weights.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -59,16 +60,24 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Return the header of a GGUF file. Raises SourceError where the file is missing, of another kind, split or cut off."""
+    """Return the header of a GGUF file. Raises SourceError where the file is missing, of another
+    kind, split or cut off.
+    """
     if not path.exists():
         raise SourceError("no such file", where=str(path))
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if file.read(4) != MAGIC:
             raise SourceError(
-                f"not a GGUF file ({size:,} bytes)", where=str(path), why="It does not begin with 'GGUF'", remedy="Download it again"
+                f"not a GGUF file ({size:,} bytes)",
+                where=str(path),
+                why="It does not begin with 'GGUF'",
+                remedy="Download it again",
             )
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, reading(path, f"not a whole GGUF file ({size:,} bytes)"):
+        with (
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            reading(path, f"not a whole GGUF file ({size:,} bytes)"),
+        ):
             gguf, end = _read(_Reader(data, path), path)
     if end > size:
         raise _cut_off(path, size, end)
@@ -122,14 +131,18 @@ class _Reader:
 
     def code(self, kind: int) -> str:
         if kind not in SCALARS:
-            raise SourceError(f"unknown value type {kind} in the metadata", where=str(self.path), remedy="Download it again")
+            raise SourceError(
+                f"unknown value type {kind} in the metadata", where=str(self.path), remedy="Download it again"
+            )
         return SCALARS[kind]
 
 
 def _read(reader: _Reader, path: Path) -> tuple[Gguf, int]:
     version = reader.scalar("I")
     if version not in VERSIONS:
-        raise SourceError(f"GGUF version {version}", where=str(path), why="optkit reads versions 2 and 3, little-endian")
+        raise SourceError(
+            f"GGUF version {version}", where=str(path), why="optkit reads versions 2 and 3, little-endian"
+        )
     tensor_count, value_count = reader.scalar("Q"), reader.scalar("Q")
     metadata = {}
     for _ in range(value_count):
@@ -156,7 +169,9 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, path: Pat
     except ImportError as error:
         raise MissingPackageError("gguf", where=str(path), install="optkit[gguf]") from error
     if kind not in {known.value for known in GGMLQuantizationType}:
-        raise SourceError(f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Run: pip install -U gguf")
+        raise SourceError(
+            f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Run: pip install -U gguf"
+        )
     quantization = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantization]
     if prod(shape[-1:]) % block:
@@ -167,5 +182,8 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, path: Pat
 def _cut_off(path: Path, size: int, end: int | None = None) -> SourceError:
     asked = f" and its header asks for {end:,}" if end else ""
     return SourceError(
-        f"the GGUF file has {size:,} bytes{asked}", where=str(path), why="It was cut off or overwritten", remedy="Copy or download it again"
+        f"the GGUF file has {size:,} bytes{asked}",
+        where=str(path),
+        why="It was cut off or overwritten",
+        remedy="Copy or download it again",
     )

@@ -1,7 +1,9 @@
-"""The GGUF architectures that are Llama in their layout: names, shapes and config of the checkpoint that an import writes.
+"""The GGUF architectures that are Llama in their layout: names, shapes and config of the checkpoint
+that an import writes.
 
-llama.cpp reorders the rows of q and k for its own rotary embedding in `llama`, and keeps them in `qwen2` and `qwen3`
-(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py, `LlamaModel.permute`).
+llama.cpp reorders the rows of q and k for its own rotary embedding in `llama`, and keeps them in
+`qwen2` and `qwen3` (https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py,
+`LlamaModel.permute`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from optkit.model.shape import ModelShape, TensorInfo
 from optkit.source.gguf import Gguf
 from optkit.source.gguf_metadata import lost_metadata, positive_float, rope_parameters
 
-OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 WEIGHTS = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -52,7 +58,9 @@ LAYOUTS = {
 
 
 def layout_of(gguf: Gguf) -> Layout:
-    """Return the layout of a file. Raises SourceError for one that an import could not carry over whole."""
+    """Return the layout of a file. Raises SourceError for one that an import could not carry over
+    whole.
+    """
     where = str(gguf.path)
     layout = LAYOUTS.get(gguf.architecture)
     if layout is None:
@@ -65,16 +73,24 @@ def layout_of(gguf: Gguf) -> Layout:
     lost = lost_metadata(gguf)
     lost += ["rope scaling by frequency (rope_freqs.weight)"] if "rope_freqs.weight" in gguf.tensors else []
     unknown = [name for name in gguf.tensors if name != "rope_freqs.weight" and tensor_name(name, layout) is None]
-    lost += [f"{len(unknown)} tensors that a plain {gguf.architecture} has not ({', '.join(unknown[:3])})"] if unknown else []
+    lost += (
+        [f"{len(unknown)} tensors that a plain {gguf.architecture} has not ({', '.join(unknown[:3])})"]
+        if unknown
+        else []
+    )
     if lost:
         raise SourceError(
-            f"the import would lose {' and '.join(lost)}", where=where, remedy="Take the safetensors form of the model, which has it"
+            f"the import would lose {' and '.join(lost)}",
+            where=where,
+            remedy="Take the safetensors form of the model, which has it",
         )
     return layout
 
 
 def tensor_name(name: str, layout: Layout) -> str | None:
-    """Return the name of a GGUF tensor in the checkpoint: `blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+    """Return the name of a GGUF tensor in the checkpoint: `blk.0.attn_q.weight` ->
+    `model.layers.0.self_attn.q_proj.weight`.
+    """
     if found := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
         inside = layout.block.get(found[2])
         return f"model.layers.{found[1]}.{inside}" if inside else None
@@ -82,12 +98,16 @@ def tensor_name(name: str, layout: Layout) -> str | None:
 
 
 def checkpoint_shape(gguf: Gguf) -> ModelShape:
-    """Return config and tensors of the checkpoint that an import writes. Raises SourceError as `layout_of` and for missing parts."""
+    """Return config and tensors of the checkpoint that an import writes. Raises SourceError as
+    `layout_of` and for missing parts.
+    """
     layout = layout_of(gguf)
     config = checkpoint_config(gguf, layout)
     tensors = {str(tensor_name(name, layout)): TensorInfo("F32", tensor.shape) for name, tensor in gguf.tensors.items()}
     expected = [name for name in OUTSIDE.values() if name != "lm_head.weight"]
-    expected += [f"model.layers.{index}.{name}" for index in range(config["num_hidden_layers"]) for name in layout.block.values()]
+    expected += [
+        f"model.layers.{index}.{name}" for index in range(config["num_hidden_layers"]) for name in layout.block.values()
+    ]
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise _damaged(gguf, f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
@@ -105,7 +125,9 @@ def rows_of(config: Mapping[str, Any]) -> dict[str, int]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = {"q_proj": heads * width, "k_proj": shared * width, "v_proj": shared * width, "o_proj": hidden}
     feed_forward = {"gate_proj": inner, "up_proj": inner, "down_proj": hidden}
-    return {f"self_attn.{name}": size for name, size in attention.items()} | {f"mlp.{name}": size for name, size in feed_forward.items()}
+    return {f"self_attn.{name}": size for name, size in attention.items()} | {
+        f"mlp.{name}": size for name, size in feed_forward.items()
+    }
 
 
 def _damaged(gguf: Gguf, what: str) -> SourceError:

@@ -1,7 +1,8 @@
-"""What the metadata of a GGUF file says that changes what its model computes: carried into config.json, or refused.
+"""What the metadata of a GGUF file says that changes what its model computes: carried into
+config.json, or refused.
 
-llama.cpp reads these keys in `llama_model_base::load_hparams` (src/llama-model.cpp). Nothing is left out in silence: a key that is not
-known here is refused too.
+llama.cpp reads these keys in `llama_model_base::load_hparams` (src/llama-model.cpp). Nothing is
+left out in silence: a key that is not known here is refused too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ NEUTRAL = frozenset(
         "rope.scaling.yarn_log_multiplier",
     }
 )
-"""Keys that nothing computes with: `vocab_size` is the embedding's, and the others are read of other families or with yarn alone."""
+"""Keys that nothing computes with: `vocab_size` is the embedding's, and the others are read of
+other families or with yarn alone.
+"""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "rope.scaling.type": ("none", "linear"),
     "attention.causal": (True,),
@@ -51,26 +54,32 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "rope.scaling.attn_factor": (0, 1),
     "rope.scaling.yarn_attn_factor": (0, 1),
 }
-"""Key -> the values at which a plain model computes the same as one without it. Those of other keys are 0, false and nothing."""
+"""Key -> the values at which a plain model computes the same as one without it. Those of other keys
+are 0, false and nothing.
+"""
 LARGEST = 3e38
 """Below the largest float32."""
 WORDS = {"attention.sliding_window": "sliding-window attention", "rope.scaling.type": "rope scaling '{value}'"}
 
 
 def lost_metadata(gguf: Gguf) -> list[str]:
-    """Return what the metadata says of a model that config.json of a plain one would leave out, e.g. `logit_scale = 0.5`."""
+    """Return what the metadata says of a model that config.json of a plain one would leave out,
+    e.g. `logit_scale = 0.5`.
+    """
     prefix = f"{gguf.architecture}."
     inside = {name.removeprefix(prefix): value for name, value in gguf.metadata.items() if name.startswith(prefix)}
     same = _same_as_plain(gguf)
     return [
         WORDS.get(name, f"{name} = {{value}}").format(value=f"{value[1]} values" if isinstance(value, tuple) else value)
         for name, value in inside.items()
-        if name not in CARRIED | NEUTRAL and not _is_one_of(value, (*PLAIN.get(name, (0, False, "")), *same.get(name, ())))
+        if name not in CARRIED | NEUTRAL
+        and not _is_one_of(value, (*PLAIN.get(name, (0, False, "")), *same.get(name, ())))
     ]
 
 
 def rope_parameters(gguf: Gguf) -> dict[str, Any]:
-    """Return `rope_parameters` of config.json. A factor stretches positions unless the type is `none`: unsaid, it is `linear`.
+    """Return `rope_parameters` of config.json. A factor stretches positions unless the type is
+    `none`: unsaid, it is `linear`.
 
     Raises SourceError for a factor that is no positive number.
     """
@@ -80,7 +89,10 @@ def rope_parameters(gguf: Gguf) -> dict[str, Any]:
         return parameters
     if not isinstance(factor, (int, float)) or not 0 < factor < LARGEST:
         raise SourceError(
-            f"rope scaling by {factor!r}", where=str(gguf.path), why="Positions are divided by it", remedy="Download it again"
+            f"rope scaling by {factor!r}",
+            where=str(gguf.path),
+            why="Positions are divided by it",
+            remedy="Download it again",
         )
     return parameters if factor == 1 else {**parameters, "rope_type": "linear", "factor": shortest_float32(factor)}
 
@@ -96,7 +108,9 @@ def _same_as_plain(gguf: Gguf) -> dict[str, tuple[Any, ...]]:
 
 def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
     if isinstance(value, float):
-        return any(isinstance(each, (int, float)) and math.isclose(value, each, rel_tol=1e-6, abs_tol=1e-12) for each in plain)
+        return any(
+            isinstance(each, (int, float)) and math.isclose(value, each, rel_tol=1e-6, abs_tol=1e-12) for each in plain
+        )
     return value in plain
 
 
@@ -104,12 +118,20 @@ def positive_float(gguf: Gguf, key: str, default: float | None = None) -> float:
     """Return a number of the metadata. Raises SourceError where it is not there, or not above 0."""
     value = gguf.get(key, default)
     if not isinstance(value, float):
-        raise SourceError(f"the metadata has no number {gguf.architecture}.{key}", where=str(gguf.path), remedy="Download it again")
+        raise SourceError(
+            f"the metadata has no number {gguf.architecture}.{key}", where=str(gguf.path), remedy="Download it again"
+        )
     if not 0 < value < LARGEST:
-        raise SourceError(f"{gguf.architecture}.{key} is {value}, no number above 0", where=str(gguf.path), remedy="Download it again")
+        raise SourceError(
+            f"{gguf.architecture}.{key} is {value}, no number above 0", where=str(gguf.path), remedy="Download it again"
+        )
     return shortest_float32(value)
 
 
 def shortest_float32(value: float) -> float:
     """Return the shortest decimal that is the same float32: 9.999999747378752e-06 -> 1e-05."""
-    return next(short for digits in range(1, 18) if struct.pack("<f", short := float(f"{value:.{digits}g}")) == struct.pack("<f", value))
+    return next(
+        short
+        for digits in range(1, 18)
+        if struct.pack("<f", short := float(f"{value:.{digits}g}")) == struct.pack("<f", value)
+    )

@@ -1,7 +1,9 @@
-"""Write the tokenizer that a GGUF file carries, as transformers reads it, and put right what it gets wrong.
+"""Write the tokenizer that a GGUF file carries, as transformers reads it, and put right what it
+gets wrong.
 
-transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text as GPT-2 did, whatever the file
-says of it (`GGUFLlamaConverter` in transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
+transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text
+as GPT-2 did, whatever the file says of it (`GGUFLlamaConverter` in
+transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -17,26 +19,45 @@ from optkit.progress import Progress
 from optkit.source.gguf import Gguf
 from optkit.source.quiet import quiet_transformers
 
-LOADING_KEYS = ("is_local", "local_files_only", "backend", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "model_type")
-"""What transformers writes into tokenizer_config.json of how the tokenizer was loaded, and not of what it is."""
+LOADING_KEYS = (
+    "is_local",
+    "local_files_only",
+    "backend",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "unk_token_id",
+    "model_type",
+)
+"""What transformers writes into tokenizer_config.json of how the tokenizer was loaded, and not of
+what it is.
+"""
 PORTABLE_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 """The name that transformers 4 knows as well."""
 GPT2 = frozenset({"default", "gpt-2", "smollm"})
-"""Cut as GPT-2 did. So does transformers 5 with the hub's SmolLM2 (WikiText-2 test: 304,986 tokens); llama.cpp takes digits out first,
-which with its vocabulary changes only white space before a digit (8 tokens fewer)."""
+"""Cut as GPT-2 did. So does transformers 5 with the hub's SmolLM2 (WikiText-2 test: 304,986
+tokens); llama.cpp takes digits out first, which with its vocabulary changes only white space before
+a digit (8 tokens fewer)."""
 QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Cut as Qwen2 does (src/llama-vocab.cpp)."""
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
 
 
 def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progress: Progress) -> None:
-    """Write the tokenizer with the special tokens that `config` names and its chat template. Raises SourceError where it cannot be read."""
+    """Write the tokenizer with the special tokens that `config` names and its chat template. Raises
+    SourceError where it cannot be read.
+    """
     with quiet_transformers(), _found_by_hash():
         from transformers import AutoTokenizer
 
         with reading(gguf.path, "the tokenizer in the file cannot be read"):
-            tokenizer = AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(gguf.path.parent), gguf_file=gguf.path.name, local_files_only=True
+            )
         for name in ("bos_token", "eos_token", "pad_token"):
             number = config[f"{name}_id"]
             setattr(tokenizer, name, None if number is None else tokenizer.convert_ids_to_tokens(number))
@@ -45,7 +66,9 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
         _set_first_and_last_token(gguf, tokenizer)
         tokenizer.save_pretrained(target)
     file = target / "tokenizer_config.json"
-    described = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS}
+    described = {
+        name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS
+    }
     described["tokenizer_class"] = PORTABLE_CLASS.get(described["tokenizer_class"], described["tokenizer_class"])
     file.write_text(json.dumps(described, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -63,7 +86,9 @@ class _Tokens(list[str]):
 
 @contextmanager
 def _found_by_hash() -> Iterator[None]:
-    """Let transformers find the parts of a SentencePiece token by their hash: it goes through the whole list for each, for minutes."""
+    """Let transformers find the parts of a SentencePiece token by their hash: it goes through the
+    whole list for each, for minutes.
+    """
     from transformers.integrations import ggml
 
     plain = ggml.GGUFTokenizerSkeleton
@@ -79,7 +104,9 @@ def _found_by_hash() -> Iterator[None]:
 
 
 def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
-    """Cut text before BPE as `tokenizer.ggml.pre` says; only `llama` files with a byte-level BPE need it."""
+    """Cut text before BPE as `tokenizer.ggml.pre` says; only `llama` files with a byte-level BPE
+    need it.
+    """
     kind = str(gguf.metadata.get("tokenizer.ggml.pre", "default"))
     if gguf.metadata.get("tokenizer.ggml.model") != "gpt2":
         return
@@ -90,7 +117,10 @@ def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
     from tokenizers import Regex, pre_tokenizers
 
     if kind in PATTERNS:
-        steps = [pre_tokenizers.Split(Regex(PATTERNS[kind]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        steps = [
+            pre_tokenizers.Split(Regex(PATTERNS[kind]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.backend_tokenizer.model.ignore_merges = True
     elif kind not in GPT2:
@@ -100,12 +130,15 @@ def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
 def _otherwise_cut(gguf: Gguf, kind: str, cut: str) -> str:
     return (
         f"{gguf.path}: the file cuts text by '{kind}', which optkit does not know; it is cut as {cut},"
-        " so some tokens may differ from those of the original model. Take the safetensors form of the model to be sure."
+        " so some tokens may differ from those of the original model. Take the safetensors "
+        "form of the model to be sure."
     )
 
 
 def _set_first_and_last_token(gguf: Gguf, tokenizer: Any) -> None:
-    """Put tokens before and behind each text where the file says so; unsaid, llama.cpp puts one before it for SentencePiece and Llama 3."""
+    """Put tokens before and behind each text where the file says so; unsaid, llama.cpp puts one
+    before it for SentencePiece and Llama 3.
+    """
     kind = str(gguf.metadata.get("tokenizer.ggml.pre", ""))
     usual = gguf.metadata.get("tokenizer.ggml.model") == "llama" or kind in PATTERNS
     first = tokenizer.bos_token if gguf.metadata.get("tokenizer.ggml.add_bos_token", usual) else None

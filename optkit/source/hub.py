@@ -1,4 +1,6 @@
-"""Repositories of the Hugging Face hub: a revision becomes a commit, and the hub's own cache is where files are looked for first."""
+"""Repositories of the Hugging Face hub: a revision becomes a commit, and the hub's own cache is
+where files are looked for first.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SITE = "https://huggingface.co"
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A model or data set repository; `looked` and `remedy` are added to what an error says when it cannot be reached."""
+    """A model or data set repository; `looked` and `remedy` are added to what an error says when it
+    cannot be reached.
+    """
 
     name: str
     kind: Literal["model", "dataset", "kernel"] = "model"
@@ -46,7 +50,8 @@ class HubRepo:
     def commit(self, revision: str | None = None) -> str:
         """Return the commit that a branch, a tag or nothing (the main branch) stands for now.
 
-        Offline it is the commit that the cache last saw there. Raises SourceError where neither is to be had.
+        Offline it is the commit that the cache last saw there. Raises SourceError where neither is
+        to be had.
         """
         if revision and COMMIT.fullmatch(revision):
             return revision
@@ -81,7 +86,8 @@ class HubRepo:
         raise self._unreachable(name, cached, unreachable[0])
 
     def download(self, commit: str, wanted: tuple[str, ...], unwanted: tuple[str, ...], progress: Progress) -> Path:
-        """Return the directory of a commit in the hub's cache, with all files that match `wanted` and not `unwanted`.
+        """Return the directory of a commit in the hub's cache, with all files that match `wanted`
+        and not `unwanted`.
 
         Raises SourceError where they cannot all be had.
         """
@@ -103,7 +109,9 @@ class HubRepo:
         raise self._unreachable("the whole snapshot", self.snapshot(commit), unreachable[0])
 
     def tensors(self, commit: str) -> dict[str, TensorInfo]:
-        """Return dtype and shape of every tensor of a commit, by the headers of its safetensors alone. Raises SourceError."""
+        """Return dtype and shape of every tensor of a commit, by the headers of its safetensors
+        alone. Raises SourceError.
+        """
         with self._explained(commit) as unreachable:
             from huggingface_hub import HfApi
             from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
@@ -111,7 +119,9 @@ class HubRepo:
             try:
                 files = HfApi().get_safetensors_metadata(self.name, revision=commit).files_metadata.values()
             except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-                raise SourceError("there are no safetensors", where=self._where(commit), why=first_line(error)) from error
+                raise SourceError(
+                    "there are no safetensors", where=self._where(commit), why=first_line(error)
+                ) from error
             with reading(self._where(commit), "the headers are not safetensors", ""):
                 return {name: tensor_info(name, vars(info)) for file in files for name, info in file.tensors.items()}
         raise self._unreachable("the model", self.snapshot(commit), unreachable[0])
@@ -126,7 +136,11 @@ class HubRepo:
     def _unreachable(self, what: str, place: Path, error: Exception) -> SourceError:
         from huggingface_hub import constants
 
-        why = "The hub is switched off (HF_HUB_OFFLINE)" if constants.is_offline_mode() else f"The hub cannot be reached ({error})"
+        why = (
+            "The hub is switched off (HF_HUB_OFFLINE)"
+            if constants.is_offline_mode()
+            else f"The hub cannot be reached ({error})"
+        )
         looked = f"{why}, and {what} is not in its cache: there is no {place}"
         local = "directory" if self.kind == "model" else ".txt or .jsonl file"
         remedy = self.remedy or (
@@ -142,9 +156,16 @@ class HubRepo:
 
     @contextmanager
     def _explained(self, revision: str | None) -> Iterator[list[Exception]]:
-        """Turn the hub's refusals into SourceErrors; no connection ends the block, with the reason in the list."""
+        """Turn the hub's refusals into SourceErrors; no connection ends the block, with the reason
+        in the list.
+        """
         from httpx import HTTPError, TransportError
-        from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
         from huggingface_hub.errors import RevisionNotFoundError as NoRevision
 
         unreachable: list[Exception] = []
@@ -168,7 +189,9 @@ class HubRepo:
             ) from error
         except NoRevision as error:
             raise SourceError(
-                f"there is no revision '{revision}'", where=self.name, remedy=f"Branches, tags and commits are listed at {page}/tree/main"
+                f"there is no revision '{revision}'",
+                where=self.name,
+                remedy=f"Branches, tags and commits are listed at {page}/tree/main",
             ) from error
         except HFValidationError as error:
             raise SourceError("not a name that the hub could have", where=self.name, why=first_line(error)) from error

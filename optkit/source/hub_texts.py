@@ -11,15 +11,21 @@ from optkit.errors import MissingPackageError, SourceError, did_you_mean
 from optkit.source.hub import HubRepo, first_line, quiet_hub
 
 FIRST_ROWS = 10_000
-"""Rows that are read of a data set that is streamed: enough to calibrate and to measure on, whatever its size."""
+"""Rows that are read of a data set that is streamed: enough to calibrate and to measure on,
+whatever its size.
+"""
 WHOLE = ("Salesforce/wikitext",)
-"""Data sets that are read whole, because their protocols ask for the whole text; the others are streamed from the start."""
+"""Data sets that are read whole, because their protocols ask for the whole text; the others are
+streamed from the start.
+"""
 
 
 def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: str | None, where: str) -> list[str]:
-    """Return one field of the rows of a split, the first 10,000 of them unless the data set is one of `WHOLE`.
+    """Return one field of the rows of a split, the first 10,000 of them unless the data set is one
+    of `WHOLE`.
 
-    Raises SourceError for an unknown configuration, split or field, MissingPackageError where `datasets` is not installed.
+    Raises SourceError for an unknown configuration, split or field, MissingPackageError where
+    `datasets` is not installed.
     """
     try:
         import datasets
@@ -30,14 +36,17 @@ def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: st
     commit = repo.commit(revision)
     with quiet_hub(), quiet_datasets():
         try:
-            rows = datasets.load_dataset(identifier, configuration or None, split=split, revision=commit, streaming=identifier not in WHOLE)
+            rows = datasets.load_dataset(
+                identifier, configuration or None, split=split, revision=commit, streaming=identifier not in WHOLE
+            )
             return [_field(row, field, where) for row in (rows if identifier in WHOLE else islice(rows, FIRST_ROWS))]
         except (OSError, ValueError, LookupError, DatasetsError) as error:
             raise SourceError(
                 "the data set cannot be read",
                 where=where,
                 why=f"{type(error).__name__}: {first_line(error)}",
-                remedy=f"Check split and configuration (org/name:configuration) at https://huggingface.co/datasets/{identifier}",
+                remedy="Check split and configuration (org/name:configuration) at "
+                f"https://huggingface.co/datasets/{identifier}",
             ) from error
 
 
@@ -57,7 +66,9 @@ def quiet_datasets() -> Iterator[None]:
 
 def _field(row: dict[str, Any], field: str, where: str) -> str:
     if field not in row:
-        raise SourceError(f"a row has no field '{field}'.{did_you_mean(field, row)}", where=where, remedy="Set `field:`")
+        raise SourceError(
+            f"a row has no field '{field}'.{did_you_mean(field, row)}", where=where, remedy="Set `field:`"
+        )
     value = row[field]
     if not isinstance(value, str):
         raise SourceError(f"the field '{field}' is not a text but {str(value)[:40]}", where=where)

@@ -1,4 +1,6 @@
-"""Attention kernels of the hub, as transformers names them: `owner/repository@revision:function`, loaded by the package `kernels`."""
+"""Attention kernels of the hub, as transformers names them: `owner/repository@revision:function`,
+loaded by the package `kernels`.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,20 @@ PACKAGE = "kernels>=0.16,<0.17"
 """What transformers 5.17 takes."""
 NAME = r"^[\w.-]+/[\w.-]+(@[\w.-]+)?(:\w+)?$"
 LOCAL = "local-"
-"""How the revision of a kernel begins that `$LOCAL_KERNELS` names a directory for; the digest of its files follows."""
+"""How the revision of a kernel begins that `$LOCAL_KERNELS` names a directory for; the digest of
+its files follows.
+"""
 VERSIONS = {"2": 3, "4": 0}
-"""Version of FlashAttention in a repository's name -> the version of the kernel that transformers takes; of all others it is 1."""
+"""Version of FlashAttention in a repository's name -> the version of the kernel that transformers
+takes; of all others it is 1.
+"""
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel by its name; `revision` is a branch, a tag, a commit, `local-` and a digest, or None for what transformers would take."""
+    """A kernel by its name; `revision` is a branch, a tag, a commit, `local-` and a digest, or None
+    for what transformers would take.
+    """
 
     repository: str
     revision: str | None = None
@@ -41,10 +49,16 @@ class AttentionKernel:
         return cls(repository, revision or None, function or None)
 
     def __str__(self) -> str:
-        return self.repository + (f"@{self.revision}" if self.revision else "") + (f":{self.function}" if self.function else "")
+        return (
+            self.repository
+            + (f"@{self.revision}" if self.revision else "")
+            + (f":{self.function}" if self.function else "")
+        )
 
     def pinned(self) -> Self:
-        """Return it with a commit, or the digest of a local directory, as its revision. Raises SourceError, MissingPackageError."""
+        """Return it with a commit, or the digest of a local directory, as its revision. Raises
+        SourceError, MissingPackageError.
+        """
         self.require_package()
         if place := self.local():
             return replace(self, revision=_digest(place))
@@ -53,7 +67,8 @@ class AttentionKernel:
         return replace(self, revision=self._repo.commit(self.revision or f"v{self._version}"))
 
     def check(self, device: str) -> None:
-        """Raise StageError where it has no build for a device, or is neither here nor to be downloaded; MissingPackageError.
+        """Raise StageError where it has no build for a device, or is neither here nor to be
+        downloaded; MissingPackageError.
 
         What one that is not pinned holds is known when it is loaded.
         """
@@ -103,17 +118,25 @@ class AttentionKernel:
             ) from error
 
     def local(self) -> Path | None:
-        """Return the directory that `$LOCAL_KERNELS` names for the repository. Raises SourceError where it is not there."""
+        """Return the directory that `$LOCAL_KERNELS` names for the repository. Raises SourceError
+        where it is not there.
+        """
         named = [entry.partition("=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry]
         if odd := next((name for name, sign, _ in named if not sign), None):
-            raise SourceError(f"$LOCAL_KERNELS has an entry '{odd}'", where="attention", remedy="Write owner/repository=directory")
+            raise SourceError(
+                f"$LOCAL_KERNELS has an entry '{odd}'", where="attention", remedy="Write owner/repository=directory"
+            )
         place = next((Path(directory) for name, _, directory in named if name == self.repository), None)
         if place and not place.is_dir():
-            raise SourceError(f"$LOCAL_KERNELS names {place} for {self.repository}, and there is no such directory", where="attention")
+            raise SourceError(
+                f"$LOCAL_KERNELS names {place} for {self.repository}, and there is no such directory", where="attention"
+            )
         return place
 
     def require_package(self) -> None:
-        """Raise MissingPackageError where the package `kernels` is not here, or is one that transformers does not take."""
+        """Raise MissingPackageError where the package `kernels` is not here, or is one that
+        transformers does not take.
+        """
         if unmet([PACKAGE]):
             raise MissingPackageError(PACKAGE, where=f"attention: {self}")
 
@@ -124,7 +147,9 @@ class AttentionKernel:
 
     @property
     def _repo(self) -> HubRepo:
-        return HubRepo(self.repository, "kernel", root=os.environ.get("KERNELS_CACHE", ""), remedy="Connect, or use sdpa")
+        return HubRepo(
+            self.repository, "kernel", root=os.environ.get("KERNELS_CACHE", ""), remedy="Connect, or use sdpa"
+        )
 
     @staticmethod
     def _hub_is_off() -> bool:
@@ -142,9 +167,11 @@ class AttentionKernel:
 
 
 def why_not_function(implementation: str, argument: str) -> str:
-    """Return why a loaded implementation of transformers leaves out an argument of attention (`PHRASES`); empty where it takes it.
+    """Return why a loaded implementation of transformers leaves out an argument of attention
+    (`PHRASES`); empty where it takes it.
 
-    transformers hands FlashAttention's function what that has a parameter for, and every other function everything, which it may ignore.
+    transformers hands FlashAttention's function what that has a parameter for, and every other
+    function everything, which it may ignore.
     """
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
@@ -155,7 +182,11 @@ def why_not_function(implementation: str, argument: str) -> str:
         function = lazy_import_flash_attention(implementation)[0][1]
     names = {argument, "learnable_sink"} if argument == "s_aux" else {argument}
     taken = names & set(inspect.signature(function).parameters)
-    return "" if taken else f"Its function {function.__name__} has no parameter {argument}, so it leaves out {PHRASES[argument]}"
+    return (
+        ""
+        if taken
+        else f"Its function {function.__name__} has no parameter {argument}, so it leaves out {PHRASES[argument]}"
+    )
 
 
 def _digest(place: Path) -> str:
@@ -164,13 +195,16 @@ def _digest(place: Path) -> str:
 
 
 def _builds(place: Path) -> set[str] | None:
-    """Return the names of the builds in a directory, e.g. `torch-cpu` or `torch213-cxx11-cu130-x86_64-linux`; None where there is none.
+    """Return the names of the builds in a directory, e.g. `torch-cpu` or
+    `torch213-cxx11-cu130-x86_64-linux`; None where there is none.
 
     The directory may also be a build itself, of a name that says nothing: an empty set.
     """
     for directory in (place / "build", place):
         if directory.is_dir():
-            found = {each.name for each in directory.iterdir() if each.is_dir() and each.name.startswith(("torch", "tvm"))}
+            found = {
+                each.name for each in directory.iterdir() if each.is_dir() and each.name.startswith(("torch", "tvm"))
+            }
             if found or directory.name == "build":
                 return found
     return set() if (place / "__init__.py").is_file() else None

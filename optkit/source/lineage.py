@@ -1,4 +1,6 @@
-"""The texts that shaped weights, as an artifact and every model made from it remember them: their names, and a sketch of what was read."""
+"""The texts that shaped weights, as an artifact and every model made from it remember them: their
+names, and a sketch of what was read.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from optkit.source.texts import TextSource
 
 SKETCH = "sketch"
 LIMIT = 0.05
-"""Share of different runs of eight words. Halves of one data set, or two, had at most 0.005 in common; a tokenised edition of WikiText-2
-with `<unk>` for its rare words has 0.56 in common with the raw one."""
+"""Share of different runs of eight words. Halves of one data set, or two, had at most 0.005 in
+common; a tokenised edition of WikiText-2 with `<unk>` for its rare words has 0.56 in common with
+the raw one."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Reader:
 
 
 def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: Reader) -> tuple[dict[str, str], ...]:
-    """Return the identities of texts, each with a sketch of what a stage read of it; those that no field names stay without.
+    """Return the identities of texts, each with a sketch of what a stage read of it; those that no
+    field names stay without.
 
     Raises SourceError where a text cannot be read any more.
     """
@@ -38,19 +42,27 @@ def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: 
     read = list(_texts_in(stage))
     found = []
     for identity in texts:
-        same = [text.passages(reader.tokenizer, reader.data, reader.trust_remote_code) for text in read if text.identity() == identity]
+        same = [
+            text.passages(reader.tokenizer, reader.data, reader.trust_remote_code)
+            for text in read
+            if text.identity() == identity
+        ]
         found.append({**identity, SKETCH: sketch(chain.from_iterable(same))} if same else dict(identity))
     return tuple(found)
 
 
 def without_sketches(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of a stage for people: the sketches of its texts stand in optkit.json, once."""
+    """Return the report of a stage for people: the sketches of its texts stand in optkit.json,
+    once.
+    """
     texts = [{key: value for key, value in text.items() if key != SKETCH} for text in report.get("calibrated_on", ())]
     return {**report, "calibrated_on": texts}
 
 
 def shared_with(text: TextSource, passages: Sequence[str], lineage: Iterable[Mapping[str, str]]) -> str:
-    """Return what is wrong with measuring on a text after these shaped the weights; empty where nothing is."""
+    """Return what is wrong with measuring on a text after these shaped the weights; empty where
+    nothing is.
+    """
     from optkit.source.shingles import common
 
     for earlier in lineage:

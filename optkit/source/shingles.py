@@ -1,8 +1,10 @@
-"""What two texts have in common, from a small sketch of one of them: the least hashes of its runs of eight words.
+"""What two texts have in common, from a small sketch of one of them: the least hashes of its runs
+of eight words.
 
-A. Broder, On the resemblance and containment of documents (1997): the least hashes are a random sample of all, so the share of them that
-the other text has too estimates the share of the whole. Words are compared without case, punctuation and white space, so that neither
-another split of the same data nor a tokenised or lower-cased edition of it passes for another text.
+A. Broder, On the resemblance and containment of documents (1997): the least hashes are a random
+sample of all, so the share of them that the other text has too estimates the share of the whole.
+Words are compared without case, punctuation and white space, so that neither another split of the
+same data nor a tokenised or lower-cased edition of it passes for another text.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from numpy.typing import NDArray
 RUN = 8
 """Words that count as one; two texts that were written apart share few runs of so many."""
 KEPT = 4096
-"""Hashes of a sketch, at most: 44 kB of base64. Of 10 million words one run in 2,400 is kept, so that 10,000 of them are recognised."""
+"""Hashes of a sketch, at most: 44 kB of base64. Of 10 million words one run in 2,400 is kept, so
+that 10,000 of them are recognised.
+"""
 FEWEST = 3
 """Runs in common that are no accident."""
 CHUNK = 1 << 20
@@ -32,7 +36,9 @@ WORD = re.compile(rf"[{IDEOGRAPHS}]|[^\W_{IDEOGRAPHS}]+")
 
 @dataclass(frozen=True)
 class Common:
-    """What a text has in common with one that was sketched, as shares of their different runs of words."""
+    """What a text has in common with one that was sketched, as shares of their different runs of
+    words.
+    """
 
     of_text: float
     of_sketched: float
@@ -52,7 +58,9 @@ def sketch(passages: Iterable[str]) -> str:
 
 
 def common(sketched: str, passages: Iterable[str]) -> Common:
-    """Return what a text has in common with the one that `sketch` saw; nothing where fewer than three runs agree."""
+    """Return what a text has in common with the one that `sketch` saw; nothing where fewer than
+    three runs agree.
+    """
     theirs = np.frombuffer(base64.b64decode(sketched), "<u8").astype(np.uint64)
     if len(theirs) < FEWEST:
         return Common(0.0, 0.0)
@@ -81,7 +89,9 @@ def _hashes(passages: Iterable[str]) -> Iterator[NDArray[np.uint64]]:
 
 
 def _mixed(codes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of every run: a polynomial in the words' hashes modulo 2^64, and splitmix64's last step over it."""
+    """Return a hash of every run: a polynomial in the words' hashes modulo 2^64, and splitmix64's
+    last step over it.
+    """
     runs: NDArray[np.uint64] = np.zeros(len(codes) - RUN + 1, np.uint64)
     for place in range(RUN):
         runs = runs * np.uint64(0x9E3779B97F4A7C15) + codes[place : len(codes) - RUN + 1 + place]

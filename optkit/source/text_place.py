@@ -1,4 +1,6 @@
-"""Where the texts of a stage or an eval are, and the tokenizer that reads them, before anything runs."""
+"""Where the texts of a stage or an eval are, and the tokenizer that reads them, before anything
+runs.
+"""
 
 from __future__ import annotations
 

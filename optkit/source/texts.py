@@ -1,4 +1,6 @@
-"""Texts to calibrate and to measure on: built-in names, local files and hub data sets, pinned to a digest or a commit."""
+"""Texts to calibrate and to measure on: built-in names, local files and hub data sets, pinned to a
+digest or a commit.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +80,18 @@ class TextSource(Frozen):
     default_hub_split: ClassVar[str] = "test"
 
     dataset: Name
-    """A built-in name (`python-reference`, `wikitext2`, `c4`), a .txt or .jsonl file, or a hub data set, `org/name` or
-    `org/name:configuration`."""
+    """A built-in name (`python-reference`, `wikitext2`, `c4`), a .txt or .jsonl file, or a hub data
+    set, `org/name` or `org/name:configuration`."""
     split: Name = ""
-    """Part of the data set; left out, the usual one for the purpose: train to calibrate, test to measure."""
+    """Part of the data set; left out, the usual one for the purpose: train to calibrate, test to
+    measure.
+    """
     field: Name = "text"
     """Which field of a record (.jsonl, hub) is the text."""
     revision: Name | None = None
-    """`sha256:...` of the text, or the commit of a hub data set; left out, it is pinned before anything runs."""
+    """`sha256:...` of the text, or the commit of a hub data set; left out, it is pinned before
+    anything runs.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -117,7 +123,8 @@ class TextSource(Frozen):
         return self.dataset if self.split == WHOLE else f"{self.dataset} ({self.split})"
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the same text with its revision: a digest of a local text, the commit of a hub data set.
+        """Return the same text with its revision: a digest of a local text, the commit of a hub
+        data set.
 
         Raises SourceError where it cannot be found, is empty, or is not what `revision` says.
         """
@@ -130,14 +137,18 @@ class TextSource(Frozen):
         return {"dataset": self.dataset, "split": self.split, "revision": self.revision or ""}
 
     def overlaps(self, other: TextSource | Mapping[str, str]) -> bool:
-        """Say whether another text, or the `identity` of one, is the same in part: the same data set and split, or the same content."""
+        """Say whether another text, or the `identity` of one, is the same in part: the same data
+        set and split, or the same content.
+        """
         mine, theirs = self.identity(), other.identity() if isinstance(other, TextSource) else other
         if (hub_name(mine["dataset"]), mine["split"]) == (hub_name(theirs["dataset"]), theirs["split"]):
             return True
         return mine["revision"].startswith(PREFIX) and mine["revision"] == theirs["revision"]
 
     def documents(self, data: Path | None) -> list[str]:
-        """Return the documents (rows, topics) in their order. Raises SourceError where there are none."""
+        """Return the documents (rows, topics) in their order. Raises SourceError where there are
+        none.
+        """
         documents = self._read(data)
         if not any(document.strip() for document in documents):
             raise SourceError("the text is empty", where=self.where, remedy="Name another data set, split or field")
@@ -155,14 +166,18 @@ class TextSource(Frozen):
         return SEPARATOR.join(self.documents(data))
 
     def passages(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[str]:
-        """Return what is read of the text, each passage in one piece: here all of it. Raises SourceError as `documents` does."""
+        """Return what is read of the text, each passage in one piece: here all of it. Raises
+        SourceError as `documents` does.
+        """
         return self.documents(data)
 
     def _read(self, data: Path | None) -> list[str]:
         if self.dataset == "python-reference":
             return python_reference.read_topics(self.split)
         if not self.is_local(data):
-            return read_hub_text(self._hub_repo(data), hub_name(self.dataset), self.split, self.field, self.revision, self.where)
+            return read_hub_text(
+                self._hub_repo(data), hub_name(self.dataset), self.split, self.field, self.revision, self.where
+            )
         if is_file_name(self.dataset):
             path = Path(self.dataset).expanduser()
             return [read_text(path, most_bytes=None)] if path.suffix == ".txt" else read_records([path], self.field)
@@ -217,10 +232,14 @@ def hub_name(dataset: str) -> str:
 
 
 def data_directory(data: Path | None) -> Path | None:
-    """Return the directory of local data sets: the one named, else $OPTKIT_DATA. Raises SourceError where it is not there."""
+    """Return the directory of local data sets: the one named, else $OPTKIT_DATA. Raises SourceError
+    where it is not there.
+    """
     named = data or (Path(value) if (value := os.environ.get(DATA_VARIABLE)) else None)
     if named is not None and not named.is_dir():
-        raise SourceError("no such directory", where=str(named), why=f"It was named by {'--data' if data else DATA_VARIABLE}")
+        raise SourceError(
+            "no such directory", where=str(named), why=f"It was named by {'--data' if data else DATA_VARIABLE}"
+        )
     return named
 
 

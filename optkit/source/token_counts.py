@@ -1,6 +1,8 @@
-"""How many tokens texts have, as far as it has to be known, for plans: with the library `tokenizers` alone, and remembered.
+"""How many tokens texts have, as far as it has to be known, for plans: with the library
+`tokenizers` alone, and remembered.
 
-Counting stops when there are enough. Where there seem to be too few, all are counted as the training will, which loads transformers.
+Counting stops when there are enough. Where there seem to be too few, all are counted as the
+training will, which loads transformers.
 """
 
 from __future__ import annotations
@@ -55,28 +57,35 @@ class TokenCounts:
 
     @classmethod
     def of(cls, place: TextPlace) -> Self:
-        """Return what counts at a place. Raises SourceError where the tokenizer there cannot be opened."""
+        """Return what counts at a place. Raises SourceError where the tokenizer there cannot be
+        opened.
+        """
         if place.transformers or not (place.tokenizer / TOKENIZER).is_file():
             load_tokenizer(place.tokenizer, place.trust_remote_code)
         return cls(place.tokenizer, place.data, place.counts, place.trust_remote_code)
 
     def check_ids(self, text: TrainingText, tokens: int, vocabulary: int | None) -> None:
-        """Raise SourceError where the first `tokens` tokens of a text have an id that the model does not know, where that is known here."""
+        """Raise SourceError where the first `tokens` tokens of a text have an id that the model
+        does not know, where that is known here.
+        """
         if vocabulary is None or not text.is_local(self.data) or not (self.directory / TOKENIZER).is_file():
             return
         largest = self._count(text, tokens).largest
         if largest >= vocabulary:
             raise SourceError(
-                f"the tokenizer makes token {largest:,} of {text.where}, and the model's vocabulary ends at {vocabulary - 1:,}",
+                f"the tokenizer makes token {largest:,} of {text.where}, and the model's vocabulary "
+                f"ends at {vocabulary - 1:,}",
                 where=str(self.directory / TOKENIZER),
                 why="It belongs to another model",
                 remedy="Copy the tokenizer files of the model itself",
             )
 
     def enough_sequences(self, texts: tuple[TrainingText, ...], length: int, wanted: int) -> int | None:
-        """Return at least `wanted` where the texts give so many sequences of `length` tokens, else exactly how many they give.
+        """Return at least `wanted` where the texts give so many sequences of `length` tokens, else
+        exactly how many they give.
 
-        None where that cannot be said before the training: a text lies on the hub, or there is no tokenizer.json.
+        None where that cannot be said before the training: a text lies on the hub, or there is no
+        tokenizer.json.
         """
         local = [text for text in texts if text.is_local(self.data)]
         if not (self.directory / TOKENIZER).is_file():
@@ -110,7 +119,9 @@ class TokenCounts:
         return known.tokens // max(1, length - known.lead)
 
     def _pieces(self, text: TrainingText) -> Iterator[tuple[int, int]]:
-        """Yield how many tokens one part of a text after the other has, and the largest of their ids."""
+        """Yield how many tokens one part of a text after the other has, and the largest of their
+        ids.
+        """
         tokenizer = self._tokenizer()
         yield 0, max(tokenizer.encode("").ids, default=0)
         if text.packs_documents:
@@ -132,7 +143,10 @@ class TokenCounts:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library has no class of its own
             raise SourceError(
-                "the tokenizer cannot be read", where=str(path), why=str(error), remedy="Copy the file from the model's source again"
+                "the tokenizer cannot be read",
+                where=str(path),
+                why=str(error),
+                remedy="Copy the file from the model's source again",
             ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()

@@ -18,8 +18,9 @@ class TrainingText(CutText):
     default_hub_split: ClassVar[str] = "train"
 
     packing: Literal["auto", "documents", "joined"] = "auto"
-    """`documents`: one document after the other, each ended by the tokenizer's end-of-text token. `joined`: the text runs on.
-    `auto`: documents where a record is a document (c4, .jsonl, hub), joined where the text runs on."""
+    """`documents`: one document after the other, each ended by the tokenizer's end-of-text token.
+    `joined`: the text runs on. `auto`: documents where a record is a document (c4, .jsonl, hub),
+    joined where the text runs on."""
 
     @property
     def packs_documents(self) -> bool:
@@ -27,7 +28,8 @@ class TrainingText(CutText):
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
     def tokens(self, tokenizer: Any, data: Path | None) -> Stream:
-        """Return the tokens of the text in their order; documents within have what the tokenizer puts before them, unless `bos` is none.
+        """Return the tokens of the text in their order; documents within have what the tokenizer
+        puts before them, unless `bos` is none.
 
         Raises SourceError where `bos` asks for a token that the tokenizer does not have.
         """

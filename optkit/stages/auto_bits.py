@@ -1,4 +1,6 @@
-"""Stage `auto_bits`: give each layer the form that harms the predictions least, under a budget of bits or bytes, and quantize so."""
+"""Stage `auto_bits`: give each layer the form that harms the predictions least, under a budget of
+bits or bytes, and quantize so.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ DEFAULT_CHOICES = (
     Choice(bits=4, group_size=32, symmetric=False),
     Choice(bits=8, group_size=64, symmetric=True),
 )
-"""What vLLM opens on GPUs; on CPUs it opens 4 bits alone. With 2 and 3 bits the sum of divergences at 4.5 bits was 0.6% less (SmolLM2)."""
+"""What vLLM opens on GPUs; on CPUs it opens 4 bits alone. With 2 and 3 bits the sum of divergences
+at 4.5 bits was 0.6% less (SmolLM2).
+"""
 
 
 @dataclass(frozen=True)
@@ -52,38 +56,49 @@ class _Problem:
 
     def uniform(self) -> list[Choice]:
         """Return the choices that every layer can have and that fit the budget."""
-        sizes = {choice: sum(item.sizes[item.choices.index(choice)] for item in self.items) for choice in uniform_choices(self.items)}
+        sizes = {
+            choice: sum(item.sizes[item.choices.index(choice)] for item in self.items)
+            for choice in uniform_choices(self.items)
+        }
         return [choice for choice, size in sizes.items() if size <= self.budget.size_bytes]
 
     def unfit(self, choices: Sequence[Choice]) -> dict[str, int]:
         """Return how many layers each choice was not offered to because it does not fit them."""
-        counts = {choice.form.label: sum(len(item.layers) for item in self.items if choice not in item.choices) for choice in choices}
+        counts = {
+            choice.form.label: sum(len(item.layers) for item in self.items if choice not in item.choices)
+            for choice in choices
+        }
         return {label: count for label, count in counts.items() if count}
 
 
 class AutoBits(Transform):
-    """Choose bits and groups of each layer by what they cost in predictions, under a budget, and quantize so (GPTQ or RTN).
+    """Choose bits and groups of each layer by what they cost in predictions, under a budget, and
+    quantize so (GPTQ or RTN).
 
-    The divergence that each layer alone causes in each form is predicted to second order from one pass over a few windows of the
-    calibration text (`optkit sensitivity` shows it); the choice with the least sum that fits is found exactly. The result is compared on
-    held-out windows with the best single form that fits the budget, and the better of the two is kept.
+    The divergence that each layer alone causes in each form is predicted to second order from one
+    pass over a few windows of the calibration text (`optkit sensitivity` shows it); the choice with
+    the least sum that fits is found exactly. The result is compared on held-out windows with the
+    best single form that fits the budget, and the better of the two is kept.
     """
 
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
 
     average_bits: Bits | None = None
-    """Most bits stored for each weight of the quantized layers, counted with scales and zero points. Give this or `size_bytes`."""
+    """Most bits stored for each weight of the quantized layers, counted with scales and zero
+    points. Give this or `size_bytes`.
+    """
     size_bytes: Bytes | None = None
     """Most bytes of all tensors of the model, those that are not quantized too."""
     choices: AtLeastOne[Choice] = DEFAULT_CHOICES
-    """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to it. The default ones have 4 and 8 bits,
-    which vLLM opens on GPUs (on CPUs: 4 bits alone); for a budget below 4.1 bits add some of 2 or 3 bits, which transformers opens."""
+    """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to
+    it. The default ones have 4 and 8 bits, which vLLM opens on GPUs (on CPUs: 4 bits alone); for a
+    budget below 4.1 bits add some of 2 or 3 bits, which transformers opens."""
     method: Literal["gptq", "rtn"] = "gptq"
     """What rounds the weights in the end, and so what the predictions are of."""
     fused: bool = True
-    """Give layers that vLLM joins (q, k and v; gate and up) the same form; without it vLLM does not open the model. The experts of a block
-    always have one form."""
+    """Give layers that vLLM joins (q, k and v; gate and up) the same form; without it vLLM does not
+    open the model. The experts of a block always have one form."""
     include: AtLeastOne[Name] = ("*",)
     """Layers to quantize, as glob patterns on full names."""
     exclude: Distinct[Name] = ()
@@ -93,8 +108,8 @@ class AutoBits(Transform):
     sensitivity_samples: Count = 16
     """Windows, evenly spread over those of `calibration`, that the sensitivities are measured on."""
     held_out_samples: Amount = 8
-    """Further windows of the same text, on which the result must diverge less than the best single form; 0 does not compare, and saves a
-    quantization."""
+    """Further windows of the same text, on which the result must diverge less than the best single
+    form; 0 does not compare, and saves a quantization."""
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -103,15 +118,16 @@ class AutoBits(Transform):
         least = min(choice.bits for choice in self.choices)
         if self.average_bits is not None and self.average_bits < least:
             raise ValueError(
-                f"average_bits {self.average_bits:g} is below the {least} bits of the smallest of choices. Raise it, or add one"
+                f"average_bits {self.average_bits:g} is below the {least} bits of the smallest of "
+                "choices. Raise it, or add one"
             )
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Measure, choose, quantize and compare.
 
-        Raises StageError for a budget that nothing fits and for a layer that no choice fits, SourceError where the text is too short, and
-        what the stages `gptq` and `rtn` raise.
+        Raises StageError for a budget that nothing fits and for a layer that no choice fits,
+        SourceError where the text is too short, and what the stages `gptq` and `rtn` raise.
         """
         from optkit.algorithms.allocation import choose
 
@@ -121,7 +137,11 @@ class AutoBits(Transform):
         held_out = self._held_out(source, tokens, context) if self.held_out_samples else None
         costs = self._costs(source, problem.items, _spread(tokens, self.sensitivity_samples), context)
         picked = choose(costs, [item.sizes for item in problem.items], problem.budget.size_bytes)
-        mixed = {layer.name: item.choices[index] for item, index in zip(problem.items, picked, strict=True) for layer in item.layers}
+        mixed = {
+            layer.name: item.choices[index]
+            for item, index in zip(problem.items, picked, strict=True)
+            for layer in item.layers
+        }
         uniform = {
             choice: sum(row[item.choices.index(choice)] for item, row in zip(problem.items, costs, strict=True))
             for choice in problem.uniform()
@@ -139,18 +159,24 @@ class AutoBits(Transform):
         }
         if held_out is not None and uniform and len(set(mixed.values())) > 1:
             best = min(uniform, key=lambda choice: uniform[choice])
-            report = self._keep_the_better(source, target, context, report, dict.fromkeys(mixed, best), held_out, details)
+            report = self._keep_the_better(
+                source, target, context, report, dict.fromkeys(mixed, best), held_out, details
+            )
         details = {**report.details, **details, "seconds": round(time.monotonic() - started, 2)}
         return replace(report, details=details, calibrated_on=(self.calibration.identity(),))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what the largest choices of one kind that fit would take: which ones it will be is known after the measuring.
+        """Return what the largest choices of one kind that fit would take: which ones it will be is
+        known after the measuring.
 
         Raises StageError as `run` does.
         """
         problem = self._problem(shape)
         fitting = problem.uniform()
-        sizes = {choice: sum(choice.size_bytes(layer, "F32") for layer in problem.selection.layers.values()) for choice in fitting}
+        sizes = {
+            choice: sum(choice.size_bytes(layer, "F32") for layer in problem.selection.layers.values())
+            for choice in fitting
+        }
         form = max(sizes, key=lambda choice: sizes[choice]) if sizes else None
         guess = {
             layer.name: form or item.choices[min(range(len(item.sizes)), key=item.sizes.__getitem__)]
@@ -161,7 +187,11 @@ class AutoBits(Transform):
         tokens = self.sensitivity_samples * self.calibration.sequence_length
         ram, gpu = sensitivity_memory(shape, problem.selection.layers, tokens, len(self.choices), device)
         copies = 2 if self.held_out_samples else 1
-        more = {"ram_bytes": max(cost.ram_bytes, ram), "gpu_bytes": max(cost.gpu_bytes, gpu), "disk_bytes": copies * cost.disk_bytes}
+        more = {
+            "ram_bytes": max(cost.ram_bytes, ram),
+            "gpu_bytes": max(cost.gpu_bytes, gpu),
+            "disk_bytes": copies * cost.disk_bytes,
+        }
         return cost.model_copy(update=more), left
 
     def _problem(self, shape: ModelShape) -> _Problem:
@@ -181,14 +211,24 @@ class AutoBits(Transform):
         skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
         forms = {layer.name: [choice.form for choice in item.choices] for item in items for layer in item.layers}
         grids = grids_of(skeleton.checkpoint, forms)
-        measured = measure_sensitivity(skeleton, tokens, grids, self.method, context.device, context.progress, context.seed)
-        return [[sum(costs) for costs in zip(*(measured[layer.name] for layer in item.layers), strict=True)] for item in items]
+        measured = measure_sensitivity(
+            skeleton, tokens, grids, self.method, context.device, context.progress, context.seed
+        )
+        return [
+            [sum(costs) for costs in zip(*(measured[layer.name] for layer in item.layers), strict=True)]
+            for item in items
+        ]
 
     def _stage(self, choices: Mapping[str, Choice]) -> Gptq | Rtn:
         """Return the stage that gives each layer its form."""
         usual = Counter(choices.values()).most_common(1)[0][0]
         others = {name: _override(choice) for name, choice in choices.items() if choice != usual}
-        fields: dict[str, Any] = {**usual.model_dump(), "overrides": others, "include": self.include, "exclude": self.exclude}
+        fields: dict[str, Any] = {
+            **usual.model_dump(),
+            "overrides": others,
+            "include": self.include,
+            "exclude": self.exclude,
+        }
         if self.method == "rtn":
             return Rtn(scale_search="mse", **fields)
         return Gptq(calibration=self.calibration, **fields)
@@ -203,7 +243,9 @@ class AutoBits(Transform):
         windows: Tensor,
         details: dict[str, Any],
     ) -> Report:
-        """Quantize with a single form too, and leave in `target` the model that diverges less on held-out windows; returns its report."""
+        """Quantize with a single form too, and leave in `target` the model that diverges less on
+        held-out windows; returns its report.
+        """
         import torch
 
         from optkit.model.skeleton import Skeleton
@@ -221,7 +263,8 @@ class AutoBits(Transform):
             if chosen <= single:
                 return report
             context.progress.warn(
-                f"{KIND}: {label} throughout is kept: on held-out text it diverges by {single:.4g} nats, the choice by {chosen:.4g}"
+                f"{KIND}: {label} throughout is kept: on held-out text it diverges by {single:.4g} "
+                f"nats, the choice by {chosen:.4g}"
             )
             details["kept"] = label
             shutil.rmtree(target)
@@ -229,7 +272,9 @@ class AutoBits(Transform):
         return simpler
 
     def _held_out(self, source: Path, tokens: Tensor, context: Context) -> Tensor:
-        """Return windows of the calibration text that nothing was calibrated on, int64 [held_out_samples, sequence_length]."""
+        """Return windows of the calibration text that nothing was calibrated on, int64
+        [held_out_samples, sequence_length].
+        """
         more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
         used = {tuple(row) for row in tokens.tolist()}
         windows = more.tokens(source, context.data, context.trust_remote_code)

@@ -1,4 +1,6 @@
-"""Stage `awq`: scale the inputs of layers so that the weights that matter most are rounded most finely, then round to nearest."""
+"""Stage `awq`: scale the inputs of layers so that the weights that matter most are rounded most
+finely, then round to nearest.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +31,30 @@ LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.
 
 
 class Awq(InputScaling, Backed, WeightQuantizer):
-    """Scale inputs so that weights that meet large activations are rounded more finely (AWQ, arXiv:2306.00978), then round to nearest.
+    """Scale inputs so that weights that meet large activations are rounded more finely (AWQ,
+    arXiv:2306.00978), then round to nearest.
 
-    The scales are folded into the norm or linear layer that makes the input, found by running each block, so the model has no new layer.
-    They are searched with the second moments of the inputs, which are gathered once a block. At most one block is in memory.
+    The scales are folded into the norm or linear layer that makes the input, found by running each
+    block, so the model has no new layer. They are searched with the second moments of the inputs,
+    which are gathered once a block. At most one block is in memory.
     """
 
     symmetric: bool = False
-    """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
+    """Without zero points, which the fastest kernels ask for. false: one zero point per group, a
+    little better and a little larger.
+    """
     format: Literal["compressed-tensors", "awq"] = "compressed-tensors"  # type: ignore[assignment]
-    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits, asymmetric, one form for all layers;
-    experts in it are opened by vLLM on GPUs alone)."""
+    """`compressed-tensors` (pack-quantized) or `awq` (the GEMM layout of AutoAWQ: 4 bits,
+    asymmetric, one form for all layers; experts in it are opened by vLLM on GPUs alone)."""
     scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
-    """`hessian`: the scale of each group with the least rounding error, each input weighted by its activations, which cuts outliers.
-    `mse`: unweighted. `minmax`: the scale that reaches every weight."""
+    """`hessian`: the scale of each group with the least rounding error, each input weighted by its
+    activations, which cuts outliers. `mse`: unweighted. `minmax`: the scale that reaches every
+    weight."""
 
     backend: Literal["optkit", "autoawq", "auto_round", "gptqmodel", "llmcompressor"] = "optkit"
-    """Who does the work: optkit, or another library in an environment of its own (`optkit env`), with the same tokens."""
+    """Who does the work: optkit, or another library in an environment of its own (`optkit env`),
+    with the same tokens.
+    """
 
     @model_validator(mode="after")
     def _fits_awq(self) -> Self:
@@ -54,7 +63,8 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         changes = [each for each in self.overrides.values() if isinstance(each, Override)]
         if self.bits != 4 or self.symmetric or any(each.bits or each.symmetric for each in changes):
             raise ValueError(
-                "the format awq holds 4 bits with zero points: set bits: 4 and symmetric: false, or format: compressed-tensors"
+                "the format awq holds 4 bits with zero points: set bits: 4 and symmetric: false, "
+                "or format: compressed-tensors"
             )
         if self.lm_head:
             raise ValueError("the format awq keeps lm_head as it is: set lm_head: false, or format: compressed-tensors")
@@ -111,10 +121,14 @@ class Awq(InputScaling, Backed, WeightQuantizer):
             skeleton.release_(block.name)
         job.details["gains"] |= scaled.gains
         job.details["unscaled"] |= scaled.refused
-        replaced = {name: tensor for name, tensor in scaled.changed.items() if name.removesuffix(".weight") not in quantized}
+        replaced = {
+            name: tensor for name, tensor in scaled.changed.items() if name.removesuffix(".weight") not in quantized
+        }
         return BlockOutput(self._packed(job, quantized), replaced)
 
-    def _quantize_block(self, job: Job, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock) -> dict[str, QuantizedWeight]:
+    def _quantize_block(
+        self, job: Job, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock
+    ) -> dict[str, QuantizedWeight]:
         """Round the layers of a block, and put the rounded weights into the modules."""
         from optkit.algorithms.gptq import relative_error
 
@@ -133,7 +147,9 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         return quantized
 
     def _head(self, job: Job) -> Mapping[str, Tensor]:
-        """Round the output layer, each input weighted by its activations; what makes its input takes no scales."""
+        """Round the output layer, each input weighted by its activations; what makes its input
+        takes no scales.
+        """
         from optkit.stages.quantizing.hessians import head_hessian
 
         device = job.context.device
@@ -150,7 +166,9 @@ class Awq(InputScaling, Backed, WeightQuantizer):
 
         if self.scale_search == "minmax" or self._rounds_to_nearest(name):
             return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
-        return round_to_nearest(weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid)
+        return round_to_nearest(
+            weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid
+        )
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         needed = self.working_bytes(shape, layers, "nearest")

@@ -1,4 +1,6 @@
-"""Stage `awq_scale`: the same model with the input scales of AWQ folded in, for `gptq` or `rtn` to round."""
+"""Stage `awq_scale`: the same model with the input scales of AWQ folded in, for `gptq` or `rtn` to
+round.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ LESS_MEMORY = f"Lower {STAGE}.batch_size, {STAGE}.calibration.samples or {STAGE}
 
 
 class AwqScale(InputScaling, Transform):
-    """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers, and round nothing: the model computes what it did.
+    """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers, and round
+    nothing: the model computes what it did.
 
-    A quantizer after it rounds the weights that matter most more finely; `gptq` with few bits gains the most. The grid is the one that
-    the scales are searched for: that of the quantizer.
+    A quantizer after it rounds the weights that matter most more finely; `gptq` with few bits gains
+    the most. The grid is the one that the scales are searched for: that of the quantizer.
     """
 
     produces: ClassVar[Format] = Format.CHECKPOINT
@@ -46,7 +49,8 @@ class AwqScale(InputScaling, Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Scale block by block, from safetensors to safetensors.
 
-        Raises StageError where no input can be scaled, SourceError for weights that are NaN or Inf, ResourceError when memory runs out.
+        Raises StageError where no input can be scaled, SourceError for weights that are NaN or Inf,
+        ResourceError when memory runs out.
         """
         from optkit.model.skeleton import Skeleton
 
@@ -74,12 +78,17 @@ class AwqScale(InputScaling, Transform):
                 refused |= scaled.refused
                 changed |= set(scaled.changed)
                 for name in skeleton.block_tensors(block):
-                    writer.add(name, scaled.changed.pop(name) if name in scaled.changed else skeleton.checkpoint.read_finite(name))
+                    writer.add(
+                        name,
+                        scaled.changed.pop(name) if name in scaled.changed else skeleton.checkpoint.read_finite(name),
+                    )
                 task.advance(note=block.name)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
-        return Report(len(changed), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),))
+        return Report(
+            len(changed), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),)
+        )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""

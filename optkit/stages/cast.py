@@ -42,7 +42,8 @@ class Cast(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Cast tensor by tensor; at most one shard is in memory.
 
-        Raises StageError when the model is in that dtype already or a weight would become infinite, SourceError for NaN and Inf.
+        Raises StageError when the model is in that dtype already or a weight would become infinite,
+        SourceError for NaN and Inf.
         """
         checkpoint = Checkpoint(source)
         changing = self._changing(checkpoint.shape)
@@ -66,7 +67,9 @@ class Cast(Transform):
         return Report(changed=len(changing), details=details)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact size that it leaves, and the memory of one shard beside the largest tensor in both dtypes."""
+        """Return the exact size that it leaves, and the memory of one shard beside the largest
+        tensor in both dtypes.
+        """
         changing = self._changing(shape)
         tensors = {name: self._stored(info) if name in changing else info for name, info in shape.tensors.items()}
         left = ModelShape(config=self._config(shape.config), tensors=tensors)
@@ -78,7 +81,9 @@ class Cast(Transform):
 
     def _changing(self, shape: ModelShape) -> dict[str, TensorInfo]:
         changing = {
-            name: info for name, info in shape.tensors.items() if info.dtype in FLOATS.values() and info.dtype != DTYPES[self.dtype]
+            name: info
+            for name, info in shape.tensors.items()
+            if info.dtype in FLOATS.values() and info.dtype != DTYPES[self.dtype]
         }
         if not changing:
             raise StageError(
@@ -98,17 +103,25 @@ class Cast(Transform):
             raise StageError(
                 f"weights of up to {float(tensor.abs().max()):,.0f} do not fit {self.dtype}",
                 where=name,
-                why=f"Its largest number is {torch.finfo(dtype).max:,.0f}" if self.dtype == "float16" else "They would be infinite",
+                why=f"Its largest number is {torch.finfo(dtype).max:,.0f}"
+                if self.dtype == "float16"
+                else "They would be infinite",
                 remedy="Cast to bfloat16" if self.dtype == "float16" else "Keep the dtype that they have",
             )
         return cast
 
     def _config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with the new dtype, in nested configs too; `torch_dtype`, its old name, goes."""
+        """Return config.json with the new dtype, in nested configs too; `torch_dtype`, its old
+        name, goes.
+        """
         return self._renamed(config) | {"dtype": self.dtype}
 
     def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         dtype_keys = {"dtype", "torch_dtype"}
         named = {"dtype": self.dtype} if any(config.get(key) in FLOATS for key in dtype_keys) else {}
-        rest = {key: self._renamed(value) if isinstance(value, dict) else value for key, value in config.items() if key not in dtype_keys}
+        rest = {
+            key: self._renamed(value) if isinstance(value, dict) else value
+            for key, value in config.items()
+            if key not in dtype_keys
+        }
         return rest | named

@@ -1,4 +1,6 @@
-"""Stage `fp8`: weights as 8-bit floats (E4M3), activations rounded to them too, which GPUs since Ada multiply at twice the speed."""
+"""Stage `fp8`: weights as 8-bit floats (E4M3), activations rounded to them too, which GPUs since
+Ada multiply at twice the speed.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,24 @@ if TYPE_CHECKING:
 
 
 class Fp8(EightBitQuantizer):
-    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of bfloat16, no text needed."""
+    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of
+    bfloat16, no text needed.
+    """
 
     version: ClassVar[int] = 3
     number: ClassVar[Number] = "float"
 
     scales: Literal["channel", "tensor", "block"] = "channel"
-    """What shares a scale: the weights of an output `channel`, the whole `tensor`, or a `block` of 128 x 128 (DeepSeek-V3's way)."""
+    """What shares a scale: the weights of an output `channel`, the whole `tensor`, or a `block` of
+    128 x 128 (DeepSeek-V3's way).
+    """
     activations: Literal["dynamic", "static", "none"] = "dynamic"
-    """`dynamic`: rounded with a scale for each token (for 128 inputs of it where `scales: block`), no calibration. `static`: with one
-    scale for all tokens, calibrated; a little faster and a little worse. `none`: not rounded, weights alone are small."""
+    """`dynamic`: rounded with a scale for each token (for 128 inputs of it where `scales: block`),
+    no calibration. `static`: with one scale for all tokens, calibrated; a little faster and a
+    little worse. `none`: not rounded, weights alone are small."""
     rounding: Literal["nearest", "gptq"] = "nearest"
-    """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes up for the errors of those rounded before
-    it, on the calibration text (arXiv:2210.17323)."""
+    """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes
+    up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323)."""
     calibration: Calibration | None = None
     """The text for `activations: static` and `rounding: gptq`; nothing else needs one."""
 
@@ -41,11 +48,15 @@ class Fp8(EightBitQuantizer):
         reads = {"activations: static": self.activations == "static", "rounding: gptq": self.rounding == "gptq"}
         needed = next((field for field, is_set in reads.items() if is_set), None)
         if self.calibration and not needed:
-            raise ValueError("the calibration text would not be read: take it out, or set rounding: gptq, or activations: static")
+            raise ValueError(
+                "the calibration text would not be read: take it out, or set rounding: gptq, or activations: static"
+            )
         if needed and not self.calibration:
             raise ValueError(f"{needed} needs a text: add calibration: {{dataset: c4}}, or take it out")
         if self.scales == "block" and self.activations == "static":
-            raise ValueError("vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel")
+            raise ValueError(
+                "vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel"
+            )
         return self
 
     @property
@@ -63,7 +74,9 @@ class Fp8(EightBitQuantizer):
     def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         super()._refuse(selection, formats)
         layers = selection.layers.values()
-        uneven = [layer for layer in layers if self.scales == "block" and (layer.inputs % BLOCK or layer.outputs % BLOCK)]
+        uneven = [
+            layer for layer in layers if self.scales == "block" and (layer.inputs % BLOCK or layer.outputs % BLOCK)
+        ]
         if uneven:
             others = f", and so for {len(uneven) - 1:,} other layers" if len(uneven) > 1 else ""
             raise StageError(

@@ -1,4 +1,6 @@
-"""Stage `gptq`: quantize block by block so that each layer's outputs on calibration text stay as they were."""
+"""Stage `gptq`: quantize block by block so that each layer's outputs on calibration text stay as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -28,40 +30,55 @@ if TYPE_CHECKING:
     from optkit.stages.quantizing.hessians import HessianCollector
 
 FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
+"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
+inputs.
+"""
 HEAD_ROWS = 1 << 14
 """Rows of lm_head that are quantized at a time."""
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
 class Gptq(Backed, WeightQuantizer):
-    """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ, arXiv:2210.17323), block by block.
+    """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ,
+    arXiv:2210.17323), block by block.
 
-    At most one decoder block and the hidden states of the calibration text are in memory. Scales are static, so `activation_order`
-    costs nothing when the model runs.
+    At most one decoder block and the hidden states of the calibration text are in memory. Scales
+    are static, so `activation_order` costs nothing when the model runs.
     """
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
     damping: Damping = 0.01
-    """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, where a Hessian needs more."""
+    """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, where
+    a Hessian needs more.
+    """
     activation_order: bool = True
     """Round the inputs with the largest activations first."""
     true_sequential: bool = False
-    """Let each layer of a block see the errors of those before it in the block: more time, no better perplexity as a rule."""
+    """Let each layer of a block see the errors of those before it in the block: more time, no
+    better perplexity as a rule.
+    """
     scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
-    """`hessian`: the scale with the least rounding error, each input weighted by its activations. `mse`: unweighted. `minmax`: the scale
-    that reaches every weight."""
+    """`hessian`: the scale with the least rounding error, each input weighted by its activations.
+    `mse`: unweighted. `minmax`: the scale that reaches every weight."""
     refinements: int = Field(default=2, ge=0, le=100)
-    """Turns of least-squares scales and coordinate descent on the codes (QuantEase, arXiv:2309.01885) after GPTQ; 0 leaves them out."""
+    """Turns of least-squares scales and coordinate descent on the codes (QuantEase,
+    arXiv:2309.01885) after GPTQ; 0 leaves them out.
+    """
     equal_tokens: bool = True
-    """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
+    """Divide each layer's input by its root mean square, token by token, so that no token with
+    enormous activations outweighs the rest.
+    """
     keep_zeros: bool | Literal["auto"] = "auto"
-    """Let weights that are 0 stay 0 while the others make up for errors. `auto`: in layers that were pruned (a fifth or more is 0)."""
+    """Let weights that are 0 stay 0 while the others make up for errors. `auto`: in layers that
+    were pruned (a fifth or more is 0).
+    """
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
     backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
-    """Who does the work: optkit, or another library in an environment of its own (`optkit env`), with the same tokens."""
+    """Who does the work: optkit, or another library in an environment of its own (`optkit env`),
+    with the same tokens.
+    """
 
     def _format(self, layer: Layer) -> PackedFormat:
         form = super()._format(layer)
@@ -93,12 +110,15 @@ class Gptq(Backed, WeightQuantizer):
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
             job.context.progress.warn(
-                f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} calibration tokens that GPTQ needs"
+                f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} "
+                "calibration tokens that GPTQ needs"
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
             )
 
     def _head(self, job: Job) -> Mapping[str, Tensor]:
-        """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for each token."""
+        """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for
+        each token.
+        """
         from optkit.algorithms.grid import joined
         from optkit.stages.quantizing.hessians import head_hessian
 
@@ -110,8 +130,12 @@ class Gptq(Backed, WeightQuantizer):
             parts = [self._rounded(job, HEAD, each, hessian, self._held([each]))[0] for each in rows]
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
-    def _quantize_turn(self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector) -> dict[str, QuantizedWeight]:
-        """Quantize layers whose inputs are observed together; their Hessians are gone when it returns."""
+    def _quantize_turn(
+        self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector
+    ) -> dict[str, QuantizedWeight]:
+        """Quantize layers whose inputs are observed together; their Hessians are gone when it
+        returns.
+        """
         hessians = collector.collect(layers) if layers else {}
         quantized: dict[str, QuantizedWeight] = {}
         for together in self._alike(job, layers, hessians):
@@ -119,7 +143,9 @@ class Gptq(Backed, WeightQuantizer):
             quantized |= self._quantize(job, {name: layers[name] for name in together}, hessians.get(together[0]))
         return quantized
 
-    def _quantize(self, job: Job, layers: Mapping[str, nn.Module], hessian: Hessian | None) -> dict[str, QuantizedWeight]:
+    def _quantize(
+        self, job: Job, layers: Mapping[str, nn.Module], hessian: Hessian | None
+    ) -> dict[str, QuantizedWeight]:
         """Quantize layers that share their input, and put the rounded weights into the modules."""
         import torch
 
@@ -156,7 +182,10 @@ class Gptq(Backed, WeightQuantizer):
         if all(each is None for each in kept):
             return None
         return torch.cat(
-            [torch.zeros_like(weight, dtype=torch.bool) if each is None else each for each, weight in zip(kept, weights, strict=True)]
+            [
+                torch.zeros_like(weight, dtype=torch.bool) if each is None else each
+                for each, weight in zip(kept, weights, strict=True)
+            ]
         )
 
     def _tell_zeros(self, job: Job) -> None:
@@ -165,12 +194,17 @@ class Gptq(Backed, WeightQuantizer):
             before, after = (counts[when] / counts["weights"] for when in ("before", "after"))
             job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
             became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
-            job.notes.append(f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now")
+            job.notes.append(
+                f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, "
+                f"{became}; {after:.1%} are now"
+            )
 
     def _rounded(
         self, job: Job, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
     ) -> tuple[QuantizedWeight, Tensor | None]:
-        """Return float32 [out, in] on its grid, and the Hessian that decided it; None where it was rounded to nearest."""
+        """Return float32 [out, in] on its grid, and the Hessian that decided it; None where it was
+        rounded to nearest.
+        """
         from optkit.algorithms.gptq import GptqOptions, gptq
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
@@ -187,11 +221,15 @@ class Gptq(Backed, WeightQuantizer):
             raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
         if result.damping > self.damping:
             job.details["raised_damping"][name] = result.damping
-            job.context.progress.warn(f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}")
+            job.context.progress.warn(
+                f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}"
+            )
         return result.weight, matrix
 
     def _alike(self, job: Job, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]) -> list[list[str]]:
-        """Return the layers in groups with the same Hessian, form and way of rounding; one that saw no token is alone."""
+        """Return the layers in groups with the same Hessian, form and way of rounding; one that saw
+        no token is alone.
+        """
         groups: dict[tuple[Any, ...], list[str]] = {}
         for name in layers:
             seen = id(hessians[name]) if name in hessians else name
@@ -200,8 +238,14 @@ class Gptq(Backed, WeightQuantizer):
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length
-        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
-        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        width = (
+            shape.config.get("hidden_size")
+            or shape.config.get("n_embd")
+            or min(layer.inputs for layer in layers.values())
+        )
+        element = max(
+            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
+        )
         largest = max(layer.inputs for layer in layers.values())
         hidden = tokens * width * element
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
@@ -231,7 +275,9 @@ def _count_zeros(job: Job, weight: Tensor, rounded: Tensor) -> None:
 
 
 def _work_bytes(stack: list[Layer]) -> int:
-    """Bytes that GPTQ works with on layers that share their input: four matrices of the Hessian's size, ten of the weights'."""
+    """Bytes that GPTQ works with on layers that share their input: four matrices of the Hessian's
+    size, ten of the weights'.
+    """
     outputs, inputs = sum(layer.outputs for layer in stack), stack[0].inputs
     if stack[0].name == HEAD:
         outputs = min(outputs, HEAD_ROWS)

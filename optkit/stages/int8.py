@@ -1,4 +1,6 @@
-"""Stage `int8`: LLM.int8() weights as bitsandbytes stores them, large inputs kept out of the 8 bits; no calibration."""
+"""Stage `int8`: LLM.int8() weights as bitsandbytes stores them, large inputs kept out of the 8
+bits; no calibration.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ if TYPE_CHECKING:
 
 
 class Int8(BitsAndBytesQuantizer):
-    """Store weights in 8 bits with bitsandbytes and multiply by LLM.int8() (arXiv:2208.07339): large inputs stay in 16 bits."""
+    """Store weights in 8 bits with bitsandbytes and multiply by LLM.int8() (arXiv:2208.07339):
+    large inputs stay in 16 bits.
+    """
 
     threshold: NonNegative = 6.0
-    """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in 8. 0: all of them in 8."""
+    """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in
+    8. 0: all of them in 8.
+    """
 
     def _format(self, layer: Layer) -> EightBitRows:
         return EightBitRows(self.threshold)

@@ -1,4 +1,6 @@
-"""Stage `kv_scales`: scales of a float8 KV cache, measured on a text and stored where vLLM reads them."""
+"""Stage `kv_scales`: scales of a float8 KV cache, measured on a text and stored where vLLM reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ WITHOUT_GROUPS: Mapping[str, Any] = {
 
 
 class KvScales(Transform):
-    """Store the scales of a float8 (E4M3) KV cache: the largest key and value of each layer on a text, over 448.
+    """Store the scales of a float8 (E4M3) KV cache: the largest key and value of each layer on a
+    text, over 448.
 
-    vLLM then keeps its KV cache in float8 on its own (`kv_cache_scheme` of compressed-tensors), and so does optkit. Weights stay as they
-    are, float or packed by compressed-tensors; put this stage behind the one that quantizes.
+    vLLM then keeps its KV cache in float8 on its own (`kv_cache_scheme` of compressed-tensors), and
+    so does optkit. Weights stay as they are, float or packed by compressed-tensors; put this stage
+    behind the one that quantizes.
     """
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
@@ -51,23 +55,35 @@ class KvScales(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Run the text through the whole model, link its weights into `target` and add the scales.
 
-        Raises StageError where the scales would not be read: another format than compressed-tensors, scales that are there already, an
-        architecture without k_proj; ResourceError without memory.
+        Raises StageError where the scales would not be read: another format than
+        compressed-tensors, scales that are there already, an architecture without k_proj;
+        ResourceError without memory.
         """
         started = time.monotonic()
         checkpoint = Checkpoint(source)
         layers = _layers(checkpoint.shape)
         tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
-        with out_of_memory("kv_scales", context.device, "Lower kv_scales.batch_size or kv_scales.calibration.sequence_length"):
+        with out_of_memory(
+            "kv_scales", context.device, "Lower kv_scales.batch_size or kv_scales.calibration.sequence_length"
+        ):
             recorded = self._record(checkpoint, tokens, context)
         if len(recorded) != len(layers):
-            raise StageError(f"{len(layers)} layers have a k_proj, and {len(recorded)} keep keys and values", where="kv_scales")
+            raise StageError(
+                f"{len(layers)} layers have a k_proj, and {len(recorded)} keep keys and values", where="kv_scales"
+            )
         keys, values = ([getattr(layer, f"largest_{kind}") for layer in recorded] for kind in ("key", "value"))
         wrong = next(
-            (name for name, *pair in zip(layers, keys, values, strict=True) if not all(0 < each < float("inf") for each in pair)), ""
+            (
+                name
+                for name, *pair in zip(layers, keys, values, strict=True)
+                if not all(0 < each < float("inf") for each in pair)
+            ),
+            "",
         )
         if wrong:
-            raise StageError("its keys or values are 0, NaN or Inf on the calibration text", where=f"kv_scales: {wrong}")
+            raise StageError(
+                "its keys or values are 0, NaN or Inf on the calibration text", where=f"kv_scales: {wrong}"
+            )
         _write(checkpoint, target, layers, keys, values, link=context.may_link)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, _config(checkpoint.config))
@@ -79,9 +95,13 @@ class KvScales(Transform):
         return Report(changed=len(layers), details=details, calibrated_on=(self.calibration.identity(),))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact tensors that it leaves; the memory is that of the whole model and of one batch."""
+        """Return the exact tensors that it leaves; the memory is that of the whole model and of one
+        batch.
+        """
         layers = _layers(shape)
-        tensors = dict(shape.tensors) | {f"{layer}.{leaf}": TensorInfo("F32", (1,)) for layer in layers for leaf in (KEYS, VALUES)}
+        tensors = dict(shape.tensors) | {
+            f"{layer}.{leaf}": TensorInfo("F32", (1,)) for layer in layers for leaf in (KEYS, VALUES)
+        }
         left = ModelShape(config=_config(shape.config), tensors=tensors)
         widest = max(max(info.shape) for name, info in shape.tensors.items() if shape.block(name) and info.shape)
         needed = shape.size_bytes + self.batch_size * self.calibration.sequence_length * widest * 4 * 4
@@ -102,10 +122,14 @@ class KvScales(Transform):
         quantized = quantized_layers(checkpoint)
         if checkpoint.quantization and not quantized:
             raise StageError(
-                "the weights are in a form that optkit does not open itself", where="kv_scales", remedy="Calibrate with its maker"
+                "the weights are in a form that optkit does not open itself",
+                where="kv_scales",
+                remedy="Calibrate with its maker",
             )
         dtype = stored_dtype(checkpoint)
-        model, _ = load_packed(checkpoint, quantized or {}, context.device, dtype, context.progress, context.trust_remote_code)
+        model, _ = load_packed(
+            checkpoint, quantized or {}, context.device, dtype, context.progress, context.trust_remote_code
+        )
         check_keys_and_values(model, "kv_scales")
         cache, layers = recording_cache(model.config, "kv_scales")
         batches = tokens.split(self.batch_size)
@@ -128,7 +152,11 @@ def _layers(shape: ModelShape) -> list[str]:
             remedy="Set format: compressed-tensors in the stage that quantizes",
         )
     if quantization.get("kv_cache_scheme"):
-        raise StageError("the model has scales for its KV cache already", where="kv_scales", remedy="Take the stage out of the recipe")
+        raise StageError(
+            "the model has scales for its KV cache already",
+            where="kv_scales",
+            remedy="Take the stage out of the recipe",
+        )
     layers = attention_layers(shape.tensors)
     if not layers:
         raise StageError(
@@ -145,15 +173,21 @@ def _config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "quantization_config": {**quantization, "kv_cache_scheme": dict(SCHEME)}}
 
 
-def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[float], values: list[float], *, link: bool) -> None:
-    """Link or copy the files with the weights into `target` as shards, and add one more with the scales and the index of all."""
+def _write(
+    checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[float], values: list[float], *, link: bool
+) -> None:
+    """Link or copy the files with the weights into `target` as shards, and add one more with the
+    scales and the index of all.
+    """
     import torch
     from safetensors.torch import save_file
 
     scales = {f"{layer}.{KEYS}": key for layer, key in zip(layers, keys, strict=True)}
     scales |= {f"{layer}.{VALUES}": value for layer, value in zip(layers, values, strict=True)}
     files = sorted(set(checkpoint.files.values()))
-    shards = {file: f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number, file in enumerate(files, start=1)}
+    shards = {
+        file: f"model-{number:05d}-of-{len(files) + 1:05d}.safetensors" for number, file in enumerate(files, start=1)
+    }
     for file, shard in shards.items():
         link_or_copy(file, target / shard, link=link)
     last = f"model-{len(files) + 1:05d}-of-{len(files) + 1:05d}.safetensors"
@@ -161,6 +195,9 @@ def _write(checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[f
     with disk_space_for(target / last, 4 * len(tensors)):
         save_file(tensors, target / last, metadata={"format": "pt"})
     weight_map = {name: shards[file] for name, file in checkpoint.files.items()} | dict.fromkeys(tensors, last)
-    index = {"metadata": {"total_size": checkpoint.shape.size_bytes + 4 * len(tensors)}, "weight_map": dict(sorted(weight_map.items()))}
+    index = {
+        "metadata": {"total_size": checkpoint.shape.size_bytes + 4 * len(tensors)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     with disk_space_for(target / INDEX, 100 * len(weight_map)):
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Stage `lora_recover`: adapters beside the layers of a pruned or quantized model, trained to make up for what it lost."""
+"""Stage `lora_recover`: adapters beside the layers of a pruned or quantized model, trained to make
+up for what it lost.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ NUMBERS = 4
 
 
 class LoraRecover(Trained):
-    """Train small matrices beside the layers so that the model says again what it said before: LoRA (arXiv:2106.09685) or DoRA.
+    """Train small matrices beside the layers so that the model says again what it said before: LoRA
+    (arXiv:2106.09685) or DoRA.
 
-    Float weights, pruned ones before all, get them merged. Packed weights stay as they are, and the adapter lies beside them in `adapter/`:
-    optkit applies it, peft loads it over transformers, vLLM serves it as a LoRA.
+    Float weights, pruned ones before all, get them merged. Packed weights stay as they are, and the
+    adapter lies beside them in `adapter/`: optkit applies it, peft loads it over transformers, vLLM
+    serves it as a LoRA.
     """
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
@@ -52,19 +56,23 @@ class LoraRecover(Trained):
     alpha: Factor = 32.0
     """The product of the two counts alpha / rank, beside layers of another rank too."""
     ranks: dict[Name, Count] = {}
-    """Glob pattern on full names -> another rank for the layers that it matches; the longest pattern that matches a layer decides."""
+    """Glob pattern on full names -> another rank for the layers that it matches; the longest
+    pattern that matches a layer decides.
+    """
     dropout: Part = 0.0
     """Share of the inputs that the adapters do not see in a step."""
     method: Literal["lora", "dora"] = "lora"
-    """`dora` (arXiv:2402.09353) trains the length of each output's weights too; for float weights alone."""
+    """`dora` (arXiv:2402.09353) trains the length of each output's weights too; for float weights
+    alone.
+    """
     include: AtLeastOne[Name] = ("*",)
-    """Layers that get an adapter, as glob patterns on full names such as `model.layers.0.mlp.up_proj`; lm_head, embeddings and routers
-    of experts get none."""
+    """Layers that get an adapter, as glob patterns on full names such as
+    `model.layers.0.mlp.up_proj`; lm_head, embeddings and routers of experts get none."""
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
     initialization: Literal["zero", "loftq"] = "zero"
-    """`zero`: the adapters begin without effect. `loftq` (arXiv:2310.08659, one round): as the best product of their rank for what the
-    weights lost of those that the recipe starts from."""
+    """`zero`: the adapters begin without effect. `loftq` (arXiv:2310.08659, one round): as the best
+    product of their rank for what the weights lost of those that the recipe starts from."""
     keep_zeros: bool | None = None
     """Let pruned weights stay zeros; left out, in the layers of which at least a quarter is zero."""
 
@@ -76,11 +84,18 @@ class LoraRecover(Trained):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.method == "dora" and self.initialization == "loftq":
-            raise ValueError("DoRA starts from the lengths of the base's weights. Set initialization: zero, or method: lora.")
+            raise ValueError(
+                "DoRA starts from the lengths of the base's weights. Set initialization: zero, or method: lora."
+            )
         if self.keep_zeros and self.initialization == "loftq":
-            raise ValueError("loftq fills zeros again that keep_zeros keeps. Set initialization: zero, or keep_zeros: false.")
+            raise ValueError(
+                "loftq fills zeros again that keep_zeros keeps. Set initialization: zero, or keep_zeros: false."
+            )
         if self.parallel == "fsdp":
-            raise ValueError("adapters are too small to be divided, and what they stand beside gets no gradient. Use `parallel: ddp`.")
+            raise ValueError(
+                "adapters are too small to be divided, and what they stand beside gets no "
+                "gradient. Use `parallel: ddp`."
+            )
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
@@ -95,23 +110,28 @@ class LoraRecover(Trained):
             largest = max(int(rank) for rank in details["ranks"])
             notes = (
                 "the adapter lies in adapter/ beside the packed weights: optkit applies it; transformers needs peft"
-                " (`PeftModel.from_pretrained(model, DIRECTORY/adapter)`, a model of compressed-tensors opened with `dequantize=True`);"
-                f" vLLM serves it as a LoRA (`--enable-lora --max-lora-rank {largest} --lora-modules NAME=DIRECTORY/adapter`)",
+                " (`PeftModel.from_pretrained(model, DIRECTORY/adapter)`, a model of compressed-tensors "
+                "opened with `dequantize=True`);"
+                f" vLLM serves it as a LoRA (`--enable-lora --max-lora-rank {largest} --lora-modules "
+                "NAME=DIRECTORY/adapter`)",
             )
         return replace(report, skipped=skipped, details=details, notes=(*report.notes, *notes))
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return the weights and the adapter that it leaves, and the memory of a float32 model, teacher, adapters and activations.
+        """Return the weights and the adapter that it leaves, and the memory of a float32 model,
+        teacher, adapters and activations.
 
-        Raises StageError for patterns that match nothing, a rank larger than a layer, what packed weights do not allow, and what
-        `Trained.predict_beside` does.
+        Raises StageError for patterns that match nothing, a rank larger than a layer, what packed
+        weights do not allow, and what `Trained.predict_beside` does.
         """
         self._check_positions(shape)
         self._check_devices(shape, device)
         packed = bool(shape.config.get("quantization_config"))
         self._refuse_unfit(packed)
         if packed and (what := _without_gradients(shape.config["quantization_config"])):
-            raise StageError(f"there are no gradients through {what}", where="lora_recover", why=FEW_BITS, remedy=LEARNABLE)
+            raise StageError(
+                f"there are no gradients through {what}", where="lora_recover", why=FEW_BITS, remedy=LEARNABLE
+            )
         linears = linears_of(shape)
         selection = self._select(linears, packed)
         ranks = self._ranks(selection)
@@ -138,7 +158,8 @@ class LoraRecover(Trained):
             raise StageError(
                 "DoRA cannot be beside packed weights",
                 where="lora_recover.method",
-                why="It scales the whole weight of each output: packed layers would have to be unpacked for it, and vLLM knows no DoRA",
+                why="It scales the whole weight of each output: packed layers would have to be unpacked "
+                "for it, and vLLM knows no DoRA",
                 remedy="Set method: lora, or put the stage before the one that quantizes",
             )
         if packed and self.keep_zeros:
@@ -157,7 +178,9 @@ class LoraRecover(Trained):
         return selection.without(experts, "lora_recover")
 
     def _ranks(self, selection: Selection) -> dict[str, int]:
-        """Return the rank beside each layer. Raises StageError for one that is larger than the layer."""
+        """Return the rank beside each layer. Raises StageError for one that is larger than the
+        layer.
+        """
         found = {}
         for name, layer in selection.layers.items():
             matching = [pattern for pattern in self.ranks if fnmatchcase(name, pattern)]
@@ -167,7 +190,8 @@ class LoraRecover(Trained):
                     f"rank {rank} is larger than the layer, which is {layer.outputs} x {layer.inputs}",
                     where=f"lora_recover.{'ranks' if matching else 'rank'}: {name}",
                     why="A product of that rank would be the whole weight",
-                    remedy=f"Use at most {min(layer.outputs, layer.inputs)}, or give the layer a rank of its own in `ranks`",
+                    remedy=f"Use at most {min(layer.outputs, layer.inputs)}, or give the layer a "
+                    "rank of its own in `ranks`",
                 )
             found[name] = rank
         return found
@@ -195,7 +219,11 @@ class LoraRecover(Trained):
         origin = None
         if self.initialization == "loftq":
             if context.origin is None:
-                raise StageError("there is no model to begin from", where="lora_recover.initialization", remedy="Set initialization: zero")
+                raise StageError(
+                    "there is no model to begin from",
+                    where="lora_recover.initialization",
+                    remedy="Set initialization: zero",
+                )
             first = Checkpoint(context.origin)
             origin = Origin(first, first.config.get("model_type") in CONV1D_MODELS, student.tensor_names)
         return adapt(student, form, zeros, origin, selection.skipped)
@@ -221,7 +249,9 @@ class LoraRecover(Trained):
 
 
 def _without_gradients(config: Mapping[str, Any]) -> str:
-    """Return what weights those of a `quantization_config` are, where nothing can be learned beside them."""
+    """Return what weights those of a `quantization_config` are, where nothing can be learned beside
+    them.
+    """
     if config.get("load_in_8bit"):
         return "8-bit weights of bitsandbytes"
     formats = {config.get("format"), *(group.get("format") for group in (config.get("config_groups") or {}).values())}
@@ -233,4 +263,6 @@ def _in_floats(shape: ModelShape, linears: Mapping[str, Layer]) -> ModelShape:
     packed = tuple(f"{name}." for name in linears)
     rest = {name: info for name, info in shape.tensors.items() if not name.startswith(packed) or name.endswith(".bias")}
     floats = {f"{name}.weight": TensorInfo("F32", (layer.outputs, layer.inputs)) for name, layer in linears.items()}
-    return ModelShape({key: value for key, value in shape.config.items() if key != "quantization_config"}, rest | floats)
+    return ModelShape(
+        {key: value for key, value in shape.config.items() if key != "quantization_config"}, rest | floats
+    )

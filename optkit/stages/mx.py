@@ -1,4 +1,6 @@
-"""Stage `mx`: 4-bit floats in small blocks with a scale each, MXFP4 or NVFP4; no calibration, seconds of work."""
+"""Stage `mx`: 4-bit floats in small blocks with a scale each, MXFP4 or NVFP4; no calibration,
+seconds of work.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 @dataclass(frozen=True)
 class Microscaled:
-    """mxfp4-pack-quantized or nvfp4-pack-quantized of compressed-tensors (0.19); see `optkit.algorithms.microscaling`."""
+    """mxfp4-pack-quantized or nvfp4-pack-quantized of compressed-tensors (0.19); see
+    `optkit.algorithms.microscaling`.
+    """
 
     type: Literal["nvfp4", "mxfp4"]
     method: ClassVar[str] = COMPRESSED_TENSORS
@@ -47,7 +51,9 @@ class Microscaled:
         return {**packed, "weight_scale": TensorInfo("F8_E4M3", scales), "weight_global_scale": TensorInfo("F32", (1,))}
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16 of compressed-tensors."""
+        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16
+        of compressed-tensors.
+        """
         weights = {
             "num_bits": 4,
             "type": "float",
@@ -57,19 +63,32 @@ class Microscaled:
             "scale_dtype": "torch.uint8" if self.type == "mxfp4" else "torch.float8_e4m3fn",
             "dynamic": False,
         }
-        return {"weights": weights, "input_activations": None, "output_activations": None, "format": f"{self.type}-pack-quantized"}
+        return {
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": f"{self.type}-pack-quantized",
+        }
 
 
 class Mx(LayerQuantizer):
-    """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4); activations stay as they are."""
+    """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4); activations
+    stay as they are.
+    """
 
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
-    """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with powers of two, 4.25 bits a weight."""
+    """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with
+    powers of two, 4.25 bits a weight.
+    """
     scale_search: Literal["minmax", "mse"] = "mse"
-    """`mse`: the scale of each block with the least squared rounding error. `minmax`: the one that reaches every weight of it."""
+    """`mse`: the scale of each block with the least squared rounding error. `minmax`: the one that
+    reaches every weight of it.
+    """
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Quantize block by block; raises what every quantizer raises, and StageError where the model is not in bfloat16."""
+        """Quantize block by block; raises what every quantizer raises, and StageError where the
+        model is not in bfloat16.
+        """
         _refuse_other_dtypes(Checkpoint(source).shape, self._kind)
         return super().run(source, target, context)
 
@@ -105,14 +124,18 @@ class Mx(LayerQuantizer):
             f"have columns ({wrong[0].inputs if wrong else 0}) that are not a multiple of {block}",
             where=f"{self._kind}.type",
             why=f"Blocks of {self.type} are {block} inputs wide",
-            remedy=f"Exclude them{', or set type: nvfp4' if not any(layer.inputs % BLOCKS['nvfp4'] for layer in layers) else ''}",
+            remedy="Exclude them"
+            + ("" if any(layer.inputs % BLOCKS["nvfp4"] for layer in layers) else ", or set type: nvfp4"),
         )
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         for index in range(len(job.skeleton.blocks)):
             layers: dict[str, Mapping[str, Tensor]] = {}
-            # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them: those of one module share it.
-            for _, names in groupby(sorted(job.modules(index), key=lambda name: name.rpartition(".")[::2]), key=_parent):
+            # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them:
+            # those of one module share it.
+            for _, names in groupby(
+                sorted(job.modules(index), key=lambda name: name.rpartition(".")[::2]), key=_parent
+            ):
                 layers |= self._quantize(job, list(names))
             yield BlockOutput(layers)
 
@@ -122,7 +145,9 @@ class Mx(LayerQuantizer):
         job.task.advance(0, note=names[0])
         search = self.scale_search == "mse"
         with out_of_memory(names[0], job.context.device, "Use a machine with more memory"):
-            weights = {name: job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device) for name in names}
+            weights = {
+                name: job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device) for name in names
+            }
             if self.type == "mxfp4":
                 return {name: pack(quantize_mxfp4(weight, search)) for name, weight in weights.items()}
             shared = nvfp4_global_scale(weights.values())
@@ -132,18 +157,24 @@ class Mx(LayerQuantizer):
         modules: dict[str, int] = {}
         for name, layer in layers.items():
             bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]
-            modules[name.rpartition(".")[0]] = modules.get(name.rpartition(".")[0], 0) + layer.outputs * layer.inputs * (bits + 8) // 8
+            modules[name.rpartition(".")[0]] = (
+                modules.get(name.rpartition(".")[0], 0) + layer.outputs * layer.inputs * (bits + 8) // 8
+            )
         held = max(modules.values())
         return (held, held + WORK_BYTES["cuda"]) if device.startswith("cuda") else (held + WORK_BYTES["cpu"], 0)
 
 
 def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
-    dtypes = sorted({shape.tensors[f"{name}.weight"].dtype for name, layer in layers_of(shape).items() if not layer.router} - {"BF16"})
+    dtypes = sorted(
+        {shape.tensors[f"{name}.weight"].dtype for name, layer in layers_of(shape).items() if not layer.router}
+        - {"BF16"}
+    )
     if dtypes:
         raise StageError(
             f"the model has weights in {', '.join(dtypes)}",
             where=stage,
-            why="compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot mix it with another dtype",
+            why="compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot "
+            "mix it with another dtype",
             remedy="Put `- bf16` before it",
         )
 

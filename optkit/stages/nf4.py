@@ -1,4 +1,6 @@
-"""Stage `nf4`: weights in 4-bit NormalFloat or 4-bit floats, as bitsandbytes stores them; no calibration, seconds of work."""
+"""Stage `nf4`: weights in 4-bit NormalFloat or 4-bit floats, as bitsandbytes stores them; no
+calibration, seconds of work.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,32 @@ if TYPE_CHECKING:
 
 
 class Nf4(BitsAndBytesQuantizer):
-    """Store weights in 4 bits with bitsandbytes: NormalFloat (NF4, arXiv:2305.14314) in blocks of 64, the start of a QLoRA."""
+    """Store weights in 4 bits with bitsandbytes: NormalFloat (NF4, arXiv:2305.14314) in blocks of
+    64, the start of a QLoRA.
+    """
 
     type: Literal["nf4", "fp4"] = "nf4"
-    """`nf4`: values at the quantiles of a normal distribution, as weights have. `fp4`: 4-bit floats, worse on most models."""
+    """`nf4`: values at the quantiles of a normal distribution, as weights have. `fp4`: 4-bit
+    floats, worse on most models.
+    """
     double_quantization: bool = True
     """Store the scales of the blocks in 8 bits too: 4.13 bits a weight instead of 4.5."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """The dtype that weights are multiplied in; null: that of the model. CPUs with AVX512-BF16 multiply in bfloat16 whatever it says."""
+    """The dtype that weights are multiplied in; null: that of the model. CPUs with AVX512-BF16
+    multiply in bfloat16 whatever it says.
+    """
 
     def _format(self, layer: Layer) -> FourBit:
         return FourBit(self.type, self.double_quantization, self.compute_dtype)
 
-    def _config(self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+    def _config(
+        self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]
+    ) -> dict[str, Any]:
         written = super()._config(config, selection, formats)
         if self.compute_dtype is None:
-            written["quantization_config"]["bnb_4bit_compute_dtype"] = config.get("dtype") or config.get("torch_dtype") or "float32"
+            written["quantization_config"]["bnb_4bit_compute_dtype"] = (
+                config.get("dtype") or config.get("torch_dtype") or "float32"
+            )
         return written
 
     def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:

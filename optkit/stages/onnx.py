@@ -1,4 +1,6 @@
-"""Stage `onnx`: a checkpoint as an ONNX model that ONNX Runtime and ONNX Runtime GenAI run, proven to say what its source says."""
+"""Stage `onnx`: a checkpoint as an ONNX model that ONNX Runtime and ONNX Runtime GenAI run, proven
+to say what its source says.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ STALE = ("quantize_config.json",)
 
 
 class Onnx(Transform):
-    """Export a model to ONNX, proven to say what its source says: decoders with fused attention and a KV cache, and encoders.
+    """Export a model to ONNX, proven to say what its source says: decoders with fused attention and
+    a KV cache, and encoders.
 
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
     """
@@ -56,30 +59,36 @@ class Onnx(Transform):
     )
 
     exporter: Literal["genai", "torch", "optimum"] | None = None
-    """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention), norms and rotary embeddings; for the
-    decoders that it knows. `torch`: torch.onnx.export, for encoders (BERT and its kin) and any decoder that can be traced, in float32 and
-    ONNX's own operators. `optimum`: optimum-onnx in an environment of its own (`optkit env build optimum`), for decoders. Left out: genai
-    for decoders that it knows, else torch."""
+    """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention),
+    norms and rotary embeddings; for the decoders that it knows. `torch`: torch.onnx.export, for
+    encoders (BERT and its kin) and any decoder that can be traced, in float32 and ONNX's own
+    operators. `optimum`: optimum-onnx in an environment of its own (`optkit env build optimum`),
+    for decoders. Left out: genai for decoders that it knows, else torch."""
     target: Literal["cpu", "cuda", "dml", "webgpu"] = "cpu"
     """Execution provider that the graph is made for."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """What the graph computes in, and holds what is not quantized in. Left out: float32 for cpu, float16 for the others. cpu has float32
-    and float16, cuda float16 and bfloat16, dml float16, webgpu float16 and float32."""
+    """What the graph computes in, and holds what is not quantized in. Left out: float32 for cpu,
+    float16 for the others. cpu has float32 and float16, cuda float16 and bfloat16, dml float16,
+    webgpu float16 and float32."""
     lm_head: Literal["keep", 4, 8] | None = None
-    """Of a quantized model whose lm_head is float: the bits that it is rounded to, or `keep`. Left out: 8, but keep for cpu with
-    `activations: float`."""
+    """Of a quantized model whose lm_head is float: the bits that it is rounded to, or `keep`. Left
+    out: 8, but keep for cpu with `activations: float`."""
     embedding: Literal["keep", "shared"] | None = None
-    """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it float, a matrix of its own. Left out:
-    shared for cpu, where they are tied and lm_head has 8 bits."""
+    """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it
+    float, a matrix of its own. Left out: shared for cpu, where they are tied and lm_head has 8
+    bits."""
     activations: Literal["int8", "float"] | None = None
-    """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at
-    all. Left out: int8 for cpu, float for the others. For cpu float has a fast kernel at 4 bits, and none at 8."""
+    """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in
+    blocks, the fastest on CPUs, or not at all. Left out: int8 for cpu, float for the others. For
+    cpu float has a fast kernel at 4 bits, and none at 8."""
 
     opset: int | None = None
-    """Version of ONNX's operators that torch (18 to 23) or optimum (14 to 20) writes. Left out: 21 by torch, optimum's choice."""
+    """Version of ONNX's operators that torch (18 to 23) or optimum (14 to 20) writes. Left out: 21
+    by torch, optimum's choice.
+    """
     kv_cache: bool | None = None
-    """Of a decoder that torch or optimum exports: keys and values go in and come out, for decoding token by token; `false`: the graph
-    computes whole sequences. Left out: they do."""
+    """Of a decoder that torch or optimum exports: keys and values go in and come out, for decoding
+    token by token; `false`: the graph computes whole sequences. Left out: they do."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -87,7 +96,11 @@ class Onnx(Transform):
             raise ValueError(f"{idle[0]}: {idle[1]}")
         name = self.exporter or "torch"
         if self.opset is not None and self.opset not in (known := OPSETS[name]):
-            remedy = f"put onnx_optimize with opset: {self.opset} behind it" if self.opset < known[0] else "take one of these"
+            remedy = (
+                f"put onnx_optimize with opset: {self.opset} behind it"
+                if self.opset < known[0]
+                else "take one of these"
+            )
             raise ValueError(f"opset: the exporter {name} writes {known[0]} to {known[-1]}, not {self.opset}: {remedy}")
         if self.dtype and self.dtype not in DTYPES[self.target]:
             raise ValueError(f"{self.dtype}: a graph for {self.target} computes in {' or '.join(DTYPES[self.target])}")
@@ -96,17 +109,30 @@ class Onnx(Transform):
         return self
 
     def _idle(self, exporter: str) -> tuple[str, str] | None:
-        """Return the first field that means nothing to an exporter, and why; None where there is none."""
+        """Return the first field that means nothing to an exporter, and why; None where there is
+        none.
+        """
         if exporter == "genai":
             name = next((name for name in ("opset", "kv_cache") if getattr(self, name) is not None), None)
-            return (name, "the exporter genai has no choice there. Leave it out, or take exporter: torch") if name else None
+            return (
+                (name, "the exporter genai has no choice there. Leave it out, or take exporter: torch")
+                if name
+                else None
+            )
         if self.target != "cpu":
             return "target", f"a graph of the exporter {exporter} is the same for every provider. Leave it out"
         if self.dtype not in (None, "float32"):
-            return "dtype", f"the exporter {exporter} writes float32. Put onnx_optimize with {self.dtype}: true behind it"
+            return (
+                "dtype",
+                f"the exporter {exporter} writes float32. Put onnx_optimize with {self.dtype}: true behind it",
+            )
         given = {"lm_head": self.lm_head, "embedding": self.embedding, "activations": self.activations}
         name = next((name for name, value in given.items() if value), None)
-        return (name, f"the exporter {exporter} rounds nothing. Leave it out, and put onnx_quantize behind it") if name else None
+        return (
+            (name, f"the exporter {exporter} rounds nothing. Leave it out, and put onnx_quantize behind it")
+            if name
+            else None
+        )
 
     @property
     def _float_activations(self) -> bool:
@@ -117,23 +143,32 @@ class Onnx(Transform):
         return self.lm_head or ("keep" if self._float_activations and self.target == "cpu" else 8)
 
     def made_with(self) -> dict[str, Any]:
-        """Return the exporter's version: another one makes another graph. Where the model decides on the exporter, those of both."""
+        """Return the exporter's version: another one makes another graph. Where the model decides
+        on the exporter, those of both.
+        """
         genai = f"onnxruntime-genai=={next(iter(installed(GENAI_BUILDS).values()), 'none')}"
         torch = [f"{name}=={package_version(name)}" for name in ("torch", "transformers", "onnxscript")]
         optimum = list(LIBRARIES["optimum"].requirements)
-        return {"packages": {"genai": [genai], "torch": torch, "optimum": optimum, None: [genai, *torch]}[self.exporter]}
+        return {
+            "packages": {"genai": [genai], "torch": torch, "optimum": optimum, None: [genai, *torch]}[self.exporter]
+        }
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Export, then compare the graph with its source.
 
-        Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime has no operator for, and where the graph
-        does not say what the source says; ResourceError where memory or disk run out.
+        Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime
+        has no operator for, and where the graph does not say what the source says; ResourceError
+        where memory or disk run out.
         """
         shape = Checkpoint(source).shape
         config, chosen = shape.config, self._exporter(shape)
         encoder = chosen == "torch" and task_of(config) is not Task.GENERATION
         report = (self._export_encoder if encoder else self._export_decoder)(source, target, context)
-        because = () if self.exporter or chosen == "genai" else (f"exported by torch: the exporter genai has no {architecture_of(config)}",)
+        because = (
+            ()
+            if self.exporter or chosen == "genai"
+            else (f"exported by torch: the exporter genai has no {architecture_of(config)}",)
+        )
         return replace(report, details={"exporter": chosen, **report.details}, notes=(*because, *report.notes))
 
     def _export_encoder(self, source: Path, target: Path, context: Context) -> Report:
@@ -146,7 +181,9 @@ class Onnx(Transform):
         with context.progress.task("onnx", 1, "model"):
             details = export_encoder(source, target, opset, context.trust_remote_code)
         seconds = round(time.monotonic() - started, 1)
-        return Report(changed=len(ModelFile(target).initializers), details={"dtype": "float32", **details, "export_s": seconds})
+        return Report(
+            changed=len(ModelFile(target).initializers), details={"dtype": "float32", **details, "export_s": seconds}
+        )
 
     def _export_decoder(self, source: Path, target: Path, context: Context) -> Report:
         """Export in a process of its own, then compare the graph with its source on a text."""
@@ -190,7 +227,9 @@ class Onnx(Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of the graph's weights, and the memory of the source in float32 or of the graph as ONNX Runtime holds it."""
+        """Return the size of the graph's weights, and the memory of the source in float32 or of the
+        graph as ONNX Runtime holds it.
+        """
         if (exporter := self._exporter(shape)) != "genai":
             self._refuse_for(exporter, shape)
             left = float32_shape(shape)
@@ -206,7 +245,11 @@ class Onnx(Transform):
         """Raise StageError for a model or a field that the exporter torch or optimum does not take."""
         if task_of(shape.config) is not Task.GENERATION:
             if exporter == "optimum":
-                raise StageError(f"optimum exports decoders here, and {architecture_of(shape.config)} is none", where="onnx", remedy=TORCH)
+                raise StageError(
+                    f"optimum exports decoders here, and {architecture_of(shape.config)} is none",
+                    where="onnx",
+                    remedy=TORCH,
+                )
             encoder_task(shape.config)
             if self.kv_cache is not None:
                 raise StageError("an encoder has no KV cache", where="onnx.kv_cache", remedy="Leave it out")
@@ -220,7 +263,9 @@ class Onnx(Transform):
             )
 
     def _order(self, shape: ModelShape, source: Path, target: Path, context: Context) -> Order:
-        """Return what the exporter is asked for. Raises StageError for what it cannot do with this model."""
+        """Return what the exporter is asked for. Raises StageError for what it cannot do with this
+        model.
+        """
         from optkit.onnx.builder import Order, refuse_architecture
 
         if (exporter := self._exporter(shape)) != "genai":
@@ -259,7 +304,9 @@ class Onnx(Transform):
         return self.exporter or exporter_for(shape.config)
 
     def _head_bits(self, shape: ModelShape) -> int | None:
-        """Return the bits that lm_head is rounded to; None where it stays or is quantized already. Raises StageError where it cannot be."""
+        """Return the bits that lm_head is rounded to; None where it stays or is quantized already.
+        Raises StageError where it cannot be.
+        """
         if self._lm_head == "keep" or _head_is_coded(shape):
             return None
         inputs = int(shape.config["hidden_size"])
@@ -278,7 +325,9 @@ class Onnx(Transform):
                 remedy="Leave it out, put gptq, awq or rtn before onnx, or onnx_quantize behind it",
             )
         if self.lm_head and _head_is_coded(shape):
-            raise StageError("lm_head is quantized already", where="onnx.lm_head", remedy="Leave it out: its codes are kept")
+            raise StageError(
+                "lm_head is quantized already", where="onnx.lm_head", remedy="Leave it out: its codes are kept"
+            )
         tied = is_tied(shape)
         if self.embedding == "shared" and (_head_is_coded(shape) or not tied):
             raise StageError(
@@ -294,7 +343,9 @@ def _head_is_coded(shape: ModelShape) -> bool:
 
 
 def _write_beside(order: Order) -> None:
-    """Add config.json and every file of the source that holds no weights, and correct what the exporter says of the provider."""
+    """Add config.json and every file of the source that holds no weights, and correct what the
+    exporter says of the provider.
+    """
     copy_companions(order.source, order.target, order.trust_remote_code)
     for name in STALE:
         (order.target / name).unlink(missing_ok=True)
@@ -309,7 +360,9 @@ def _write_beside(order: Order) -> None:
 
 
 def _text(order: Order) -> tuple[str, list[int]]:
-    """Return a text to compare on and its tokens; "" and some numbers where the source has no tokenizer."""
+    """Return a text to compare on and its tokens; "" and some numbers where the source has no
+    tokenizer.
+    """
     from optkit.source.calibration import load_tokenizer
     from optkit.source.texts import TextSource
 
@@ -342,8 +395,15 @@ def _not_for_genai(reason: str) -> str:
 def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
     both = " and the embedding that is tied to it are" if order.shared_embedding else " is"
     rounded = [f"lm_head{both} rounded to {order.head_bits} bits for the export"] if order.head_bits else []
-    rounded += [] if order.float_activations else ["ONNX Runtime rounds the inputs of quantized layers to 8 bits while it computes"]
+    rounded += (
+        []
+        if order.float_activations
+        else ["ONNX Runtime rounds the inputs of quantized layers to 8 bits while it computes"]
+    )
     cost = f"; it costs {details['divergence']:.2g} nats a token" if "divergence" in details else ""
     told = [f"{'; '.join(rounded)}{cost}"] if rounded else []
-    unproven = f"the graph was not compared with its source: ONNX Runtime has no kernels of {order.dtype} here, only with --device cuda"
+    unproven = (
+        f"the graph was not compared with its source: ONNX Runtime has no kernels of {order.dtype} "
+        "here, only with --device cuda"
+    )
     return told if "logits_apart" in details else [*told, unproven]

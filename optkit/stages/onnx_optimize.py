@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 HERE = "The graph was optimized for this machine's CPU (level: all): on another one it may be slower or not open"
 ONLY_RUNTIME = "The graph has fused operators of ONNX Runtime, which other engines do not know"
 LIMITS = {False: 1e-3, True: 5e-2}
-"""Largest difference to the source's first output, as a share of its largest value: of float32 graphs, and of those that round."""
+"""Largest difference to the source's first output, as a share of its largest value: of float32
+graphs, and of those that round.
+"""
 FUSION_COPIES, FLOAT16_COPIES = 1.5, 4.5
 """How often ONNX Runtime holds the model while it is fused, and its tool while that is converted."""
 ROUNDING = ("MatMulNBits", "MatMulInteger", "QuantizeLinear", "DynamicQuantizeLinear", "GatherBlockQuantized")
 
 
 class OnnxOptimize(Transform):
-    """Fold constants and fuse nodes ahead of time, convert to float16, or write another opset; what the model says stays.
+    """Fold constants and fuse nodes ahead of time, convert to float16, or write another opset; what
+    the model says stays.
 
-    ONNX Runtime fuses the same nodes whenever it opens a model: done here, a model opens faster and its graph can be looked at.
+    ONNX Runtime fuses the same nodes whenever it opens a model: done here, a model opens faster and
+    its graph can be looked at.
     """
 
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
@@ -44,16 +48,25 @@ class OnnxOptimize(Transform):
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22")
 
     level: Literal["none", "basic", "extended", "all"] = "basic"
-    """`none`: no fusion. `basic`: constants folded, nodes without effect removed, in ONNX's own operators. `extended`: nodes fused into
-    operators of ONNX Runtime. `all`: layouts for the CPU of this machine as well."""
+    """`none`: no fusion. `basic`: constants folded, nodes without effect removed, in ONNX's own
+    operators. `extended`: nodes fused into operators of ONNX Runtime. `all`: layouts for the CPU of
+    this machine as well."""
     float16: bool = False
-    """Weights, activations and KV cache in float16, for GPUs: half the bytes. Comes after the fusions."""
+    """Weights, activations and KV cache in float16, for GPUs: half the bytes. Comes after the
+    fusions.
+    """
     keep_float32: Distinct[Name] = ()
-    """float16: kinds of operators, or glob patterns on the names of nodes, that go on computing in float32, between casts."""
+    """float16: kinds of operators, or glob patterns on the names of nodes, that go on computing in
+    float32, between casts.
+    """
     keep_inputs: bool = False
-    """float16: inputs and outputs of the graph stay float32, for programs that give and expect those."""
+    """float16: inputs and outputs of the graph stay float32, for programs that give and expect
+    those.
+    """
     opset: int | None = Field(default=None, ge=13, le=1000)
-    """Version of ONNX's operators to write, for a runtime that asks for it; null keeps the present one."""
+    """Version of ONNX's operators to write, for a runtime that asks for it; null keeps the present
+    one.
+    """
 
     @model_validator(mode="after")
     def _meaningful(self) -> Self:
@@ -65,10 +78,12 @@ class OnnxOptimize(Transform):
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Change the opset, then the graph, then the dtype; and compare the result with the source on a few tokens.
+        """Change the opset, then the graph, then the dtype; and compare the result with the source
+        on a few tokens.
 
-        Raises StageError where the result says something else or float16 does not hold a weight, SourceError for a damaged model or
-        one that ONNX Runtime does not open, ResourceError without memory or disk.
+        Raises StageError where the result says something else or float16 does not hold a weight,
+        SourceError for a damaged model or one that ONNX Runtime does not open, ResourceError
+        without memory or disk.
         """
         from optkit.onnx.model_file import ModelFile, ModelWriter, copy_files_beside
         from optkit.onnx.optimization import opset_of
@@ -104,7 +119,9 @@ class OnnxOptimize(Transform):
         return Report(changed=changed, details=details, notes=(*self._notes(written), *notes))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of what is left, written twice on the way, and the memory of the fusions and of the conversion to float16."""
+        """Return the size of what is left, written twice on the way, and the memory of the fusions
+        and of the conversion to float16.
+        """
         from optkit.onnx.changed_shape import optimized_shape, whole_bytes
 
         left = optimized_shape(shape, self.level != "none", self.float16)
@@ -130,7 +147,9 @@ class OnnxOptimize(Transform):
         return model, to_float16_(model, *self._kept(model), self.keep_inputs)
 
     def _kept(self, model: ModelFile) -> tuple[list[str], list[str]]:
-        """Return the kinds and the nodes that stay float32. Raises StageError for an entry that is no kind and matches no node."""
+        """Return the kinds and the nodes that stay float32. Raises StageError for an entry that is
+        no kind and matches no node.
+        """
         nodes = {node.name: node.op_type for node in model.proto.graph.node}
         patterns = [each for each in self.keep_float32 if each not in nodes.values()]
         refuse_unmatched("onnx_optimize.keep_float32", patterns, [*nodes, *sorted(set(nodes.values()))], len(nodes))
@@ -138,7 +157,9 @@ class OnnxOptimize(Transform):
         return kinds, [name for name in nodes if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
     def _compare(self, target: Path, wanted: NDArray[Any] | None, limit: float) -> tuple[tuple[str, ...], float | None]:
-        """Return notes, and how far the result is from the source as a share of the largest value; None where neither could be run."""
+        """Return notes, and how far the result is from the source as a share of the largest value;
+        None where neither could be run.
+        """
         from optkit.onnx.proof import run_it
 
         try:
@@ -146,14 +167,17 @@ class OnnxOptimize(Transform):
         except SourceError as error:
             if not self.float16:
                 raise
-            return (f"The float16 graph did not run on the CPU of the machine that made it: {error.why or error.what}",), None
+            return (
+                f"The float16 graph did not run on the CPU of the machine that made it: {error.why or error.what}",
+            ), None
         if found is None or wanted is None:
             return (), None
         wanted = wanted.astype("float32")
         difference = float(abs(found.astype("float32") - wanted).max() / max(abs(wanted).max(), 1e-30))
         if difference > limit:
             raise StageError(
-                f"the result differs from its source by {difference:.2g} of the largest value, and {limit:.2g} is the limit",
+                f"the result differs from its source by {difference:.2g} of the largest value, "
+                f"and {limit:.2g} is the limit",
                 where="onnx_optimize",
                 why="Some numbers do not fit float16" if self.float16 else "A fusion computes something else",
                 remedy="Name kinds of operators in keep_float32" if self.float16 else "Take a lower level",

@@ -1,4 +1,6 @@
-"""Stage `onnx_quantize`: an ONNX model with weights in 4 or 8 bits, or with weights and activations in int8."""
+"""Stage `onnx_quantize`: an ONNX model with weights in 4 or 8 bits, or with weights and activations
+in int8.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ INT8_COPIES = 4.0
 
 
 class OnnxQuantize(Transform):
-    """Quantize an ONNX model: its weights to 4 or 8 bits a block at a time, or weights and activations to int8.
+    """Quantize an ONNX model: its weights to 4 or 8 bits a block at a time, or weights and
+    activations to int8.
 
-    GPTQ and AWQ belong before the export: the stages `gptq` and `awq` choose better codes than any method here, and `onnx` passes them on.
+    GPTQ and AWQ belong before the export: the stages `gptq` and `awq` choose better codes than any
+    method here, and `onnx` passes them on.
     """
 
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
@@ -54,37 +58,51 @@ class OnnxQuantize(Transform):
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22", "onnxscript>=0.5")
 
     method: Literal["weights", "dynamic", "static"] = "weights"
-    """`weights`: codes of 4 or 8 bits in blocks, multiplied as they are (MatMulNBits), for language models. `dynamic`: int8 weights, and
-    activations whose scale is found at each call, for encoders on CPUs. `static`: int8 weights, and activations whose scales a text gave
-    (QDQ), for accelerators that need them; language models have outliers that such scales do not fit."""
+    """`weights`: codes of 4 or 8 bits in blocks, multiplied as they are (MatMulNBits), for language
+    models. `dynamic`: int8 weights, and activations whose scale is found at each call, for encoders
+    on CPUs. `static`: int8 weights, and activations whose scales a text gave (QDQ), for
+    accelerators that need them; language models have outliers that such scales do not fit."""
     bits: Literal[4, 8] = 4
     """weights: bits of a weight."""
     block_size: Literal[16, 32, 64, 128, 256] = 32
     """weights: inputs that share a scale."""
     symmetric: bool = False
-    """weights: without zero points. false: one zero point per block, as fast, a little larger and clearly better."""
+    """weights: without zero points. false: one zero point per block, as fast, a little larger and
+    clearly better.
+    """
     algorithm: Literal["rtn", "mse", "k_quant", "hqq"] = "mse"
-    """weights: `mse`: search the scale and zero point with the least squared error (optkit's own). `rtn`: round to the scale that reaches
-    every weight, which was the better one with `symmetric: true`. `k_quant`: llama.cpp's search. `hqq`: search zero points between the
-    integers, which ONNX Runtime's CPU has no fast kernel for (one token took 400 times as long) and which exist at 4 bits alone (an
-    lm_head of 8 is rounded). The last two need `symmetric: false`."""
+    """weights: `mse`: search the scale and zero point with the least squared error (optkit's own).
+    `rtn`: round to the scale that reaches every weight, which was the better one with `symmetric:
+    true`. `k_quant`: llama.cpp's search. `hqq`: search zero points between the integers, which ONNX
+    Runtime's CPU has no fast kernel for (one token took 400 times as long) and which exist at 4
+    bits alone (an lm_head of 8 is rounded). The last two need `symmetric: false`."""
     lm_head: Literal["keep", 4, 8] = 8
-    """weights: bits of lm_head, which costs more than any other layer in small models; `keep` leaves it float."""
+    """weights: bits of lm_head, which costs more than any other layer in small models; `keep`
+    leaves it float.
+    """
     embedding: Literal["keep", "shared"] = "keep"
-    """weights: `shared`: an embedding that is tied to lm_head reads its codes; `keep` leaves it float, a matrix of its own if need be."""
+    """weights: `shared`: an embedding that is tied to lm_head reads its codes; `keep` leaves it
+    float, a matrix of its own if need be.
+    """
     activations: Literal["int8", "float"] = "int8"
-    """weights: what the inputs of a layer are rounded to while it computes: int8 in blocks, the fastest on CPUs, or not at all."""
+    """weights: what the inputs of a layer are rounded to while it computes: int8 in blocks, the
+    fastest on CPUs, or not at all.
+    """
     op_types: Distinct[Kind] = ("MatMul",)
-    """dynamic, static: the operators to quantize. Gather is an embedding. dynamic has no Gemm and ConvTranspose, static no Attention, LSTM
-    and EmbedLayerNormalization."""
+    """dynamic, static: the operators to quantize. Gather is an embedding. dynamic has no Gemm and
+    ConvTranspose, static no Attention, LSTM and EmbedLayerNormalization."""
     per_channel: bool = True
     """dynamic, static: one scale per output channel of a weight; false: one for the whole weight."""
     reduce_range: bool = False
-    """dynamic, static: weights in 7 bits, for CPUs without VNNI, where sums of 8 bit products overflow."""
+    """dynamic, static: weights in 7 bits, for CPUs without VNNI, where sums of 8 bit products
+    overflow.
+    """
     calibration: Calibration | None = None
     """static: the text whose activations are measured; no other method reads one."""
     ranges: Literal["min-max", "entropy", "percentile"] = "min-max"
-    """static: what an activation's scale reaches: all values seen, the range that loses the least entropy, or a share of the values."""
+    """static: what an activation's scale reaches: all values seen, the range that loses the least
+    entropy, or a share of the values.
+    """
     percentile: float = Field(default=99.999, gt=50, le=100)
     """static: the share, in percent, where `ranges` is `percentile`."""
     include: Distinct[Name] = ("*",)
@@ -98,29 +116,39 @@ class OnnxQuantize(Transform):
         for name in sorted(changed):
             methods = [method for method, fields in FIELDS_OF.items() if name in fields]
             if methods and self.method not in methods:
-                raise ValueError(f"{name} means nothing for method: {self.method}, only for method: {' or '.join(methods)}")
+                raise ValueError(
+                    f"{name} means nothing for method: {self.method}, only for method: {' or '.join(methods)}"
+                )
         if self.method == "static" and self.calibration is None:
-            raise ValueError("method: static needs a text: add calibration: {dataset: c4, samples: 32}, or set method: dynamic")
+            raise ValueError(
+                "method: static needs a text: add calibration: {dataset: c4, samples: 32}, or set method: dynamic"
+            )
         if "percentile" in changed and self.ranges != "percentile":
             raise ValueError(f"percentile means nothing for ranges: {self.ranges}: set ranges: percentile")
         odd = [kind for kind in self.op_types if self.method in KINDS_OF and kind not in KINDS_OF[self.method]]
         if odd:
-            raise ValueError(f"method: {self.method} cannot quantize {', '.join(odd)}. It has {', '.join(KINDS_OF[self.method])}")
+            raise ValueError(
+                f"method: {self.method} cannot quantize {', '.join(odd)}. It has {', '.join(KINDS_OF[self.method])}"
+            )
         if self.symmetric and self.algorithm in ASYMMETRIC:
             raise ValueError(f"{self.algorithm} finds zero points: set symmetric: false, or algorithm: mse")
         if self.embedding == "shared" and self.lm_head == "keep":
             raise ValueError("embedding: shared reads the codes of lm_head: set lm_head: 8 or 4")
         if self.algorithm == "hqq" and self.bits == 8:
-            raise ValueError("ONNX Runtime computes with the zero points of hqq at 4 bits alone: set bits: 4, or another algorithm")
+            raise ValueError(
+                "ONNX Runtime computes with the zero points of hqq at 4 bits alone: set bits: 4, or another algorithm"
+            )
         if self.embedding == "shared" and self.algorithm == "hqq" and self.lm_head == 4:
-            raise ValueError("an embedding cannot read the zero points of hqq: set embedding: keep, or another algorithm")
+            raise ValueError(
+                "an embedding cannot read the zero points of hqq: set embedding: keep, or another algorithm"
+            )
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize matrix by matrix; memory holds the largest one a few times over.
 
-        Raises StageError where nothing is left to quantize and for patterns that match nothing, SourceError for a damaged model,
-        ResourceError when the disk is full.
+        Raises StageError where nothing is left to quantize and for patterns that match nothing,
+        SourceError for a damaged model, ResourceError when the disk is full.
         """
         from optkit.onnx.model_file import ModelFile, copy_files_beside
         from optkit.onnx.proof import run_it
@@ -147,7 +175,8 @@ class OnnxQuantize(Transform):
         return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of the codes and of what stays, and the memory of rounding a matrix or, for int8, of ONNX Runtime's own tool.
+        """Return the size of the codes and of what stays, and the memory of rounding a matrix or,
+        for int8, of ONNX Runtime's own tool.
 
         Patterns on names of nodes are not known here: what they would choose counts as kept.
         """
@@ -157,7 +186,11 @@ class OnnxQuantize(Transform):
             left = int8_shape(shape, self.per_channel, "Gather" in self.op_types, self.include, self.exclude)
             return Cost(disk_bytes=left.size_bytes, ram_bytes=whole_bytes(shape, INT8_COPIES)), left
         zeros = "none" if self.symmetric else "float" if self.algorithm == "hqq" else "packed"
-        head = None if self.lm_head == "keep" else Blocks(self.lm_head, self.block_size, "none" if self.symmetric else "packed")
+        head = (
+            None
+            if self.lm_head == "keep"
+            else Blocks(self.lm_head, self.block_size, "none" if self.symmetric else "packed")
+        )
         form = Blocks(self.bits, self.block_size, zeros)
         left = rounded_shape(shape, form, head, self.embedding == "shared", self.include, self.exclude)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=rounding_bytes(shape, left, self.algorithm)), left
@@ -226,7 +259,9 @@ class OnnxQuantize(Transform):
                 continue
             bits = self.lm_head if is_head and self.lm_head != "keep" else self.bits
             algorithm = "rtn" if self.algorithm == "hqq" and bits == 8 else self.algorithm
-            forms[name] = BlockForm(bits, self.block_size, self.symmetric, algorithm, 4 if self.activations == "int8" else 0)
+            forms[name] = BlockForm(
+                bits, self.block_size, self.symmetric, algorithm, 4 if self.activations == "int8" else 0
+            )
         refuse_nothing(forms, skipped, "onnx_quantize")
         return forms, skipped
 

@@ -1,4 +1,6 @@
-"""Stage `prune`: set the weights of linear layers to 0 that the outputs miss least; the checkpoint keeps its form."""
+"""Stage `prune`: set the weights of linear layers to 0 that the outputs miss least; the checkpoint
+keeps its form.
+"""
 
 from __future__ import annotations
 
@@ -32,53 +34,76 @@ DEFAULT_SPREAD = 0.08
 
 
 class Prune(Transform):
-    """Set weights of linear layers to 0: by magnitude, Wanda (arXiv:2306.11695) or SparseGPT (arXiv:2301.00774), anywhere or n of every m.
+    """Set weights of linear layers to 0: by magnitude, Wanda (arXiv:2306.11695) or SparseGPT
+    (arXiv:2301.00774), anywhere or n of every m.
 
-    Later blocks see what pruning left of the earlier ones. At most one decoder block and the hidden states of the calibration text are in
-    memory. Zeros alone make no engine faster and no file smaller: the scorecard says what it takes.
+    Later blocks see what pruning left of the earlier ones. At most one decoder block and the hidden
+    states of the calibration text are in memory. Zeros alone make no engine faster and no file
+    smaller: the scorecard says what it takes.
     """
 
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
 
     method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
-    """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products of weight and input norm, output by
-    output. `sparsegpt`: those whose loss the other weights make up for best, and they do."""
+    """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products
+    of weight and input norm, output by output. `sparsegpt`: those whose loss the other weights make
+    up for best, and they do."""
     sparsity: float | None = Field(default=None, gt=0)
-    """The share of weights that become 0, between 0 and 1; 0.5 where nothing else says. A pattern n:m fixes it at (m - n) / m."""
+    """The share of weights that become 0, between 0 and 1; 0.5 where nothing else says. A pattern
+    n:m fixes it at (m - n) / m.
+    """
     pattern: Literal["unstructured", "2:4", "4:8"] = "unstructured"
-    """`unstructured`: zeros anywhere. `2:4`: 2 of every 4 neighbouring inputs stay, which the sparse tensor cores of NVIDIA GPUs since
-    Ampere compute with. `4:8`: 4 of every 8."""
+    """`unstructured`: zeros anywhere. `2:4`: 2 of every 4 neighbouring inputs stay, which the
+    sparse tensor cores of NVIDIA GPUs since Ampere compute with. `4:8`: 4 of every 8."""
     allocation: Literal["uniform", "owl", "sensitivity"] = "uniform"
-    """`uniform`: every layer gets the same sparsity. `owl`: blocks with many outliers (|weight| x input norm) keep more (arXiv:2310.05175).
-    `sensitivity`: layers whose zeros move the predictions most keep more. The model's sparsity stays the one asked for."""
+    """`uniform`: every layer gets the same sparsity. `owl`: blocks with many outliers (|weight| x
+    input norm) keep more (arXiv:2310.05175). `sensitivity`: layers whose zeros move the predictions
+    most keep more. The model's sparsity stays the one asked for."""
     allocation_spread: Share | None = None
-    """How far the sparsity of a layer may lie from `sparsity`; 0.08 where `allocation` is not uniform."""
+    """How far the sparsity of a layer may lie from `sparsity`; 0.08 where `allocation` is not
+    uniform.
+    """
     outlier_threshold: float | None = Field(default=None, gt=1, le=1e6)
-    """How many times the mean of its block a product of weight and input norm must be to count as an outlier for `owl`: 5."""
+    """How many times the mean of its block a product of weight and input norm must be to count as
+    an outlier for `owl`: 5.
+    """
     sensitivity_samples: Count | None = None
-    """Windows of the calibration text, evenly spread, that `allocation: sensitivity` is measured on: 16."""
+    """Windows of the calibration text, evenly spread, that `allocation: sensitivity` is measured
+    on: 16.
+    """
     include: AtLeastOne[Name] = ("*",)
-    """Layers to prune, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
-    (lm_head, embeddings) and routers of experts stay as they are."""
+    """Layers to prune, as glob patterns on full names such as `model.layers.0.mlp.up_proj`.
+    Everything outside the decoder blocks (lm_head, embeddings) and routers of experts stay as they
+    are."""
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
     calibration: Calibration | None = None
-    """The text whose hidden states decide which weights matter: C4. `method: magnitude` with a uniform allocation reads none."""
+    """The text whose hidden states decide which weights matter: C4. `method: magnitude` with a
+    uniform allocation reads none.
+    """
     damping: Damping | None = None
-    """`sparsegpt`: added to the diagonal of each Hessian, as a fraction of its mean; 0.01. Raised, and reported, where one needs more."""
+    """`sparsegpt`: added to the diagonal of each Hessian, as a fraction of its mean; 0.01. Raised,
+    and reported, where one needs more.
+    """
     refinements: int | None = Field(default=None, ge=0, le=100)
-    """`sparsegpt`: steps of conjugate gradients on the weights that stay, after it (arXiv:2406.07831); 10. 0 is the paper's SparseGPT."""
+    """`sparsegpt`: steps of conjugate gradients on the weights that stay, after it
+    (arXiv:2406.07831); 10. 0 is the paper's SparseGPT.
+    """
     equal_tokens: bool | None = None
-    """`sparsegpt`: divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs
-    the rest; true."""
+    """`sparsegpt`: divide each layer's input by its root mean square, token by token, so that no
+    token with enormous activations outweighs the rest; true."""
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         self._settle_sparsity()
-        sparsegpt, owl, sensitivity = self.method == "sparsegpt", self.allocation == "owl", self.allocation == "sensitivity"
+        sparsegpt, owl, sensitivity = (
+            self.method == "sparsegpt",
+            self.allocation == "owl",
+            self.allocation == "sensitivity",
+        )
         even = self.allocation == "uniform"
         self._read_only_if(sparsegpt, "method: sparsegpt", damping=0.01, refinements=10, equal_tokens=True)
         self._read_only_if(not even, "allocation: owl or sensitivity", allocation_spread=DEFAULT_SPREAD)
@@ -88,12 +113,14 @@ class Prune(Transform):
         self._read_only_if(needed, "method: wanda or sparsegpt", calibration=Calibration(dataset="c4"))
         if not even and self._pattern:
             raise ValueError(
-                f"pattern {self.pattern} gives every layer the same sparsity: set allocation: uniform, or pattern: unstructured"
+                f"pattern {self.pattern} gives every layer the same sparsity: set allocation: uniform, "
+                "or pattern: unstructured"
             )
         low, high = self._bounds
         if low < 0 or high >= 1:
             raise ValueError(
-                f"layers of {low:g} to {high:g} zeros: set allocation_spread below {min(self._share, 1 - self._share):g} for"
+                f"layers of {low:g} to {high:g} zeros: set allocation_spread below "
+                f"{min(self._share, 1 - self._share):g} for"
                 f" sparsity {self._share:g}"
             )
         return self
@@ -102,15 +129,20 @@ class Prune(Transform):
         pattern = self._pattern
         if pattern and self.sparsity not in (None, pattern.sparsity):
             raise ValueError(
-                f"sparsity {self.sparsity:g} contradicts pattern {self.pattern}, which makes {pattern.sparsity:g} of the weights 0:"
+                f"sparsity {self.sparsity:g} contradicts pattern {self.pattern}, which makes "
+                f"{pattern.sparsity:g} of the weights 0:"
                 " leave sparsity out, or set pattern: unstructured"
             )
         if self.sparsity is not None and self.sparsity >= 1:
-            raise ValueError(f"sparsity {self.sparsity:g} leaves no weight: it is the share that becomes 0, such as 0.5")
+            raise ValueError(
+                f"sparsity {self.sparsity:g} leaves no weight: it is the share that becomes 0, such as 0.5"
+            )
         self.__dict__["sparsity"] = pattern.sparsity if pattern else 0.5 if self.sparsity is None else self.sparsity
 
     def _read_only_if(self, read: bool, where: str, **defaults: Any) -> None:
-        """Give fields that were left out their defaults where they are read; raises ValueError where they are given and are not."""
+        """Give fields that were left out their defaults where they are read; raises ValueError
+        where they are given and are not.
+        """
         for name, default in defaults.items():
             given = getattr(self, name) is not None
             if given and not read:
@@ -135,8 +167,8 @@ class Prune(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Prune block by block, straight from safetensors to safetensors.
 
-        Raises StageError where patterns or sparsity do not fit the model, SourceError for weights that are NaN or Inf, ResourceError when
-        memory or disk runs out.
+        Raises StageError where patterns or sparsity do not fit the model, SourceError for weights
+        that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
         from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
@@ -147,7 +179,12 @@ class Prune(Transform):
         tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self.calibration else None
         sparsities = self._allocate(selection.layers, source, tokens, context)
         options = PruneOptions(
-            self.method, self._pattern, self.damping or 0.0, self.refinements or 0, bool(self.equal_tokens), self.batch_size
+            self.method,
+            self._pattern,
+            self.damping or 0.0,
+            self.refinements or 0,
+            bool(self.equal_tokens),
+            self.batch_size,
         )
         pruner = BlockPruner(skeleton, sparsities, options, context)
         _write(pruner, tokens, target)
@@ -156,13 +193,16 @@ class Prune(Transform):
         if few := pruner.by_magnitude:
             name, seen = next(iter(few.items()))
             context.progress.warn(
-                f"{len(few):,} layers are pruned by magnitude: they saw fewer than the {FEW_TOKENS} calibration tokens that {self.method}"
+                f"{len(few):,} layers are pruned by magnitude: they saw fewer than the {FEW_TOKENS} calibration "
+                f"tokens that {self.method}"
                 f" needs ({name}: {seen}); raise {KIND}.calibration.samples"
             )
         counted = recount(Checkpoint(target), selection.layers, self._pattern)
         details: dict[str, Any] = {
             **counted,
-            "sparsities": {} if self.allocation == "uniform" else {name: round(share, 4) for name, share in sparsities.items()},
+            "sparsities": {}
+            if self.allocation == "uniform"
+            else {name: round(share, 4) for name, share in sparsities.items()},
             "losses": pruner.losses,
             "pruned_by_magnitude": pruner.by_magnitude,
             "raised_damping": pruner.raised_damping,
@@ -194,7 +234,9 @@ class Prune(Transform):
         refuse_unfit(selection.layers, self._pattern, *self._bounds, KIND)
         return selection
 
-    def _allocate(self, layers: Mapping[str, Layer], source: Path, tokens: Tensor | None, context: Context) -> Mapping[str, float]:
+    def _allocate(
+        self, layers: Mapping[str, Layer], source: Path, tokens: Tensor | None, context: Context
+    ) -> Mapping[str, float]:
         """Return the share of zeros of each layer."""
         if self.allocation == "uniform" or tokens is None:
             return dict.fromkeys(layers, self._share)
@@ -222,7 +264,8 @@ def _write(pruner: BlockPruner, tokens: Tensor | None, target: Path) -> None:
 
 
 def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:
-    """Return the share of zeros in the pruned layers and in the whole model, counted in the written files.
+    """Return the share of zeros in the pruned layers and in the whole model, counted in the written
+    files.
 
     Raises StageError where a layer does not follow its pattern.
     """
@@ -232,7 +275,9 @@ def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern |
     for name, layer in layers.items():
         weight = written.read(f"{name}.weight")
         if pattern is not None and not follows(weight.T if layer.transposed else weight, pattern):
-            raise StageError(f"the written weight is not {pattern} sparse", where=name, why="This is a defect of optkit")
+            raise StageError(
+                f"the written weight is not {pattern} sparse", where=name, why="This is a defect of optkit"
+            )
         zeros += weight.numel() - int(weight.count_nonzero())
         weights += weight.numel()
     everything = sum(info.elements for info in written.tensors.values())

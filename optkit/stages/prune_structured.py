@@ -1,4 +1,6 @@
-"""Stage `prune_structured`: a smaller model of the same architecture, for the engines of the larger one (but see `notes_on_heads`)."""
+"""Stage `prune_structured`: a smaller model of the same architecture, for the engines of the larger
+one (but see `notes_on_heads`).
+"""
 
 from __future__ import annotations
 
@@ -57,23 +59,28 @@ class _Planned:
 
 
 class PruneStructured(WidthFields, Transform):
-    """Remove whole parts of the model, those that matter least on a text: what is left is a smaller plain checkpoint.
+    """Remove whole parts of the model, those that matter least on a text: what is left is a smaller
+    plain checkpoint.
 
-    Whole decoder blocks, channels of the feed-forward layers, heads of the attention, heads of keys and values, channels of the hidden
-    states. Nothing is retrained, so a stage that distills belongs behind this one. What was written is opened anew and compared, block by
-    block, with the parts that it was made of.
+    Whole decoder blocks, channels of the feed-forward layers, heads of the attention, heads of keys
+    and values, channels of the hidden states. Nothing is retrained, so a stage that distills
+    belongs behind this one. What was written is opened anew and compared, block by block, with the
+    parts that it was made of.
     """
 
     version: ClassVar[int] = 2
 
     remove_layers: float | int | Distinct[Amount] | None = None
-    """Decoder blocks to remove: how many, a fraction of all below 1, or a list of their indices, which count from 0."""
+    """Decoder blocks to remove: how many, a fraction of all below 1, or a list of their indices,
+    which count from 0.
+    """
     layer_importance: Literal["block_influence", "perplexity"] = "block_influence"
-    """`block_influence`: 1 - cos between the hidden states in front of a block and behind it (ShortGPT, arXiv:2403.03853), one pass over
-    the text. `perplexity`: of the model without the block (Minitron, arXiv:2407.14679), half as many passes as there are blocks."""
+    """`block_influence`: 1 - cos between the hidden states in front of a block and behind it
+    (ShortGPT, arXiv:2403.03853), one pass over the text. `perplexity`: of the model without the
+    block (Minitron, arXiv:2407.14679), half as many passes as there are blocks."""
     layer_search: Literal["at_once", "one_by_one", "contiguous"] = "at_once"
-    """`at_once`: the lowest of one scoring. `one_by_one`: the lowest goes, then the others are scored anew without it. `contiguous`: the
-    run of neighbouring blocks that does least."""
+    """`at_once`: the lowest of one scoring. `one_by_one`: the lowest goes, then the others are
+    scored anew without it. `contiguous`: the run of neighbouring blocks that does least."""
     calibration: Calibration = Calibration(dataset="c4", samples=32)
     """The text on which it is measured what matters."""
     batch_size: BatchSize = 8
@@ -82,7 +89,9 @@ class PruneStructured(WidthFields, Transform):
     @model_validator(mode="after")
     def _something(self) -> Self:
         if self.remove_layers is None and not self.narrows:
-            raise ValueError("nothing is asked: set remove_layers, intermediate_size, attention_heads, kv_heads or hidden_size")
+            raise ValueError(
+                "nothing is asked: set remove_layers, intermediate_size, attention_heads, kv_heads or hidden_size"
+            )
         if self.remove_layers is None and {"layer_importance", "layer_search"} & self.model_fields_set:
             raise ValueError("layer_importance and layer_search choose blocks to remove: set remove_layers too")
         if self.kv_method and self.kv_heads is None:
@@ -96,18 +105,25 @@ class PruneStructured(WidthFields, Transform):
             if not removed:
                 raise ValueError("remove_layers: the list is empty. Name at least one block, or leave the field out")
             if {"layer_importance", "layer_search"} & self.model_fields_set:
-                raise ValueError("layer_importance and layer_search choose blocks, and remove_layers names them: give one of the two")
+                raise ValueError(
+                    "layer_importance and layer_search choose blocks, and remove_layers names them: give one of the two"
+                )
         elif isinstance(removed, float) and not 0 < removed < 1:
-            raise ValueError(f"remove_layers: {removed:g} is no fraction between 0 and 1. Write a whole number to say how many")
+            raise ValueError(
+                f"remove_layers: {removed:g} is no fraction between 0 and 1. Write a whole number to say how many"
+            )
         elif isinstance(removed, int) and not 1 <= removed <= MOST_BLOCKS:
-            raise ValueError(f"remove_layers: {removed} is {'less than 1' if removed < 1 else f'more than {MOST_BLOCKS:,}'}")
+            raise ValueError(
+                f"remove_layers: {removed} is {'less than 1' if removed < 1 else f'more than {MOST_BLOCKS:,}'}"
+            )
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Measure what matters, write what is left, and compare it with what it was made of.
 
-        Raises StageError for parts that the model does not have or cannot lose, SourceError for weights that are NaN or Inf and texts that
-        are too short, ResourceError when memory or disk runs out.
+        Raises StageError for parts that the model does not have or cannot lose, SourceError for
+        weights that are NaN or Inf and texts that are too short, ResourceError when memory or disk
+        runs out.
         """
         from optkit.model.skeleton import Skeleton
         from optkit.stages.narrowing.proof import prove
@@ -116,7 +132,11 @@ class PruneStructured(WidthFields, Transform):
         checkpoint = Checkpoint(source)
         planned = self._planned(checkpoint.shape)
         skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
-        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self._reads_text(planned) else None
+        tokens = (
+            self.calibration.tokens(source, context.data, context.trust_remote_code)
+            if self._reads_text(planned)
+            else None
+        )
         chosen = self._choose(skeleton, planned.count, tokens, context)
         return_freed_memory()
         kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
@@ -147,7 +167,9 @@ class PruneStructured(WidthFields, Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact size that it leaves; which blocks that are is known when it has run, so here the last ones are missing."""
+        """Return the exact size that it leaves; which blocks that are is known when it has run, so
+        here the last ones are missing.
+        """
         planned, blocks = self._planned(shape), block_count(shape.config)
         named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
         kept = [index for index in range(blocks) if index not in named]
@@ -168,12 +190,20 @@ class PruneStructured(WidthFields, Transform):
         return _Planned(count, *self.widths(shape))
 
     def _reads_text(self, planned: _Planned) -> bool:
-        if planned.narrows and (not self.pools(planned.before) or changing(planned.before, planned.after) != {Role.KEY}):
+        if planned.narrows and (
+            not self.pools(planned.before) or changing(planned.before, planned.after) != {Role.KEY}
+        ):
             return True
         return planned.count > 0 and not isinstance(self.remove_layers, tuple)
 
     def _narrower(
-        self, skeleton: Skeleton, planned: _Planned, kept: Sequence[int], names: Mapping[str, str], tokens: Tensor | None, context: Context
+        self,
+        skeleton: Skeleton,
+        planned: _Planned,
+        kept: Sequence[int],
+        names: Mapping[str, str],
+        tokens: Tensor | None,
+        context: Context,
     ) -> NarrowerBlocks:
         """Return the blocks to be written, with the channels of the hidden states chosen."""
         from optkit.stages.narrowing.blocks import NarrowerBlocks
@@ -193,7 +223,9 @@ class PruneStructured(WidthFields, Transform):
         return NarrowerBlocks(chooser, names, context.device, self.compensate, LESS_MEMORY, hidden)
 
     def _count(self, shape: ModelShape) -> int:
-        """Return how many blocks go; raises StageError where the model has not so many or is left without one."""
+        """Return how many blocks go; raises StageError where the model has not so many or is left
+        without one.
+        """
         blocks, asked = block_count(shape.config), self.remove_layers
         where = f"{KIND}.remove_layers"
         if isinstance(asked, tuple):
@@ -208,10 +240,14 @@ class PruneStructured(WidthFields, Transform):
             count = round(asked * blocks) if isinstance(asked, float) else asked or 0
         if count == 0:
             raise StageError(
-                f"{asked:g} of {blocks} blocks is none", where=where, remedy=f"Take at least {1 / blocks:.3g}, or a whole number"
+                f"{asked:g} of {blocks} blocks is none",
+                where=where,
+                remedy=f"Take at least {1 / blocks:.3g}, or a whole number",
             )
         if count >= blocks:
-            raise StageError(f"{count} of {blocks} blocks would leave none", where=where, remedy=f"Remove at most {blocks - 1}")
+            raise StageError(
+                f"{count} of {blocks} blocks would leave none", where=where, remedy=f"Remove at most {blocks - 1}"
+            )
         return count
 
     def _choose(self, skeleton: Skeleton, count: int, tokens: Tensor | None, context: Context) -> Chosen:
@@ -220,14 +256,18 @@ class PruneStructured(WidthFields, Transform):
         if tokens is None or count == 0 or isinstance(self.remove_layers, tuple):
             return Chosen(sorted(self.remove_layers) if isinstance(self.remove_layers, tuple) else [], [])
         with out_of_memory(KIND, context.device, LESS_MEMORY):
-            importance = BlockImportance(skeleton, tokens, context.device, self.batch_size, POSITIONS_AT_ONCE, context.progress)
+            importance = BlockImportance(
+                skeleton, tokens, context.device, self.batch_size, POSITIONS_AT_ONCE, context.progress
+            )
             return importance.choose(count, self.layer_importance, self.layer_search)
 
     def _told(self, chosen: Chosen, blocks: Sequence[str]) -> dict[str, Any]:
         told: dict[str, Any] = {"removed_layers": chosen.removed} if chosen.removed else {}
         if chosen.scores and self.layer_search == "contiguous":
             ends = blocks[len(chosen.removed) - 1 :]
-            told["run_scores"] = {f"{first} - {last}": score for first, last, score in zip(blocks, ends, chosen.scores, strict=False)}
+            told["run_scores"] = {
+                f"{first} - {last}": score for first, last, score in zip(blocks, ends, chosen.scores, strict=False)
+            }
         elif chosen.scores:
             told["layer_scores"] = dict(zip(blocks, chosen.scores, strict=True))
         if chosen.perplexity is not None:
@@ -235,7 +275,9 @@ class PruneStructured(WidthFields, Transform):
         return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
 
     def _measuring_bytes(self, shape: ModelShape, planned: _Planned) -> int:
-        """Return the bytes of the hidden states on the text, of the largest part, and of a batch in a block, Hessians or logits."""
+        """Return the bytes of the hidden states on the text, of the largest part, and of a batch in
+        a block, Hessians or logits.
+        """
         if not self._reads_text(planned):
             return 0
         width, blocks = hidden_size(shape.config), block_count(shape.config)
@@ -248,18 +290,32 @@ class PruneStructured(WidthFields, Transform):
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
         batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
-        solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if planned.narrows and planned.before.ffn != planned.after.ffn else 0
+        solving = (
+            (4 + 4 + 3 * 8) * planned.before.ffn**2
+            if planned.narrows and planned.before.ffn != planned.after.ffn
+            else 0
+        )
         logits = self._logit_bytes(shape, element) if planned.count and self.layer_importance == "perplexity" else 0
-        return streams * tokens * width * element + max(batch, solving, logits) + max(shape.block_bytes, shape.outside_bytes)
+        return (
+            streams * tokens * width * element
+            + max(batch, solving, logits)
+            + max(shape.block_bytes, shape.outside_bytes)
+        )
 
     def _logit_bytes(self, shape: ModelShape, element: int) -> int:
-        """Return the bytes of logits as they come, in float32 where that is another dtype, and their logarithms of softmax."""
+        """Return the bytes of logits as they come, in float32 where that is another dtype, and
+        their logarithms of softmax.
+        """
         vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size") or 0
-        return min(POSITIONS_AT_ONCE, self.calibration.sequence_length) * vocabulary * (8 if element == 4 else element + 8)
+        return (
+            min(POSITIONS_AT_ONCE, self.calibration.sequence_length) * vocabulary * (8 if element == 4 else element + 8)
+        )
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
-    """Return parameters, bytes, and bytes that the KV cache takes for each token in the dtype of the weights."""
+    """Return parameters, bytes, and bytes that the KV cache takes for each token in the dtype of
+    the weights.
+    """
     attending, _ = attention_of(shape.config, block_count(shape.config))
     bits = next(DTYPE_BITS[info.dtype] for info in shape.tensors.values() if info.dtype in FLOATS)
     cache = sum(layer.cache_width for layer in attending) * bits // 8
@@ -267,7 +323,9 @@ def sizes(shape: ModelShape) -> dict[str, int]:
 
 
 def _widths_told(planned: _Planned, blocks: NarrowerBlocks) -> dict[str, Any]:
-    """Return the widths before and after, and which heads and channels of the hidden states are left."""
+    """Return the widths before and after, and which heads and channels of the hidden states are
+    left.
+    """
     told: dict[str, Any] = {"widths_before": asdict(planned.before), "widths_after": asdict(planned.after)}
     if planned.before.heads != planned.after.heads:
         told["heads"] = [left.heads for left in blocks.lefts]
@@ -277,6 +335,10 @@ def _widths_told(planned: _Planned, blocks: NarrowerBlocks) -> dict[str, Any]:
 
 
 def _note(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    names = {"parameters": "parameters", "bytes": "bytes of weights", "kv_cache_bytes_per_token": "bytes of KV cache a token"}
+    names = {
+        "parameters": "parameters",
+        "bytes": "bytes of weights",
+        "kv_cache_bytes_per_token": "bytes of KV cache a token",
+    }
     changes = (f"{before[key]:,} -> {after[key]:,} {name}" for key, name in names.items() if before[key])
     return f"{', '.join(changes)}; distill it before it is used"

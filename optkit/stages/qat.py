@@ -1,4 +1,6 @@
-"""Stage `qat`: quantization-aware training: GPTQ's codes, and then training of the weights behind them, ending in codes again."""
+"""Stage `qat`: quantization-aware training: GPTQ's codes, and then training of the weights behind
+them, ending in codes again.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from optkit.training.student import Student
 
 COPIES = 3
-"""Float32 copies of a layer's weight, beside what any training has, that lie between its forward and its backward pass."""
+"""Float32 copies of a layer's weight, beside what any training has, that lie between its forward
+and its backward pass.
+"""
 OF_GPTQ = ("calibration", "damping", "true_sequential", "scale_search", "refinements", "equal_tokens", "batch_size")
 """Fields that decide the codes to begin with, where they are those of gptq."""
 BEGIN, END = "begin.safetensors", "end.safetensors"
@@ -53,11 +57,18 @@ class CodeTraining(Trained):
         return "qat.training"
 
     def memory_with_codes(
-        self, shape: ModelShape, device: str, origin: ModelShape | None, sizes: Sequence[tuple[int, int]], rounds_inputs: bool
+        self,
+        shape: ModelShape,
+        device: str,
+        origin: ModelShape | None,
+        sizes: Sequence[tuple[int, int]],
+        rounds_inputs: bool,
     ) -> MemoryKinds:
-        """Return the peak memory of each device; `sizes`: (outputs, inputs) of the layers that compute with codes.
+        """Return the peak memory of each device; `sizes`: (outputs, inputs) of the layers that
+        compute with codes.
 
-        The rounded weights of all layers lie there until the backward pass, and so do the rounded inputs, each layer's own.
+        The rounded weights of all layers lie there until the backward pass, and so do the rounded
+        inputs, each layer's own.
         """
         kinds, elements = self._memory(shape, device, origin=origin), [outputs * inputs for outputs, inputs in sizes]
         weights = 4 * sum(elements) + 4 * COPIES * max(elements)
@@ -114,26 +125,34 @@ class CodesTraining(CodeTraining):
 
 
 class Qat(Gptq):
-    """Quantize as `gptq` does, then train the weights behind the codes so that the model says what it said before (LSQ, arXiv:1902.08153).
+    """Quantize as `gptq` does, then train the weights behind the codes so that the model says what
+    it said before (LSQ, arXiv:1902.08153).
 
-    Forward passes compute with the rounded weights, gradients go straight through the rounding, and what is written are the codes of the
-    best step: the same packed form as gptq's, for the same engines.
+    Forward passes compute with the rounded weights, gradients go straight through the rounding, and
+    what is written are the codes of the best step: the same packed form as gptq's, for the same
+    engines.
     """
 
     reads_origin: ClassVar[bool] = True
     version: ClassVar[int] = 3
 
     calibration: Calibration | None = None  # type: ignore[assignment]
-    """The text whose hidden states decide which errors of the codes to begin with matter: C4. `start: rtn` reads none."""
+    """The text whose hidden states decide which errors of the codes to begin with matter: C4.
+    `start: rtn` reads none.
+    """
     training: CodeTraining = CodeTraining()
     """Texts, tokens, losses and the rest of the training."""
     start: Literal["gptq", "rtn"] = "gptq"
-    """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared error, without calibration."""
+    """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared
+    error, without calibration.
+    """
     scales: Literal["learned", "fixed", "recomputed"] = "learned"
-    """`learned` with the weights; `fixed`: those of the start; `recomputed`: at each step those that reach every weight of a group."""
+    """`learned` with the weights; `fixed`: those of the start; `recomputed`: at each step those
+    that reach every weight of a group.
+    """
     activations: Literal["none", "dynamic"] = "none"
-    """`dynamic`: engines round the inputs of the layers to 8 bits too, with a scale for each token, and so does the training (W8A8; with
-    `bits: 8` and `group_size: null`)."""
+    """`dynamic`: engines round the inputs of the layers to 8 bits too, with a scale for each token,
+    and so does the training (W8A8; with `bits: 8` and `group_size: null`)."""
     backend: Literal["optkit"] = "optkit"  # type: ignore[assignment]
     """optkit alone."""
 
@@ -161,8 +180,10 @@ class Qat(Gptq):
         others = any(each.bits or each.group_size or each.symmetric is not None for each in changes)
         if others or self.format == GPTQ or (self.bits, self.group_size, self.symmetric) != (8, None, True):
             raise ValueError(
-                "with rounded inputs engines open 8-bit codes with a scale for each output channel: set bits: 8, group_size: null,"
-                " symmetric: true and format: compressed-tensors, without other bits or groups in overrides, or activations: none"
+                "with rounded inputs engines open 8-bit codes with a scale for each output channel: "
+                "set bits: 8, group_size: null,"
+                " symmetric: true and format: compressed-tensors, without other bits or groups in "
+                "overrides, or activations: none"
             )
         return self
 
@@ -174,7 +195,12 @@ class Qat(Gptq):
 
         with _place(job.context) as place:
             begin, facts = self._begin(job, place / BEGIN)
-            fields = {"codes": place / BEGIN, "begun": self._begun, "scales": self.scales, "keep_zeros": self.keep_zeros}
+            fields = {
+                "codes": place / BEGIN,
+                "begun": self._begun,
+                "scales": self.scales,
+                "keep_zeros": self.keep_zeros,
+            }
             fields["rounds_inputs"] = self.activations == "dynamic"
             training = CodesTraining.model_validate(self.training.model_dump() | fields)
             report = training.run(job.source, place, job.context)
@@ -196,7 +222,9 @@ class Qat(Gptq):
         return digest({"fields": self.model_dump(mode="json", exclude={"training"}), "version": self.version})
 
     def _begin(self, job: Job, path: Path) -> tuple[dict[str, QuantizedWeight], Mapping[str, Any]]:
-        """Return the codes to begin with, and what is known of them; a run that was killed has left them at the path."""
+        """Return the codes to begin with, and what is known of them; a run that was killed has left
+        them at the path.
+        """
         from optkit.training.code_files import read_codes, write_codes
 
         if path.is_file():
@@ -225,11 +253,15 @@ class Qat(Gptq):
         return Rtn(**{name: getattr(self, name) for name in WeightQuantizer.model_fields}, scale_search="mse")
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what `predict_beside` does where the recipe starts from the model that is quantized."""
+        """Return what `predict_beside` does where the recipe starts from the model that is
+        quantized.
+        """
         return self.predict_beside(shape, device, shape)
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return what `gptq` leaves, and the memory and the disk space of the training, checkpoints and codes among it."""
+        """Return what `gptq` leaves, and the memory and the disk space of the training, checkpoints
+        and codes among it.
+        """
         cost, left = super().predict(shape, device)
         training, _ = self.training.predict_beside(shape, device, origin)
         layers = self._select(layers_of(shape), outside_of(shape)).layers.values()
@@ -238,18 +270,24 @@ class Qat(Gptq):
         on_gpu, waiting = device.startswith("cuda"), min(left.size_bytes, SHARD_BYTES)
         needed = {
             "disk_bytes": cost.disk_bytes + training.disk_bytes - shape.size_bytes + 2 * shape.elements,
-            "ram_bytes": max(cost.ram_bytes, waiting + (training.ram_bytes if on_gpu else self.training.devices * kinds.total)),
+            "ram_bytes": max(
+                cost.ram_bytes, waiting + (training.ram_bytes if on_gpu else self.training.devices * kinds.total)
+            ),
             "gpu_bytes": max(cost.gpu_bytes, kinds.total) if on_gpu else 0,
         }
         return cost.model_copy(update=needed), left
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        return super()._memory(shape, layers, device) if self.start == "gptq" else self._rtn._memory(shape, layers, device)
+        return (
+            super()._memory(shape, layers, device) if self.start == "gptq" else self._rtn._memory(shape, layers, device)
+        )
 
 
 @contextmanager
 def _place(context: Context) -> Iterator[Path]:
-    """Give a directory for the codes: the workspace, where a run that is killed leaves them to the next."""
+    """Give a directory for the codes: the workspace, where a run that is killed leaves them to the
+    next.
+    """
     if context.workspace is None:
         with tempfile.TemporaryDirectory(prefix="optkit-codes-") as place:
             yield Path(place)

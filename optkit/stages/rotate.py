@@ -1,4 +1,6 @@
-"""Stage `rotate`: the same model in a rotated basis, whose weights have no outliers and quantize better."""
+"""Stage `rotate`: the same model in a rotated basis, whose weights have no outliers and quantize
+better.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,24 @@ class _Job:
 
 
 class Rotate(Transform):
-    """Rotate the residual stream and the heads of the values by randomized Hadamard matrices (QuaRot, arXiv:2404.00456).
+    """Rotate the residual stream and the heads of the values by randomized Hadamard matrices
+    (QuaRot, arXiv:2404.00456).
 
-    The model computes what it did. Rotations are folded into the weights, so nothing is left to do when it runs; those of SpinQuant
-    (arXiv:2405.16406) that are called R1 and R2, without learning. The weights of the norms are folded into the layers that read them,
-    which unties `lm_head` from the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
+    The model computes what it did. Rotations are folded into the weights, so nothing is left to do
+    when it runs; those of SpinQuant (arXiv:2405.16406) that are called R1 and R2, without learning.
+    The weights of the norms are folded into the layers that read them, which unties `lm_head` from
+    the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
     """
 
     version: ClassVar[int] = 2
 
     residual: bool = True
-    """Rotate the residual stream (R1). It evens out the activations, for stages that quantize these too; for weights alone (GPTQ, 3 bits,
-    groups of 64) it cost SmolLM2-135M more than it gave, where `heads` alone helped."""
+    """Rotate the residual stream (R1). It evens out the activations, for stages that quantize these
+    too; for weights alone (GPTQ, 3 bits, groups of 64) it cost SmolLM2-135M more than it gave,
+    where `heads` alone helped."""
     heads: bool = True
-    """Rotate the heads of the values against the output projection of the attention (R2). Alone it leaves norms and `lm_head` as they are,
-    whatever these are."""
+    """Rotate the heads of the values against the output projection of the attention (R2). Alone it
+    leaves norms and `lm_head` as they are, whatever these are."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:
@@ -69,8 +74,8 @@ class Rotate(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Rotate block by block, in float32, from safetensors to safetensors.
 
-        Raises StageError where the architecture does not commute with a rotation or a block computes something else afterwards, SourceError
-        for weights that are NaN or Inf.
+        Raises StageError where the architecture does not commute with a rotation or a block
+        computes something else afterwards, SourceError for weights that are NaN or Inf.
         """
         import torch
 
@@ -96,7 +101,9 @@ class Rotate(Transform):
                 _rotate_embedding(job, hidden)
             task.advance(note="embedding")
             for index, block in enumerate(skeleton.blocks):
-                with out_of_memory(block.name, context.device, "Use a device with more memory: a block is there twice, in float32"):
+                with out_of_memory(
+                    block.name, context.device, "Use a device with more memory: a block is there twice, in float32"
+                ):
                     hidden = self._rotate_block(job, index, hidden, calls[index])
                 task.advance(note=block.name)
             if self.residual:
@@ -107,15 +114,29 @@ class Rotate(Transform):
             task.advance(note="lm_head")
         if not job.changed:
             why = next(iter(job.unrotated_heads.values()))
-            raise StageError("no block has heads that can be rotated", where="rotate", why=why, remedy="Take rotate out of the recipe")
+            raise StageError(
+                "no block has heads that can be rotated",
+                where="rotate",
+                why=why,
+                remedy="Take rotate out of the recipe",
+            )
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, with_own_head(checkpoint.config) if self.residual else checkpoint.config)
         lm_head_bytes = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
-        details: dict[str, Any] = {"largest_difference": job.difference, "seconds": round(time.monotonic() - started, 2)}
+        details: dict[str, Any] = {
+            "largest_difference": job.difference,
+            "seconds": round(time.monotonic() - started, 2),
+        }
         if self.residual:
-            details["residual_rotation"] = "Hadamard" if rotation.is_hadamard else f"Hadamard x random ({len(rotation.small)})"
+            details["residual_rotation"] = (
+                "Hadamard" if rotation.is_hadamard else f"Hadamard x random ({len(rotation.small)})"
+            )
             details["untied_lm_head_bytes"] = lm_head_bytes
-        notes = (f"rotate: lm_head is no longer tied to the embedding, which takes {lm_head_bytes:,} bytes more",) if untied else ()
+        notes = (
+            (f"rotate: lm_head is no longer tied to the embedding, which takes {lm_head_bytes:,} bytes more",)
+            if untied
+            else ()
+        )
         return Report(changed=len(job.changed), skipped=job.unrotated_heads, details=details, notes=notes)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
@@ -125,7 +146,9 @@ class Rotate(Transform):
             embedding = tied_embedding(shape)
             if not embedding:
                 raise StageError(
-                    "the model has neither lm_head nor an embedding that was found", where="rotate", remedy="Set residual: false"
+                    "the model has neither lm_head nor an embedding that was found",
+                    where="rotate",
+                    remedy="Set residual: false",
                 )
             tensors[LM_HEAD] = tensors[embedding]
         config = with_own_head(config) if self.residual else config
@@ -136,11 +159,19 @@ class Rotate(Transform):
         return Cost(disk_bytes=left.size_bytes, ram_bytes=work + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
 
     def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> Tensor:
-        """Write a block rotated; return what it makes of hidden states that are not, float [1, tokens, hidden]."""
+        """Write a block rotated; return what it makes of hidden states that are not, float [1,
+        tokens, hidden].
+        """
         import torch
 
         from optkit.algorithms.hadamard import random_rotation
-        from optkit.model.residual_rotation import find_heads, fold_norms_, refuse_difference, rotate_heads_, rotate_stream_
+        from optkit.model.residual_rotation import (
+            find_heads,
+            fold_norms_,
+            refuse_difference,
+            rotate_heads_,
+            rotate_stream_,
+        )
         from optkit.model.residual_stream import stream_parts
 
         skeleton, block = job.skeleton, job.skeleton.blocks[index]
@@ -168,7 +199,11 @@ class Rotate(Transform):
                 rotate_heads_(heads, random_rotation(heads.size, job.context.seed + 1 + index).to(job.context.device))
                 touched = {heads.values, heads.outputs}
                 changed |= {f"{name}.weight" for name, module in modules.items() if module in touched}
-                changed |= {f"{name}.bias" for name, module in modules.items() if module is heads.values and heads.values.bias is not None}
+                changed |= {
+                    f"{name}.bias"
+                    for name, module in modules.items()
+                    if module is heads.values and heads.values.bias is not None
+                }
                 compare("Set rotate.heads to false")
         names = {skeleton.tensor_name(name): name for name in changed}
         parameters = dict(block.module.named_parameters(prefix=block.name))
@@ -179,7 +214,9 @@ class Rotate(Transform):
 
 
 def _run_up_to_blocks(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return what enters the first block for some tokens, float [1, tokens, hidden], and the calls of all blocks."""
+    """Return what enters the first block for some tokens, float [1, tokens, hidden], and the calls
+    of all blocks.
+    """
     inputs = job.skeleton.capture_inputs(_tokens(job), job.context.device)
     return inputs.hidden, inputs.batches[0].calls
 
@@ -194,7 +231,9 @@ def _tokens(job: _Job) -> Tensor:
 
 
 def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
-    """Write the embedding rotated, once it is seen that what enters the first block is its rows, up to a factor."""
+    """Write the embedding rotated, once it is seen that what enters the first block is its rows, up
+    to a factor.
+    """
     import torch
 
     skeleton = job.skeleton
@@ -216,7 +255,9 @@ def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
 
 
 def _rotate_head(job: _Job, hidden: Tensor) -> None:
-    """Write the last norm folded into lm_head, lm_head rotated, and everything else outside the blocks as it is."""
+    """Write the last norm folded into lm_head, lm_head rotated, and everything else outside the
+    blocks as it is.
+    """
     from optkit.model.head import logits_behind
     from optkit.model.residual_rotation import fold_norms_, refuse_difference, rotate_stream_
     from optkit.model.residual_stream import stream_parts
@@ -243,7 +284,9 @@ def _rotate_head(job: _Job, hidden: Tensor) -> None:
 
 
 def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = None) -> None:
-    """Write a tensor of the checkpoint: what it became, in the dtype that it (or `like`) is stored in, or as it is."""
+    """Write a tensor of the checkpoint: what it became, in the dtype that it (or `like`) is stored
+    in, or as it is.
+    """
     checkpoint = job.skeleton.checkpoint
     if rotated is None:
         job.writer.add(tensor, checkpoint.read_finite(tensor))
@@ -252,7 +295,8 @@ def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = No
     cast = rotated.detach().to("cpu", stored, copy=True)
     if not all_finite(cast):
         raise StageError(
-            f"rotated weights of up to {float(rotated.abs().max()):,.0f} do not fit {str(stored).removeprefix('torch.')}",
+            f"rotated weights of up to {float(rotated.abs().max()):,.0f} do not fit "
+            f"{str(stored).removeprefix('torch.')}",
             where=f"rotate: {tensor}",
             remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
         )
@@ -273,7 +317,9 @@ def _embedding(skeleton: Skeleton) -> str:
 
 
 def _refuse_fused(skeleton: Skeleton) -> None:
-    """Raise StageError for weights that would stay in the old basis: fused experts, and parts that the language model does not read."""
+    """Raise StageError for weights that would stay in the old basis: fused experts, and parts that
+    the language model does not read.
+    """
     for name, reason in skeleton.fused.items():
         raise StageError("the experts cannot be rotated", where=f"rotate: {name}", why=reason)
     read = set(skeleton.tensor_names.values())

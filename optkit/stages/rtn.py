@@ -1,4 +1,6 @@
-"""Stage `rtn`: round every weight to the nearest point of its group's grid; no calibration, seconds of work."""
+"""Stage `rtn`: round every weight to the nearest point of its group's grid; no calibration, seconds
+of work.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ FLOAT_COPIES = 6
 
 
 class Rtn(Backed, WeightQuantizer):
-    """Round each weight to the nearest point of its group's grid (RTN): no calibration text, seconds instead of minutes."""
+    """Round each weight to the nearest point of its group's grid (RTN): no calibration text,
+    seconds instead of minutes.
+    """
 
     scale_search: Literal["minmax", "mse"] = "minmax"
-    """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding error, which cuts outliers."""
+    """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding
+    error, which cuts outliers.
+    """
     backend: Literal["optkit", "llmcompressor", "torchao"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`)."""
 

@@ -1,4 +1,6 @@
-"""Stage `smoothquant`: weights and activations as 8-bit integers, outliers of activations moved into the weights before (W8A8)."""
+"""Stage `smoothquant`: weights and activations as 8-bit integers, outliers of activations moved
+into the weights before (W8A8).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from optkit.stages.quantizing.input_ranges import InputRange
 
 SEARCH_ROWS = 4096
-"""Inputs of each layer that scales are searched on; on a quarter of them the divergence was 4 to 9% larger."""
+"""Inputs of each layer that scales are searched on; on a quarter of them the divergence was 4 to 9%
+larger.
+"""
 ROW_COPIES = 7
 """Float32 copies of the sampled inputs of some layers that searching their scales holds at once."""
 WEIGHT_COPIES = 5
@@ -35,22 +39,29 @@ PROBE = 2, 32
 
 
 class Smoothquant(EightBitQuantizer):
-    """Store weights as 8-bit integers, one scale per output channel, and round activations to 8 bits as well (W8A8, arXiv:2211.10438).
+    """Store weights as 8-bit integers, one scale per output channel, and round activations to 8
+    bits as well (W8A8, arXiv:2211.10438).
 
-    Outliers of the activations are first moved into the weights: input channels of a layer are divided by scales that are folded into
-    what makes them, a norm or a linear layer. The embedding in front and lm_head behind stay as they are.
+    Outliers of the activations are first moved into the weights: input channels of a layer are
+    divided by scales that are folded into what makes them, a norm or a linear layer. The embedding
+    in front and lm_head behind stay as they are.
     """
 
     version: ClassVar[int] = 5
     number: ClassVar[Number] = "int"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
-    """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the paper. `search`: the best alpha for each
-    norm or layer that takes scales, and then each scale for itself, so that the outputs of the rounded layers are as near as can be."""
+    """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the
+    paper. `search`: the best alpha for each norm or layer that takes scales, and then each scale
+    for itself, so that the outputs of the rounded layers are as near as can be."""
     folding: Literal["all", "norms"] = "all"
-    """What takes the scales: `norms` alone, as in the paper, or linear layers too, where one makes the input (up_proj, v_proj)."""
+    """What takes the scales: `norms` alone, as in the paper, or linear layers too, where one makes
+    the input (up_proj, v_proj).
+    """
     activations: Literal["dynamic", "static"] = "dynamic"
-    """`dynamic`: rounded with a scale for each token. `static`: with one calibrated scale for all; a little faster and clearly worse."""
+    """`dynamic`: rounded with a scale for each token. `static`: with one calibrated scale for all;
+    a little faster and clearly worse.
+    """
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose activations decide what is an outlier."""
 
@@ -70,7 +81,9 @@ class Smoothquant(EightBitQuantizer):
     def _sampled_rows(self) -> int:
         return SEARCH_ROWS if self.alpha == "search" else 0
 
-    def _preparation_bytes(self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int) -> tuple[int, int]:
+    def _preparation_bytes(
+        self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int
+    ) -> tuple[int, int]:
         rows = min(self._sampled_rows, self.calibration.samples * self.calibration.sequence_length)
 
         def sampled(stacks: Sequence[Sequence[str]]) -> int:
@@ -78,10 +91,14 @@ class Smoothquant(EightBitQuantizer):
 
         def worked(group: Sequence[Sequence[str]]) -> int:
             weights = sum(4 * layers[name].outputs * layers[name].inputs for stack in group for name in stack)
-            searched = max(ROW_COPIES * sampled(group) + WEIGHT_COPIES * weights, sampled(group) + weights + compensating)
+            searched = max(
+                ROW_COPIES * sampled(group) + WEIGHT_COPIES * weights, sampled(group) + weights + compensating
+            )
             return searched if rows else WEIGHT_COPIES_OF_FOLDING * weights
 
-        return max(sampled(stacks(block)) for block in blocks), max(worked(group) for block in blocks for group in scaled_together(block))
+        return max(sampled(stacks(block)) for block in blocks), max(
+            worked(group) for block in blocks for group in scaled_together(block)
+        )
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         yield from self._calibrated_blocks(job, self.calibration)
@@ -105,7 +122,9 @@ class _Smoothing:
     """A few tokens in front of the first block."""
 
     def __call__(self, index: int, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
-        """Fold scales into a block; returns the tensors of the checkpoint that changed and are not rounded afterwards."""
+        """Fold scales into a block; returns the tensors of the checkpoint that changed and are not
+        rounded afterwards.
+        """
         from optkit.model.wiring import fold_groups
 
         skeleton, details = self.job.skeleton, self.job.details
@@ -132,7 +151,9 @@ class _Smoothing:
         return {name: tensor for name, tensor in replaced.items() if name.removesuffix(".weight") not in ranges}
 
     def _fold_(self, group: FoldGroup, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
-        """Smooth the layers of a group that are rounded; returns the tensors of the checkpoint that changed."""
+        """Smooth the layers of a group that are rounded; returns the tensors of the checkpoint that
+        changed.
+        """
         import torch
 
         from optkit.algorithms.smoothing import Reader, search_smoothing, smoothing_scales
@@ -151,7 +172,10 @@ class _Smoothing:
             seen = [Reader(weights[name], *given[id(ranges[name])]) for name in readers]
             chosen, scales = search_smoothing(seen, input_amax, weight_amax, same, self.stage.activations == "static")
         else:
-            chosen, scales = f"alpha {self.stage.alpha}", smoothing_scales(input_amax, weight_amax, self.stage.alpha, same)
+            chosen, scales = (
+                f"alpha {self.stage.alpha}",
+                smoothing_scales(input_amax, weight_amax, self.stage.alpha, same),
+            )
         self.job.details["smoothing"][group.producer] = chosen
         if chosen == "none":
             return {}

@@ -21,7 +21,9 @@ class StoredStep(Frozen):
 
     key: str
     kind: str
-    """Name of the stage; `model` for a model that was imported, `damaged` where its record cannot be read."""
+    """Name of the stage; `model` for a model that was imported, `damaged` where its record cannot
+    be read.
+    """
     fields: dict[str, Any]
     model: str
     """The model that it began with; empty where the store does not know."""
@@ -69,7 +71,9 @@ class Pruned(Frozen):
     @property
     def freed_bytes(self) -> int:
         """What the disk has more: links of artifacts keep the rest."""
-        return sum(step.size_bytes - step.linked_bytes for step in self.steps) + sum(work.size_bytes for work in self.work)
+        return sum(step.size_bytes - step.linked_bytes for step in self.steps) + sum(
+            work.size_bytes for work in self.work
+        )
 
     @property
     def linked_bytes(self) -> int:
@@ -79,7 +83,9 @@ class Pruned(Frozen):
 
 def survey(store: Store) -> Contents:
     """Return what lies in a store; nothing of it counts as used by that."""
-    found = {entry.name: (entry, _record(entry)) for entry in _below(store.root / "steps") if (entry / RECORD).is_file()}
+    found = {
+        entry.name: (entry, _record(entry)) for entry in _below(store.root / "steps") if (entry / RECORD).is_file()
+    }
     records = {key: record for key, (_, record) in found.items()}
     steps = [_step(entry, record, records) for entry, record in found.values()]
     return Contents(
@@ -98,16 +104,19 @@ def prune(
     everything: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Delete what was last used too long ago, then the steps used longest ago until the rest fits; artifacts keep their files.
+    """Delete what was last used too long ago, then the steps used longest ago until the rest fits;
+    artifacts keep their files.
 
-    What a running process works on or needs stays. Numbers are small and cost hours: they go by age or with `everything`, never for space;
-    so does unfinished work.
-    Raises StoreError where the store cannot be written.
+    What a running process works on or needs stays. Numbers are small and cost hours: they go by age
+    or with `everything`, never for space; so does unfinished work. Raises StoreError where the
+    store cannot be written.
     """
     contents = survey(store)
     before = time.time() - older_than_s if older_than_s is not None else None
     chosen = [step for step in contents.steps if everything or (before is not None and step.last_use < before)]
-    metrics = [path for path in contents.metrics if everything or (before is not None and path.stat().st_mtime < before)]
+    metrics = [
+        path for path in contents.metrics if everything or (before is not None and path.stat().st_mtime < before)
+    ]
     work = [each for each in contents.work if everything or (before is not None and each.last_use < before)]
     deleted, in_use = _delete(store, chosen, dry_run=dry_run)
     if max_bytes is not None:
@@ -181,7 +190,9 @@ def _step(entry: Path, record: Mapping[str, Any], records: Mapping[str, Mapping[
 
 
 def _model(record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the model that a step began with: its record says it, or that of a step before it."""
+    """Return the name of the model that a step began with: its record says it, or that of a step
+    before it.
+    """
     seen = record
     for _ in records:  # a damaged record may lead back to itself
         if "model" in seen or seen.get("source_key") not in records:

@@ -40,22 +40,35 @@ class Durations:
         return [device_name(self._device), cpu_threads() if self._device == "cpu" else None]
 
     def note(self, what: str, value: Frozen, size_bytes: int, seconds: float) -> None:
-        """Remember how long a kind of work with these fields took on a model of so many bytes; a full store forgets it."""
-        told = {"what": what, "fields": value.model_dump(mode="json"), "machine": self._machine, "size_bytes": size_bytes}
+        """Remember how long a kind of work with these fields took on a model of so many bytes; a
+        full store forgets it.
+        """
+        told = {
+            "what": what,
+            "fields": value.model_dump(mode="json"),
+            "machine": self._machine,
+            "size_bytes": size_bytes,
+        }
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**told, "seconds": round(seconds, 3)}) + "\n")
 
     def predict(self, what: str, value: Frozen, size_bytes: int) -> float | None:
-        """Return seconds, in proportion to bytes of weights and tokens of text: of runs that differ in nothing else, else of that kind."""
+        """Return seconds, in proportion to bytes of weights and tokens of text: of runs that differ
+        in nothing else, else of that kind.
+        """
         fields = value.model_dump(mode="json")
         alike = [line for line in self._lines() if (line["what"], line["machine"]) == (what, self._machine)]
         amount = _amount(fields)
         alike = [line for line in alike if (_amount(line["fields"]) is None) == (amount is None)]
         same = [line for line in alike if _others(line["fields"]) == _others(fields)]
         near = same or (alike if amount is not None else [])
-        rates = [line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1)) for line in near[-LAST:] if line["size_bytes"]]
+        rates = [
+            line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1))
+            for line in near[-LAST:]
+            if line["size_bytes"]
+        ]
         return median(rates) * size_bytes * (amount or 1) if rates else None
 
     def _lines(self) -> Iterator[dict[str, Any]]:
@@ -74,7 +87,9 @@ class Durations:
 
 
 def _amount(fields: Mapping[str, Any]) -> int | None:
-    """Return how many tokens are read; 1 where no field says it, None where a text is read to its end."""
+    """Return how many tokens are read; 1 where no field says it, None where a text is read to its
+    end.
+    """
     text = fields.get("calibration") or fields
     for names in AMOUNTS:
         if all(name in text for name in names):
@@ -87,4 +102,6 @@ def _others(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that say nothing of how much text is read."""
     left = IGNORED.union(*AMOUNTS)
     kept = {name: value for name, value in fields.items() if name not in left}
-    return kept | ({"calibration": _others(kept["calibration"])} if isinstance(kept.get("calibration"), Mapping) else {})
+    return kept | (
+        {"calibration": _others(kept["calibration"])} if isinstance(kept.get("calibration"), Mapping) else {}
+    )

@@ -7,12 +7,16 @@
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
     ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints of a training
     ROOT/work/answers-DIGEST/...  what a teacher said about a text, for any student (generated-DIGEST: what it wrote)
-    ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that process dies
-    ROOT/locks/KEY.use            shared by the processes whose runs need a step or a metric; `optkit store prune` leaves it
+    ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that
+                                  process dies
+    ROOT/locks/KEY.use            shared by the processes whose runs need a step or a metric; `optkit store
+                                  prune` leaves it
 
-The time of the last change of record.json and KEY.json is that of the last use: when a plan or a run last asked for it.
+The time of the last change of record.json and KEY.json is that of the last use: when a plan or a
+run last asked for it.
 
-Nothing is found by `get` before it is whole: a draft becomes an entry by one rename. Failures are never stored.
+Nothing is found by `get` before it is whole: a draft becomes an entry by one rename. Failures are
+never stored.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ def default_store() -> Path:
 
 @dataclass
 class Draft:
-    """A step under way: `model` is the directory to fill, `record` is what will be remembered of it."""
+    """A step under way: `model` is the directory to fill, `record` is what will be remembered of
+    it.
+    """
 
     model: Path
     record: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +69,9 @@ class Store:
         self.root = Path(root)
 
     def get(self, key: str) -> Path | None:
-        """Return the directory that a finished step left, None if there is none or it was damaged since."""
+        """Return the directory that a finished step left, None if there is none or it was damaged
+        since.
+        """
         record = self._read_record(key)
         if record is None or self._damaged(key, record):
             return None
@@ -75,7 +83,9 @@ class Store:
         return self.root / "work" / key
 
     def is_damaged(self, key: str) -> bool:
-        """Say whether there is an entry that `get` does not give out, because it was changed since it was finished."""
+        """Say whether there is an entry that `get` does not give out, because it was changed since
+        it was finished.
+        """
         return self._entry(key).exists() and self.get(key) is None
 
     def record(self, key: str) -> dict[str, Any]:
@@ -86,7 +96,9 @@ class Store:
         return record
 
     def get_json(self, key: str) -> Any | None:
-        """Return what `put_json` kept under this key, None if there is nothing or it was changed since."""
+        """Return what `put_json` kept under this key, None if there is nothing or it was changed
+        since.
+        """
         path = self.root / "metrics" / f"{key}.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -98,18 +110,24 @@ class Store:
         return found["value"] if whole else None
 
     def is_damaged_json(self, key: str) -> bool:
-        """Say whether there is an entry that `get_json` does not give out, because it was changed since it was kept."""
+        """Say whether there is an entry that `get_json` does not give out, because it was changed
+        since it was kept.
+        """
         return (self.root / "metrics" / f"{key}.json").exists() and self.get_json(key) is None
 
     def take_json(self, key: str) -> Any:
         """Return what `put_json` kept under this key; raises StoreError where there is nothing."""
         found = self.get_json(key)
         if found is None:
-            raise StoreError("the entry is gone", where=str(self.root / "metrics" / f"{key}.json"), remedy="Run the command again")
+            raise StoreError(
+                "the entry is gone", where=str(self.root / "metrics" / f"{key}.json"), remedy="Run the command again"
+            )
         return found
 
     def check_writable(self) -> None:
-        """Raise StoreError or ResourceError where nothing can be kept, before hours are spent on what would be lost."""
+        """Raise StoreError or ResourceError where nothing can be kept, before hours are spent on
+        what would be lost.
+        """
         with self._explaining("the metrics"), tempfile.TemporaryFile(dir=self._directory("metrics")):
             pass
 
@@ -117,12 +135,16 @@ class Store:
         """Keep a JSON value under a key; readers see the old one or the new one, never half."""
         with self._explaining("the metrics"), self._drafting(key) as home:
             draft = home / f"{key}.json"
-            draft.write_text(json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False), encoding="utf-8")
+            draft.write_text(
+                json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False), encoding="utf-8"
+            )
             draft.replace(self._directory("metrics") / draft.name)
 
     @contextlib.contextmanager
     def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold a key for this process; calls `waiting` once if another process holds it, and waits until it is free."""
+        """Hold a key for this process; calls `waiting` once if another process holds it, and waits
+        until it is free.
+        """
         with self._explaining("the lock"):
             file = (self._directory("locks") / f"{key}.lock").open("a")
         with file:
@@ -135,7 +157,8 @@ class Store:
 
     @contextlib.contextmanager
     def using(self, keys: Iterable[str]) -> Iterator[None]:
-        """Keep the entries of these keys from being pruned meanwhile, whether they are there already or not.
+        """Keep the entries of these keys from being pruned meanwhile, whether they are there
+        already or not.
 
         A store that this user can only read is used without: only its owner could prune it.
         """
@@ -159,7 +182,9 @@ class Store:
             yield alone
 
     def delete(self, key: str) -> None:
-        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files are links of their own, or copies."""
+        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files
+        are links of their own, or copies.
+        """
         with self._explaining("a draft"):
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
             with hold(self._entry(key) / ALIVE):
@@ -168,7 +193,8 @@ class Store:
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Draft]:
-        """Give a draft to fill; when the block ends well it becomes the entry, when it fails nothing is left of it.
+        """Give a draft to fill; when the block ends well it becomes the entry, when it fails
+        nothing is left of it.
 
         Raises ResourceError on a full disk, StoreError where the store cannot be written.
         """
@@ -182,7 +208,8 @@ class Store:
             entry = self._directory("steps") / key
             if entry.exists():
                 self.delete(key)
-            # Still held: a draft that nobody holds may be deleted at any time, and this one is finished work.
+            # Still held: a draft that nobody holds may be deleted at any time, and this one is
+            # finished work.
             home.rename(entry)
             (entry / ALIVE).unlink()
 
@@ -194,7 +221,9 @@ class Store:
 
     @contextlib.contextmanager
     def _drafting(self, key: str) -> Iterator[Path]:
-        """Give a directory that is held while this process works in it; what is left in it afterwards is deleted."""
+        """Give a directory that is held while this process works in it; what is left in it
+        afterwards is deleted.
+        """
         self.delete_abandoned_drafts()
         home, alive = self._new_draft(key)
         with alive:
@@ -237,7 +266,9 @@ class Store:
         return record if isinstance(record, dict) and isinstance(record.get("files"), dict) else None
 
     def _damaged(self, key: str, record: dict[str, Any]) -> bool:
-        return any(not is_unchanged(self._entry(key) / "model" / name, known) for name, known in record["files"].items())
+        return any(
+            not is_unchanged(self._entry(key) / "model" / name, known) for name, known in record["files"].items()
+        )
 
     def _directory(self, name: str) -> Path:
         path = self.root / name
@@ -255,7 +286,9 @@ class Store:
 
 
 def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | StoreError:
-    """Return the optkit error for a failed write of `what` under `place`: a full disk apart from everything else."""
+    """Return the optkit error for a failed write of `what` under `place`: a full disk apart from
+    everything else.
+    """
     if error.errno in NO_ROOM:
         free = f"{shutil.disk_usage(place).free:,} bytes are free" if place.exists() else ""
         return ResourceError(
@@ -265,12 +298,17 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
             remedy="Free some space, or name another place with --store or --out",
         )
     return StoreError(
-        f"cannot write {what}", where=str(place), why=f"{error.strerror or error}", remedy="Name another place with --store or --out"
+        f"cannot write {what}",
+        where=str(place),
+        why=f"{error.strerror or error}",
+        remedy="Name another place with --store or --out",
     )
 
 
 def _clear(home: Path) -> None:
-    """Delete a held draft, last of all the file that it is held by: what a kill leaves of it is found again."""
+    """Delete a held draft, last of all the file that it is held by: what a kill leaves of it is
+    found again.
+    """
     shutil.rmtree(home / "model", ignore_errors=True)
     shutil.rmtree(home, ignore_errors=True)
 
@@ -287,7 +325,9 @@ def list_files(directory: Path) -> list[str]:
 
 
 def make_readable(directory: Path) -> None:
-    """Give all files the rights that the user's umask gives to new ones; safetensors writes for the owner alone."""
+    """Give all files the rights that the user's umask gives to new ones; safetensors writes for the
+    owner alone.
+    """
     mask = os.umask(0)
     os.umask(mask)
     for name in list_files(directory):
@@ -308,7 +348,8 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def is_unchanged(path: Path, known: Any) -> bool:
-    """Say whether a file is still what `describe_file` saw; it is read again only where its time of change differs.
+    """Say whether a file is still what `describe_file` saw; it is read again only where its time of
+    change differs.
 
     It is not where `known`, which comes out of a file too, is no such description.
     """

@@ -1,4 +1,6 @@
-"""What ROOT/work of a store holds: checkpoints of steps that were not finished, and what teachers said or wrote for any student."""
+"""What ROOT/work of a store holds: checkpoints of steps that were not finished, and what teachers
+said or wrote for any student.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,10 @@ def account(
         Point(step=step, tokens=step * step_tokens, loss=loss, learning_rate=rate)
         for step, (loss, rate) in enumerate(zip(course.curve, rates, strict=True), start=1)
     ]
-    judged = [Judged(step=int(each["step"]), tokens=int(each["step"]) * step_tokens, loss=each["total"]) for each in course.held_out]
+    judged = [
+        Judged(step=int(each["step"]), tokens=int(each["step"]) * step_tokens, loss=each["total"])
+        for each in course.held_out
+    ]
     return TrainingRecord(
         points=thinned(points),
         judged=fewer(judged),

@@ -23,7 +23,9 @@ class AdaptedStudent(Student):
     sparse: Sequence[str] = ()
     """The layers whose zeros stay zeros."""
     taken: Mapping[str, float] = field(default_factory=dict)
-    """Layer -> share of the square of what the base lost that the adapter makes up for before the first step."""
+    """Layer -> share of the square of what the base lost that the adapter makes up for before the
+    first step.
+    """
 
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Layers without an adapter, and why."""
@@ -40,10 +42,13 @@ class AdaptedStudent(Student):
         return known
 
 
-def adapt(student: Student, form: AdapterForm, zeros: float | None, origin: Origin | None, skipped: Mapping[str, str]) -> AdaptedStudent:
+def adapt(
+    student: Student, form: AdapterForm, zeros: float | None, origin: Origin | None, skipped: Mapping[str, str]
+) -> AdaptedStudent:
     """Put adapters beside the layers of a student.
 
-    zeros: share of zeros from which a layer keeps them, None where none does; origin: the model whose lost weights they begin with.
+    zeros: share of zeros from which a layer keeps them, None where none does; origin: the model
+    whose lost weights they begin with.
     Raises StageError where that one has other layers, and for both at once.
     """
     config = inject_(student.model, form)
@@ -52,7 +57,8 @@ def adapt(student: Student, form: AdapterForm, zeros: float | None, origin: Orig
         raise StageError(
             f"what {len(sparse)} layers lost are weights that are to stay 0",
             where=f"lora_recover.initialization: {sparse[0]}",
-            why="The adapters that loftq begins with would fill them; held back from that, they begin worse than without effect",
+            why="The adapters that loftq begins with would fill them; held back from that, they "
+            "begin worse than without effect",
             remedy="Set initialization: zero, or keep_zeros: false",
         )
     taken = start_from_errors_(student.model, origin) if origin else {}

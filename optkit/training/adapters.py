@@ -1,4 +1,6 @@
-"""LoRA and DoRA with peft: adapters beside the layers of a student, merged into its weights or written to a directory of their own."""
+"""LoRA and DoRA with peft: adapters beside the layers of a student, merged into its weights or
+written to a directory of their own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from optkit.model.writer import disk_space_for
 NAME = "default"
 """What peft calls an adapter that nobody named."""
 FARTHEST = 0.9
-"""Weights that are farther from the origin's, in shares of their norm, are no approximation of them."""
+"""Weights that are farther from the origin's, in shares of their norm, are no approximation of
+them.
+"""
 SPARE = 16
 """Singular vectors beyond the rank that the randomized SVD works with."""
 
@@ -37,7 +41,9 @@ class AdapterForm:
     ranks: Mapping[str, int]
     """Module -> rank."""
     scale: float
-    """The product of the two matrices counts so much: alpha / rank, the same beside all layers, for older engines know one alone."""
+    """The product of the two matrices counts so much: alpha / rank, the same beside all layers, for
+    older engines know one alone.
+    """
     dora: bool = False
     dropout: float = 0.0
 
@@ -60,14 +66,22 @@ class AdapterForm:
 
 
 def targets(names: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Return the last names of layers where these mean no others of the model's, else all names in full."""
+    """Return the last names of layers where these mean no others of the model's, else all names in
+    full.
+    """
     last = {name.rpartition(".")[2] for name in names}
-    meant = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] in last}
+    meant = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] in last
+    }
     return sorted(last) if meant == set(names) else sorted(names)
 
 
 class WhileLearning(nn.Module):
-    """Dropout where gradients are wanted: a student is in evaluation mode throughout, and judged without."""
+    """Dropout where gradients are wanted: a student is in evaluation mode throughout, and judged
+    without.
+    """
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -79,7 +93,9 @@ class WhileLearning(nn.Module):
 
 
 class SparseLora(LoraLinear):
-    """peft's layer where the zeros of the base stay zeros: what is added to the weight is masked at every step, not at the end alone."""
+    """peft's layer where the zeros of the base stay zeros: what is added to the weight is masked at
+    every step, not at the end alone.
+    """
 
     kept: Tensor
     """bool, of the weight's shape."""
@@ -103,14 +119,17 @@ class SparseLora(LoraLinear):
         if NAME not in self.lora_variant:
             return whole
         outputs = 0 if self.fan_in_fan_out else 1
-        norm = whole.detach().norm(dim=outputs, keepdim=True)  # DoRA takes it for a constant (arXiv:2402.09353, section 4.3)
+        # DoRA takes it for a constant (arXiv:2402.09353, section 4.3)
+        norm = whole.detach().norm(dim=outputs, keepdim=True)
         magnitude: Tensor = self.lora_magnitude_vector[NAME].weight
         scaled: Tensor = magnitude.unsqueeze(outputs) / norm * whole
         return scaled
 
 
 def inject_(model: nn.Module, form: AdapterForm) -> LoraConfig:
-    """Put adapters beside layers of a model, which alone want a gradient then; returns peft's configuration of them."""
+    """Put adapters beside layers of a model, which alone want a gradient then; returns peft's
+    configuration of them.
+    """
     config = form.config(model)
     inject_adapter_in_model(
         config, nn.ModuleDict({"student": model})
@@ -131,7 +150,9 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def keep_zeros_(model: nn.Module, share: float) -> list[str]:
-    """Let the zeros stay zeros of weights of which at least a share is zero; returns the layers' names."""
+    """Let the zeros stay zeros of weights of which at least a share is zero; returns the layers'
+    names.
+    """
     names = []
     for name, module in adapted(model):
         kept = module.get_base_layer().weight.detach() != 0
@@ -153,7 +174,9 @@ class Origin:
     """Parameter of the student -> tensor."""
 
     def weight(self, name: str, shape: tuple[int, int]) -> Tensor:
-        """Return the weight of a layer, float32 [out, in]. Raises StageError where it has another shape or is not there."""
+        """Return the weight of a layer, float32 [out, in]. Raises StageError where it has another
+        shape or is not there.
+        """
         tensor = self.tensors[f"{name}.weight"]
         info = self.checkpoint.tensors.get(tensor)
         if info is None or info.shape != (shape[::-1] if self.transposed else shape):
@@ -170,11 +193,13 @@ class Origin:
 
 @torch.no_grad()
 def start_from_errors_(model: nn.Module, origin: Origin) -> dict[str, float]:
-    """Let each adapter begin as the best product of its rank for what the base lost of the origin's weight, by SVD.
+    """Let each adapter begin as the best product of its rank for what the base lost of the origin's
+    weight, by SVD.
 
-    That is one round of LoftQ (arXiv:2310.08659); there the base is quantized anew after each, here it stays as it is. Where nothing was
-    lost, an adapter begins as any other. Returns the share of the square of the error that each takes away.
-    Raises StageError for a base that is no approximation of the origin.
+    That is one round of LoftQ (arXiv:2310.08659); there the base is quantized anew after each, here
+    it stays as it is. Where nothing was lost, an adapter begins as any other. Returns the share of
+    the square of the error that each takes away. Raises StageError for a base that is no
+    approximation of the origin.
     """
     taken = {}
     for name, module in adapted(model):
@@ -184,9 +209,11 @@ def start_from_errors_(model: nn.Module, origin: Origin) -> dict[str, float]:
         error = theirs - weight
         if float(error.norm()) > FARTHEST * float(theirs.norm()):
             raise StageError(
-                f"its weights are {float(error.norm() / theirs.norm()):.2f} of their norm away from those of the recipe's first model",
+                f"its weights are {float(error.norm() / theirs.norm()):.2f} of their norm away from those "
+                "of the recipe's first model",
                 where=f"lora_recover.initialization: {name}",
-                why="loftq makes up for what was lost of them, and these were changed by more than rounding (rotated, or scaled)",
+                why="loftq makes up for what was lost of them, and these were changed by more than "
+                "rounding (rotated, or scaled)",
                 remedy="Set initialization: zero",
             )
         if not bool(error.any()):  # both halves would be 0, and never learn
@@ -211,7 +238,9 @@ def merge_(model: nn.Module) -> None:
 
 
 def write_adapter(model: nn.Module, config: LoraConfig, target: Path, dtype: torch.dtype) -> int:
-    """Write the adapters of a model into a new directory as peft does; returns how many layers have one. Raises ResourceError."""
+    """Write the adapters of a model into a new directory as peft does; returns how many layers have
+    one. Raises ResourceError.
+    """
     tensors: dict[str, Tensor] = {}
     layers = dict(adapted(model))
     for name, module in layers.items():
@@ -227,5 +256,7 @@ def write_adapter(model: nn.Module, config: LoraConfig, target: Path, dtype: tor
 
 
 def _whole(number: float) -> float:
-    """Return the same number, without a fraction where there is none: older readers expect an integer."""
+    """Return the same number, without a fraction where there is none: older readers expect an
+    integer.
+    """
     return int(number) if float(number).is_integer() else number

@@ -1,7 +1,8 @@
-"""What a teacher said, kept on disk: its likeliest tokens for rows of a text, so that it runs once for all students.
+"""What a teacher said, kept on disk: its likeliest tokens for rows of a text, so that it runs once
+for all students.
 
-`answers-00000.safetensors` holds rows, int64 [n], and for each of them the likeliest tokens: top, float16 [n, s, k], their
-log-probabilities, and indices, int32 [n, s, k].
+`answers-00000.safetensors` holds rows, int64 [n], and for each of them the likeliest tokens: top,
+float16 [n, s, k], their log-probabilities, and indices, int32 [n, s, k].
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class KnownTeacher:
 
     def targets(self, rows: Sequence[int], tokens: Tensor) -> TopTargets:
         found = [self._where[row] for row in rows]
-        top, indices = (torch.cat([handle.get_slice(name)[place] for handle, place in found]) for name in ("top", "indices"))
+        top, indices = (
+            torch.cat([handle.get_slice(name)[place] for handle, place in found]) for name in ("top", "indices")
+        )
         return TopTargets(top.to(tokens.device, torch.float32), indices.to(tokens.device, torch.int64))
 
     def learn(
@@ -69,7 +72,8 @@ class KnownTeacher:
         batch_size: int,
         progress: Progress,
     ) -> None:
-        """Ask a teacher about the rows of int64 [sequences, s] that were never answered, and keep its `count` likeliest tokens.
+        """Ask a teacher about the rows of int64 [sequences, s] that were never answered, and keep
+        its `count` likeliest tokens.
 
         A run that is killed keeps what it asked so far. Raises ResourceError on a full disk.
         """
@@ -83,7 +87,10 @@ class KnownTeacher:
             step = batch_size * BATCHES_A_FILE
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
-                answers = [_ask(teacher, tokens[some[at : at + batch_size]], count, temperature) for at in range(0, len(some), batch_size)]
+                answers = [
+                    _ask(teacher, tokens[some[at : at + batch_size]], count, temperature)
+                    for at in range(0, len(some), batch_size)
+                ]
                 top, indices = (torch.cat(part) for part in zip(*answers, strict=True))
                 number = len(list(self.shared.place.glob("answers-*.safetensors")))
                 write_tensors(

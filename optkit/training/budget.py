@@ -1,4 +1,6 @@
-"""How many optimizer steps a budget of tokens is, and whether texts have the tokens for it. No torch is needed."""
+"""How many optimizer steps a budget of tokens is, and whether texts have the tokens for it. No
+torch is needed.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ class Budget:
     """Whom messages are about."""
 
     def refuse_nothing_left(self, sequences: int) -> None:
-        """Raise StageError where the texts have too few sequences to hold some out and train on others."""
+        """Raise StageError where the texts have too few sequences to hold some out and train on
+        others.
+        """
         if sequences <= self.held_out:
             raise StageError(
-                f"the texts give {sequences:,} sequences of {self.sequence_length:,} tokens, and {self.held_out:,} are to be held out",
+                f"the texts give {sequences:,} sequences of {self.sequence_length:,} tokens, and "
+                f"{self.held_out:,} are to be held out",
                 where=self.where,
                 why="Nothing is left to train on",
                 remedy="Name more texts, or lower `held_out` or `sequence_length`",
@@ -53,7 +58,9 @@ class Budget:
         return steps
 
     def least_sequences(self, written: int = 0) -> int:
-        """Return how many sequences of the texts are enough, those held out among them, beside `written` further ones to train on."""
+        """Return how many sequences of the texts are enough, those held out among them, beside
+        `written` further ones to train on.
+        """
         step_tokens = self.sequences_per_step * self.sequence_length
         steps = max(1, -(-(self.tokens or 1) // step_tokens))
         to_train_on = -(-steps * self.sequences_per_step // self.epochs)

@@ -1,8 +1,9 @@
-"""Where a training can go on: weights, optimizer, random numbers and position, written as a draft, then renamed; the last two are kept.
+"""Where a training can go on: weights, optimizer, random numbers and position, written as a draft,
+then renamed; the last two are kept.
 
 PLACE/step-00000120/weights.safetensors     trainable parameters
-PLACE/step-00000120/best.safetensors        those with the least held-out loss, where they are others
-PLACE/step-00000120/optimizer.safetensors   the state of the optimizer, `NUMBER.NAME`
+PLACE/step-00000120/best.safetensors        those with the least held-out loss, where they are
+others PLACE/step-00000120/optimizer.safetensors   the state of the optimizer, `NUMBER.NAME`
 PLACE/step-00000120/random.safetensors      the states of the random number generators
 PLACE/step-00000120/state.json              everything else, written last
 """
@@ -42,7 +43,8 @@ class Saved:
 
 
 def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
-    """Write a checkpoint and let go of all but the last two of this training, and of what another or a killed run left.
+    """Write a checkpoint and let go of all but the last two of this training, and of what another
+    or a killed run left.
 
     Raises ResourceError on a full disk; the ones before stay good.
     """
@@ -72,7 +74,9 @@ def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
 
 
 def load(place: Path, digest: str) -> Saved | None:
-    """Return the newest whole checkpoint of this very training (same digest), None where there is none."""
+    """Return the newest whole checkpoint of this very training (same digest), None where there is
+    none.
+    """
     for directory in _found(place):
         try:
             state = json.loads((directory / STATE).read_text(encoding="utf-8"))
@@ -87,12 +91,18 @@ def load(place: Path, digest: str) -> Saved | None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's random number generators, that of the CPU and that of the device."""
-    return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    """Return the states of torch's random number generators, that of the CPU and that of the
+    device.
+    """
+    return {"cpu": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    )
 
 
 def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put torch's random number generators back to a state; of several processes each its own device's to that of the first."""
+    """Put torch's random number generators back to a state; of several processes each its own
+    device's to that of the first.
+    """
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -135,7 +145,9 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] |
 
 
 def _flat(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by `NUMBER.NAME` (bitsandbytes nests them deeper), and its other values."""
+    """Return the tensors of an optimizer's state by `NUMBER.NAME` (bitsandbytes nests them deeper),
+    and its other values.
+    """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
     for name, value in state.items():

@@ -1,9 +1,9 @@
-"""Quantized layers in a safetensors file: the codes that a training begins with and ends with, for processes to hand on.
+"""Quantized layers in a safetensors file: the codes that a training begins with and ends with, for
+processes to hand on.
 
-NAME.codes   uint8 [out, in]
-NAME.scales  float32 [out, groups]
-NAME.zeros   uint8 [out, groups]
-metadata     `grids`: {NAME: [bits, group_size, symmetric, dtype of the scales in the artifact]}, and `facts`, both JSON
+NAME.codes   uint8 [out, in] NAME.scales  float32 [out, groups] NAME.zeros   uint8 [out, groups]
+metadata     `grids`: {NAME: [bits, group_size, symmetric, dtype of the scales in the artifact]},
+and `facts`, both JSON
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from optkit.training.checkpoints import write_tensors
 PARTS = {"codes": torch.uint8, "scales": torch.float32, "zeros": torch.uint8}
 
 
-def write_codes(path: Path, layers: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], facts: Mapping[str, Any]) -> None:
+def write_codes(
+    path: Path, layers: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], facts: Mapping[str, Any]
+) -> None:
     """Write layers, whole or not at all. Raises ResourceError on a full disk."""
-    tensors = {f"{name}.{part}": getattr(layer, part).to("cpu", dtype) for name, layer in layers.items() for part, dtype in PARTS.items()}
+    tensors = {
+        f"{name}.{part}": getattr(layer, part).to("cpu", dtype)
+        for name, layer in layers.items()
+        for part, dtype in PARTS.items()
+    }
     told = {name: (grid.bits, grid.group_size, grid.symmetric, str(grid.scale_dtype)) for name, grid in grids.items()}
     write_tensors(path, tensors, {"grids": json.dumps(told), "facts": json.dumps(facts)})
 

@@ -18,7 +18,9 @@ from optkit.training.budget import Budget
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Sequences of equal length, cut one after the other from texts; none of the held-out ones is ever trained on."""
+    """Sequences of equal length, cut one after the other from texts; none of the held-out ones is
+    ever trained on.
+    """
 
     tokens: Tensor
     """int64 [sequences, sequence_length], on the CPU."""
@@ -37,15 +39,22 @@ class TrainingData:
         return self.tokens.shape[1]
 
     def rows(self, start: int, count: int) -> list[int]:
-        """Return the rows from number `start` on of the endless order: one epoch after the other, each in an order drawn from the seed."""
+        """Return the rows from number `start` on of the endless order: one epoch after the other,
+        each in an order drawn from the seed.
+        """
         size = len(self.training)
-        return [self.training[_order(size, self.seed, number // size)[number % size]] for number in range(start, start + count)]
+        return [
+            self.training[_order(size, self.seed, number // size)[number % size]]
+            for number in range(start, start + count)
+        ]
 
     def extended(self, tokens: Tensor, name: str) -> TrainingData:
         """Return this with further sequences to train on, int64 [more, sequence_length]."""
         more = tuple(range(len(self.tokens), len(self.tokens) + len(tokens)))
         places = tuple(f"{name}, sequence {number:,}" for number in range(len(tokens)))
-        return replace(self, tokens=torch.cat([self.tokens, tokens]), places=self.places + places, training=self.training + more)
+        return replace(
+            self, tokens=torch.cat([self.tokens, tokens]), places=self.places + places, training=self.training + more
+        )
 
     def tokens_digest(self) -> str:
         """Return the SHA-256 of the tokens."""
@@ -74,9 +83,11 @@ def read_texts(
     trust_remote_code: bool = False,
     where: str = "training",
 ) -> TrainingData:
-    """Cut texts into sequences, the rest of each text left out, and hold some of them out, evenly spread over all.
+    """Cut texts into sequences, the rest of each text left out, and hold some of them out, evenly
+    spread over all.
 
-    Raises SourceError for a text that cannot be read, StageError where nothing would be left to train on.
+    Raises SourceError for a text that cannot be read, StageError where nothing would be left to
+    train on.
     """
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
     pieces: list[Tensor] = []
@@ -93,7 +104,9 @@ def read_texts(
 
 
 def split(tokens: Tensor, places: Sequence[str], held_out: int, seed: int, where: str) -> TrainingData:
-    """Hold out `held_out` of int64 [sequences, sequence_length], evenly spread. Raises StageError where nothing would be left."""
+    """Hold out `held_out` of int64 [sequences, sequence_length], evenly spread. Raises StageError
+    where nothing would be left.
+    """
     total, length = tokens.shape
     Budget(length, 1, held_out, where=where).refuse_nothing_left(total)
     judged = {(2 * index + 1) * total // (2 * held_out) for index in range(held_out)}

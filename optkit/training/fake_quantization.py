@@ -1,13 +1,16 @@
-"""Layers that compute with the weights which their codes will stand for, and learn the weights behind them: quantization-aware training.
+"""Layers that compute with the weights which their codes will stand for, and learn the weights
+behind them: quantization-aware training.
 
     rounded = (clamp(round(w / s) + z, 0, 2^bits - 1) - z) * s
     d rounded / d w = 1 where nothing was clamped, else 0          straight through (arXiv:1308.3432)
     d rounded / d s = code - z - w / s where nothing was clamped, else code - z             LSQ (arXiv:1902.08153)
 
-Scales are learned by their logarithm, so that a step of AdamW changes each by the same share; s is rounded to the dtype that it is stored
-in before anything is computed with it. The codes at the end stand for exactly the last `rounded`.
+Scales are learned by their logarithm, so that a step of AdamW changes each by the same share; s is
+rounded to the dtype that it is stored in before anything is computed with it. The codes at the end
+stand for exactly the last `rounded`.
 
-Inputs may be rounded too, to 8 bits with a scale for each token, as engines do it: nothing is clamped, and gradients go straight through.
+Inputs may be rounded too, to 8 bits with a scale for each token, as engines do it: nothing is
+clamped, and gradients go straight through.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from optkit.training.student import Student, ZerosStay
 
 Scales = Literal["learned", "fixed", "recomputed"]
 CELL = 0.49
-"""Weights begin at most so many steps from the point that their code stands for; at half a step they would be between two."""
+"""Weights begin at most so many steps from the point that their code stands for; at half a step
+they would be between two.
+"""
 
 
 class FakeQuantized(nn.Module):
@@ -37,9 +42,17 @@ class FakeQuantized(nn.Module):
     base: Tensor
 
     def __init__(
-        self, weight: Tensor, bias: nn.Parameter | None, start: QuantizedWeight, grid: Grid, scales: Scales, rounds_inputs: bool = False
+        self,
+        weight: Tensor,
+        bias: nn.Parameter | None,
+        start: QuantizedWeight,
+        grid: Grid,
+        scales: Scales,
+        rounds_inputs: bool = False,
     ) -> None:
-        """weight: float32 [out, in]; `start` are the codes that it begins with (not where scales are recomputed)."""
+        """weight: float32 [out, in]; `start` are the codes that it begins with (not where scales
+        are recomputed).
+        """
         super().__init__()
         self.rounds_inputs = rounds_inputs
         self.grid, self.scales = grid, scales
@@ -104,7 +117,9 @@ class _InputRounding(torch.autograd.Function):
 
 
 def within_cells(weight: Tensor, start: QuantizedWeight) -> Tensor:
-    """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`; the outermost codes have no outer edge."""
+    """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`; the
+    outermost codes have no outer edge.
+    """
     rows, groups = start.scales.shape
     scales, zeros = (each.to(weight.device, weight.dtype).unsqueeze(-1) for each in (start.scales, start.zeros))
     codes = start.codes.to(weight.device).view(rows, groups, -1).to(weight.dtype)
@@ -128,7 +143,9 @@ class CodedStudent(Student):
         return {name: layer.codes().on_cpu() for name, layer in self.layers.items()}
 
     def keep_zeros_(self, of_all: bool) -> None:
-        """Let weights that are 0 stay 0, in all layers or in those that were pruned: they get no gradient."""
+        """Let weights that are 0 stay 0, in all layers or in those that were pruned: they get no
+        gradient.
+        """
         for name, layer in self.layers.items():
             if of_all or name in self.pruned:
                 layer.weight.register_hook(ZerosStay(layer.weight))
@@ -142,7 +159,9 @@ def code_student(
     scales: Scales,
     rounds_inputs: bool = False,
 ) -> CodedStudent:
-    """Put layers with codes in the place of a student's; modules: name in the model -> name in the checkpoint."""
+    """Put layers with codes in the place of a student's; modules: name in the model -> name in the
+    checkpoint.
+    """
     student.model.requires_grad_(False)
     layers, pruned = {}, []
     for place, name in modules.items():

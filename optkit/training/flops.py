@@ -1,18 +1,24 @@
-"""The operations of a training step, by the published formulas, and what share of a device's rate they are.
+"""The operations of a training step, by the published formulas, and what share of a device's rate
+they are.
 
-A multiply and an add are two operations. N is the weights of the matrices that a token meets, lm_head among them and the tables of which it
-reads one row not; of experts, those that it is sent to.
+A multiply and an add are two operations. N is the weights of the matrices that a token meets,
+lm_head among them and the tables of which it reads one row not; of experts, those that it is sent
+to.
 
-    forward             2 N, and 2 (query width + value width) for each pair of a query and a key that it may see (causal)
-    backward            2 N for the gradients of inputs, 2 N for those of weights that are trained, and twice the attention of the forward
-    recomputed          the blocks' forward once more, with gradient checkpointing; lm_head stands behind the blocks (torch leaves out
+    forward             2 N, and 2 (query width + value width) for each pair of a query and a key that it may
+                        see (causal)
+    backward            2 N for the gradients of inputs, 2 N for those of weights that are trained, and twice
+                        the attention of the forward
+    recomputed          the blocks' forward once more, with gradient checkpointing; lm_head stands behind the
+                        blocks (torch leaves out
                         what follows the last input that a gradient needs: one matrix of each block)
     teacher             its own forward
 
-So a step is 3 times a forward (6 N), with gradient checkpointing nearly 4 times (8 N); of frozen weights 4 N, and 6 N' for N' of adapters.
-Model FLOPs utilization (PaLM, arXiv:2204.02311, appendix B) leaves out what was recomputed, hardware FLOPs utilization (arXiv:2205.05198)
-counts it. Unlike PaLM's 12 L H Q T, attention is counted as a causal mask leaves it, which is half of that. Norms, activations, softmax,
-the loss and the optimizer are not counted.
+So a step is 3 times a forward (6 N), with gradient checkpointing nearly 4 times (8 N); of frozen
+weights 4 N, and 6 N' for N' of adapters. Model FLOPs utilization (PaLM, arXiv:2204.02311, appendix
+B) leaves out what was recomputed, hardware FLOPs utilization (arXiv:2205.05198) counts it. Unlike
+PaLM's 12 L H Q T, attention is counted as a causal mask leaves it, which is half of that. Norms,
+activations, softmax, the loss and the optimizer are not counted.
 """
 
 from __future__ import annotations
@@ -52,7 +58,9 @@ class StepFlops:
 
     @property
     def model(self) -> float:
-        """What the mathematics of the student needs: 3 times its forward where all of it is trained."""
+        """What the mathematics of the student needs: 3 times its forward where all of it is
+        trained.
+        """
         return self.forward + self.backward
 
     @property
@@ -61,11 +69,15 @@ class StepFlops:
         return self.model + self.recomputed + self.teacher
 
     def __mul__(self, sequences: float) -> StepFlops:
-        return StepFlops(self.forward * sequences, self.backward * sequences, self.recomputed * sequences, self.teacher * sequences)
+        return StepFlops(
+            self.forward * sequences, self.backward * sequences, self.recomputed * sequences, self.teacher * sequences
+        )
 
     @property
     def formula(self) -> str:
-        """What was counted, e.g. `3.0 x forward, 3.9 x with what gradient checkpointing computes again, 1.2 x more for the teacher`."""
+        """What was counted, e.g. `3.0 x forward, 3.9 x with what gradient checkpointing computes
+        again, 1.2 x more for the teacher`.
+        """
         words = [f"{self.model / self.forward:.1f} x forward"]
         words += (
             [f"{(self.model + self.recomputed) / self.forward:.1f} x with what gradient checkpointing computes again"]
@@ -79,12 +91,17 @@ class StepFlops:
 def forward_flops(shape: ModelShape, length: int) -> ForwardFlops:
     """Return what one sequence of `length` tokens costs, all of which get logits.
 
-    Raises SourceError where packed weights lie in a layout that is not known, or nothing makes logits.
+    Raises SourceError where packed weights lie in a layout that is not known, or nothing makes
+    logits.
     """
     weights = weights_of(shape)
     experts, chosen = expert_counts(shape.config)
     share = chosen / experts if experts else 1.0
-    blocks = sum(each.elements * (share if each.role == "experts" else 1.0) for each in weights if each.role not in ("head", "rows"))
+    blocks = sum(
+        each.elements * (share if each.role == "experts" else 1.0)
+        for each in weights
+        if each.role not in ("head", "rows")
+    )
     head = sum(each.elements for each in weights if each.role == "head")
     count = len({place for name in shape.tensors if (place := shape.block(name))})
     pairs = sum(layer.flops(layer.pairs(length, 0)) for layer in attention_of(shape.config, count)[0])
@@ -103,10 +120,10 @@ def step_flops(
 ) -> StepFlops:
     """Return what training on one sequence of `length` tokens costs.
 
-    `recomputed`: gradient checkpointing. `frozen`: the model's own weights get no gradients, the `adapter_elements` weights of matrices
-    that stand beside its layers do. `frozen_head`: lm_head alone gets none. `teacher`: a model that computes in the same step; one whose
-    logits are kept costs nothing here.
-    Raises what `forward_flops` raises.
+    `recomputed`: gradient checkpointing. `frozen`: the model's own weights get no gradients, the
+    `adapter_elements` weights of matrices that stand beside its layers do. `frozen_head`: lm_head
+    alone gets none. `teacher`: a model that computes in the same step; one whose logits are kept
+    costs nothing here. Raises what `forward_flops` raises.
     """
     own = forward_flops(shape, length)
     beside = FORWARD * adapter_elements * length

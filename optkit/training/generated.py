@@ -15,7 +15,9 @@ from optkit.training.checkpoints import write_tensors
 from optkit.training.shared_place import SharedPlace
 
 TOKENS_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 20}
-"""Tokens that are written side by side, and lie in one file, by the kind of device; the KV cache of all of them is in its memory."""
+"""Tokens that are written side by side, and lie in one file, by the kind of device; the KV cache of
+all of them is in its memory.
+"""
 
 
 def generated(
@@ -28,9 +30,11 @@ def generated(
     shared: SharedPlace,
     progress: Progress,
 ) -> Tensor:
-    """Return int64 [prompts, length]: each prompt, int64 [prompts, p], and what the model writes after it, ends of text included.
+    """Return int64 [prompts, length]: each prompt, int64 [prompts, p], and what the model writes
+    after it, ends of text included.
 
-    `at_once` of them are written side by side. What lies in the shared place is not written again. Raises ResourceError on a full disk.
+    `at_once` of them are written side by side. What lies in the shared place is not written again.
+    Raises ResourceError on a full disk.
     """
     parts = list(enumerate(prompts.split(at_once)))
     paths = {number: shared.place / f"generated-{number:05d}.safetensors" for number, _ in parts}
@@ -53,8 +57,12 @@ def sequences_at_once(device: str, length: int) -> int:
 
 
 @torch.no_grad()
-def continued(model: PreTrainedModel, prompts: Tensor, length: int, temperature: float, generator: torch.Generator) -> Tensor:
-    """Return int64 [b, length]: int64 [b, p] and tokens drawn one after the other from softmax(logits / temperature)."""
+def continued(
+    model: PreTrainedModel, prompts: Tensor, length: int, temperature: float, generator: torch.Generator
+) -> Tensor:
+    """Return int64 [b, length]: int64 [b, p] and tokens drawn one after the other from
+    softmax(logits / temperature).
+    """
     state = CarriedState(model)
     tokens, last = prompts, prompts
     while tokens.shape[1] < length:

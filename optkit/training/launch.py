@@ -1,4 +1,6 @@
-"""Run a stage in several processes, one for each device: `accelerate launch` with a worker of ours, watched until the last has ended."""
+"""Run a stage in several processes, one for each device: `accelerate launch` with a worker of ours,
+watched until the last has ended.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,19 @@ DIED = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-\d+)
 
 
 def launch(
-    stage: Transform, source: Path, target: Path, context: Context, devices: int, parallel: Literal["ddp", "fsdp"], where: str
+    stage: Transform,
+    source: Path,
+    target: Path,
+    context: Context,
+    devices: int,
+    parallel: Literal["ddp", "fsdp"],
+    where: str,
 ) -> Report:
-    """Return the report of `stage.run`, run by so many processes together; they end with this one, however that ends.
+    """Return the report of `stage.run`, run by so many processes together; they end with this one,
+    however that ends.
 
-    Raises the error of the process that failed, or StageError with the rank and the last lines of one that was lost; what they printed
-    stays then in the workspace.
+    Raises the error of the process that failed, or StageError with the rank and the last lines of
+    one that was lost; what they printed stays then in the workspace.
     """
     with _directory(context.workspace) as directory:
         module = type(stage)
@@ -79,9 +88,16 @@ def _directory(workspace: Path | None) -> Iterator[Path]:
 
 
 def _command(directory: Path, devices: int, parallel: Literal["ddp", "fsdp"]) -> list[str]:
-    """Return the command line; a configuration of our own stands in place of the user's for accelerate."""
+    """Return the command line; a configuration of our own stands in place of the user's for
+    accelerate.
+    """
     kind = "FSDP" if parallel == "fsdp" else "MULTI_GPU"
-    lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}", "mixed_precision: 'no'", f"num_processes: {devices}"]
+    lines = [
+        "compute_environment: LOCAL_MACHINE",
+        f"distributed_type: {kind}",
+        "mixed_precision: 'no'",
+        f"num_processes: {devices}",
+    ]
     lines += ["num_machines: 1", "machine_rank: 0", "main_training_function: main", "use_cpu: false"]
     lines += ["fsdp_config: {fsdp_version: 2}"] if parallel == "fsdp" else []
     (directory / "accelerate.yaml").write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -93,7 +109,11 @@ def _variables(devices: int) -> dict[str, str]:
     """Return the environment of the processes: our packages, and each its share of the cores."""
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_cores() // devices))
     variables = python_environment(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false")
-    return {name: value for name, value in variables.items() if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))}
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
+    }
 
 
 def _run(command: list[str], directory: Path, devices: int, context: Context) -> None:
@@ -137,7 +157,9 @@ class Heard:
     def _pass_on(self, message: Mapping[str, Any]) -> None:
         match message["type"]:
             case "start":
-                self.task = self.bars.enter_context(self.progress.task(message["label"], message["total"], message["unit"]))
+                self.task = self.bars.enter_context(
+                    self.progress.task(message["label"], message["total"], message["unit"])
+                )
             case "advance" if self.task is not None:
                 self.task.advance(message["steps"], message["note"])
             case "end":
@@ -156,7 +178,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _error(directory: Path, devices: int, where: str) -> OptkitError:
-    """Return why there is no report: a process that a signal ended, else the first error, those of users before those of the code."""
+    """Return why there is no report: a process that a signal ended, else the first error, those of
+    users before those of the code.
+    """
     place = f"What they printed is in {directory}; the training goes on from its last checkpoint when it is run again"
     launcher = _text(directory / LAUNCHER_LOG)
     for rank, status in DIED.findall(launcher):
@@ -168,16 +192,25 @@ def _error(directory: Path, devices: int, where: str) -> OptkitError:
     told = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(directory.glob("rank-*.json"))]
     if not told:
         what = f"{devices} processes could not be started"
-        return StageError(what, where=where, why=_last_words(directory / LAUNCHER_LOG), remedy=f"The launcher's output is in {directory}")
+        return StageError(
+            what,
+            where=where,
+            why=_last_words(directory / LAUNCHER_LOG),
+            remedy=f"The launcher's output is in {directory}",
+        )
     path, first = min(told, key=lambda each: ("where" not in each[1], each[1]["time"]))
     if "where" in first:
         kind = getattr(errors, first["kind"], StageError)
         rank = "" if len(told) == devices else f", rank {path.stem.removeprefix('rank-')} of {devices}"
         made: OptkitError = kind.__new__(kind)
-        OptkitError.__init__(made, first["what"], where=f"{first['where']}{rank}", why=first["why"], remedy=first["remedy"])
+        OptkitError.__init__(
+            made, first["what"], where=f"{first['where']}{rank}", why=first["why"], remedy=first["remedy"]
+        )
         return made
     rank = f"rank {path.stem.removeprefix('rank-')} of {devices}"
-    failed = StageError(f"{rank} failed with {first['what']}", where=where, why=_last_words(path.with_suffix(".log")), remedy=place)
+    failed = StageError(
+        f"{rank} failed with {first['what']}", where=where, why=_last_words(path.with_suffix(".log")), remedy=place
+    )
     return with_trace(failed, first, rank)
 
 

@@ -77,7 +77,9 @@ class Course:
     """`step`, `total` and each loss by its name, in order."""
     best_step: int = 0
     due: int = 0
-    """How many of the evaluations the training has come past; where a step took long, one judgement stands for several."""
+    """How many of the evaluations the training has come past; where a step took long, one judgement
+    stands for several.
+    """
     stopped: str = ""
     resumed: list[int] = field(default_factory=list)
     """Steps at which a later run went on."""
@@ -118,11 +120,13 @@ def train(
     digest: str = "",
     ranks: Ranks | None = None,
 ) -> TrainingResult:
-    """Train until the steps or minutes are over or the held-out loss no longer falls, and leave the weights that were best there.
+    """Train until the steps or minutes are over or the held-out loss no longer falls, and leave the
+    weights that were best there.
 
-    `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of another digest is not taken. Of several
-    `ranks` the first alone has the weights afterwards.
-    Raises StageError for a loss that is not finite, diverges or never falls, ResourceError without memory or disk space.
+    `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of
+    another digest is not taken. Of several `ranks` the first alone has the weights afterwards.
+    Raises StageError for a loss that is not finite, diverges or never falls, ResourceError without
+    memory or disk space.
     """
     return Loop(objective, data, teacher, options, where, place, digest, progress, ranks or Ranks()).run()
 
@@ -150,7 +154,9 @@ class Loop:
         self.optimizer = make_optimizer(objective, options.optimizer, options.weight_decay)
         self.course = Course()
         self.best: dict[str, Tensor] | None = None
-        """The weights of `best_step` on the CPU of the first process; None while they are the present ones."""
+        """The weights of `best_step` on the CPU of the first process; None while they are the
+        present ones.
+        """
         self._saved_at = self._started = time.perf_counter()
         self._before = 0.0
 
@@ -185,7 +191,9 @@ class Loop:
     def _fraction(self) -> float:
         """Return how much of the training is done, 0 to 1."""
         minutes = self.options.minutes
-        return min(1.0, max(self.course.step / self.options.steps, self.course.seconds / (60 * minutes) if minutes else 0.0))
+        return min(
+            1.0, max(self.course.step / self.options.steps, self.course.seconds / (60 * minutes) if minutes else 0.0)
+        )
 
     def _compile(self) -> None:
         """Make a pass of each kind, as it comes in the training, and leave everything as it was."""
@@ -237,8 +245,13 @@ class Loop:
             course.due = due
             self._judge()
         if fraction >= 1.0:
-            course.stopped = "all steps were made" if course.step >= options.steps else f"the {options.minutes:g} minutes were over"
-        elif options.patience and len([each for each in course.held_out if each["step"] > course.best_step]) >= options.patience:
+            course.stopped = (
+                "all steps were made" if course.step >= options.steps else f"the {options.minutes:g} minutes were over"
+            )
+        elif (
+            options.patience
+            and len([each for each in course.held_out if each["step"] > course.best_step]) >= options.patience
+        ):
             course.stopped = f"the held-out loss did not fall {options.patience} times in a row"
         if not course.stopped and self._checkpoint_due():
             self.save()
@@ -305,7 +318,11 @@ class Loop:
         self.course.resumed.append(self.course.step)
         for name, parameter in self.trainable.items():
             parameter.copy_(self.ranks.part_of(parameter, saved.weights[name]))
-        self.best = dict(saved.best or {name: tensor.clone() for name, tensor in saved.weights.items()}) if self.ranks.first else {}
+        self.best = (
+            dict(saved.best or {name: tensor.clone() for name, tensor in saved.weights.items()})
+            if self.ranks.first
+            else {}
+        )
         set_optimizer_state_(self.optimizer, saved.optimizer, self.ranks)
         checkpoints.set_random_state(saved.random, self.device)
         self.progress.say(f"{self.where}: goes on after step {self.course.step:,}, from the checkpoint in {self.place}")
@@ -331,21 +348,27 @@ class Loop:
         curve, options = self.course.curve, self.options
         if len(curve) < 2 * WINDOW or self._fraction() < options.warmup:
             return
-        start, now = statistics.median(curve[:WINDOW]), statistics.median(curve[-WINDOW:])  # a few texts may have far larger losses
+        # a few texts may have far larger losses
+        start, now = statistics.median(curve[:WINDOW]), statistics.median(curve[-WINDOW:])
         if now > options.diverged * start:
             raise StageError(
-                f"the training diverges: the loss was {start:.4f} at the start and is {now:.4f} at step {self.course.step:,}",
+                f"the training diverges: the loss was {start:.4f} at the start and is {now:.4f} "
+                f"at step {self.course.step:,}",
                 where=self.where,
                 why=f"Steps with a learning rate of {options.learning_rate:g} are too large",
                 remedy=f"Lower `learning_rate`, e.g. to {options.learning_rate / 5:.1g}",
             )
 
     def _not_finite(self, rows: Sequence[int], loss: float) -> StageError:
-        """Return the error for a loss or gradient that is NaN or Inf, with the texts that make it so alone."""
+        """Return the error for a loss or gradient that is NaN or Inf, with the texts that make it
+        so alone.
+        """
         with torch.no_grad():
             alone = [row for row in rows if not bool(self._losses([row]).total.isfinite())]
         what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
-        named = "; ".join(self.data.places[row] for row in (alone or rows)[:3]) + ("; ..." if len(alone or rows) > 3 else "")
+        named = "; ".join(self.data.places[row] for row in (alone or rows)[:3]) + (
+            "; ..." if len(alone or rows) > 3 else ""
+        )
         return StageError(
             f"{what} at step {self.course.step + 1:,}, on {len(alone or rows):,} of {len(rows):,} sequences ({named})",
             where=self.where,

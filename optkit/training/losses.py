@@ -1,4 +1,5 @@
-"""What a student is told: cross-entropy of the text, divergence from a teacher, distance of hidden states and of attention.
+"""What a student is told: cross-entropy of the text, divergence from a teacher, distance of hidden
+states and of attention.
 
 All of them return a sum over positions, so that positions can be taken in parts.
 """
@@ -20,14 +21,18 @@ SMALLEST_REST = 1e-6
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of -log p(target) over positions; logits: float [n, v], targets: int64 [n], `IGNORED` where there is none."""
+    """Return the sum of -log p(target) over positions; logits: float [n, v], targets: int64 [n],
+    `IGNORED` where there is none.
+    """
     return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the sum of T^2 KL(teacher || student) over positions; both float [n, v], softened by the temperature T.
+    """Return the sum of T^2 KL(teacher || student) over positions; both float [n, v], softened by
+    the temperature T.
 
-    T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The teacher gets no gradient.
+    T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The
+    teacher gets no gradient.
     """
     with torch.autocast(logits.device.type, enabled=False):  # which takes 16 bits for the sums over tokens
         total: Tensor = _Divergence.apply(logits, teacher, temperature)
@@ -35,7 +40,9 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Ten
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient is known together with the value: T (softmax(student / T) - softmax(teacher / T)); three float32 [n, v] are held."""
+    """The gradient is known together with the value: T (softmax(student / T) - softmax(teacher /
+    T)); three float32 [n, v] are held.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -60,9 +67,11 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def top_divergence(logits: Tensor, top: Tensor, indices: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return `divergence` for a teacher of whom the likeliest tokens are known, all others as one outcome together.
+    """Return `divergence` for a teacher of whom the likeliest tokens are known, all others as one
+    outcome together.
 
-    logits: float [n, v]; top: the teacher's log-probabilities at that temperature, float [n, k], of the tokens int64 `indices` [n, k].
+    logits: float [n, v]; top: the teacher's log-probabilities at that temperature, float [n, k], of
+    the tokens int64 `indices` [n, k].
     Never more than the divergence over all tokens, and the same where k is v - 1.
     """
     scaled = logits.float() / temperature
@@ -74,25 +83,33 @@ def top_divergence(logits: Tensor, top: Tensor, indices: Tensor, temperature: fl
 
 
 def top_of(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities, float32 [n, count], and the tokens, int64 [n, count], of the likeliest tokens of float [n, v]."""
+    """Return the log-probabilities, float32 [n, count], and the tokens, int64 [n, count], of the
+    likeliest tokens of float [n, v].
+    """
     scaled = logits.float() / temperature
     top, indices = scaled.topk(count, dim=-1)
     return (top - scaled.logsumexp(-1, keepdim=True)).clamp_(min=LEAST), indices
 
 
 def _rest(known: Tensor) -> Tensor:
-    """Return the log-probability [n] of what is outside of the tokens with log-probabilities float [n, k]."""
+    """Return the log-probability [n] of what is outside of the tokens with log-probabilities float
+    [n, k].
+    """
     inside = known.logsumexp(-1).clamp(max=-SMALLEST_REST)
     return (-torch.expm1(inside)).log()
 
 
 def hidden_distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the mean square of the difference in shares of the teacher's mean square; float [b, s, width] both."""
+    """Return the mean square of the difference in shares of the teacher's mean square; float [b, s,
+    width] both.
+    """
     theirs = theirs.float()
     return (ours.float() - theirs).square().mean() / theirs.square().mean().clamp_min(1e-12)
 
 
 def attention_divergence(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the mean KL(teacher || student) of attention, float [b, heads, s, s] both, averaged over heads, whose numbers may differ."""
+    """Return the mean KL(teacher || student) of attention, float [b, heads, s, s] both, averaged
+    over heads, whose numbers may differ.
+    """
     student, teacher = (each.float().mean(1).clamp_min(1e-12).log() for each in (ours, theirs))
     return functional.kl_div(student, teacher, log_target=True, reduction="sum") / ours[:, 0, :, 0].numel()

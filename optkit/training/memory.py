@@ -1,10 +1,12 @@
-"""The peak memory of a training on one of its devices, predicted from shapes alone. No torch is needed.
+"""The peak memory of a training on one of its devices, predicted from shapes alone. No torch is
+needed.
 
-Counted is what `optkit.training.loop` and `objective` hold: float32 weights, gradients and AdamW states, the casts that autocast keeps
-of weights until the backward pass, what each block keeps for its gradients as transformers writes it, and the logits of as many
-positions as are computed at once. A step has three moments that can be its peak: when the loss is known, with all activations and no
-gradients but those of lm_head, when the last block gets its gradients, and when all gradients are there. Between them activations go and
-gradients come, block by block.
+Counted is what `optkit.training.loop` and `objective` hold: float32 weights, gradients and AdamW
+states, the casts that autocast keeps of weights until the backward pass, what each block keeps for
+its gradients as transformers writes it, and the logits of as many positions as are computed at
+once. A step has three moments that can be its peak: when the loss is known, with all activations
+and no gradients but those of lm_head, when the last block gets its gradients, and when all
+gradients are there. Between them activations go and gradients come, block by block.
 """
 
 from __future__ import annotations
@@ -22,17 +24,23 @@ from optkit.training.memory_kinds import MemoryKinds
 WIDE = 4
 """Bytes of what is kept in float32 whatever is computed in."""
 LOGIT_BYTES: Mapping[str, int] = {"cpu": 128 << 20, "cuda": 2 << 30}
-"""Most bytes of float32 logits held together, by the kind of device; the losses hold a few tensors of that size."""
+"""Most bytes of float32 logits held together, by the kind of device; the losses hold a few tensors
+of that size.
+"""
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "adamw_8bit": 2}
 GATED, PLAIN, CLAMPED = 4, 2, 8
-"""Tensors of the width of the MLP that are kept: with a gate its input, its output, what it is multiplied with and the product; of
-gpt_oss, which clamps two of them, those before and after."""
+"""Tensors of the width of the MLP that are kept: with a gate its input, its output, what it is
+multiplied with and the product; of gpt_oss, which clamps two of them, those before and after."""
 AGAIN = 1.4
-"""What the backward pass of a block holds, as a multiple of what the block keeps for it: gradients of the same widths come as these go."""
+"""What the backward pass of a block holds, as a multiple of what the block keeps for it: gradients
+of the same widths come as these go.
+"""
 PAIRS_GO_BACK = 6
 """Bytes of a query-key pair and head while they get their gradients, beside what was kept."""
 GATHERED = 2
-"""Blocks whose weights FSDP2 holds whole at once: the one that computes and the one that comes next."""
+"""Blocks whose weights FSDP2 holds whole at once: the one that computes and the one that comes
+next.
+"""
 SPELLED_OUT = 5
 """The same for activations that transformers writes as single operations."""
 MATRICES = (".weight", ".weight_packed", ".qweight")
@@ -119,7 +127,9 @@ class Blocks:
         return norms + inputs + attention + self.chosen * size * self.kept_of_mlp * self.intermediate
 
     def pair_bytes(self, setup: Setup) -> int:
-        """Return the bytes among these that its pairs as a query with every key leave: the matrices of attention."""
+        """Return the bytes among these that its pairs as a query with every key leave: the matrices
+        of attention.
+        """
         tanh = setup.computed if self.capped else 0
         if setup.attention_loss:
             return (2 * WIDE + tanh) * self.heads * setup.length
@@ -128,7 +138,9 @@ class Blocks:
 
 
 def predicted_memory(shape: ModelShape, setup: Setup) -> MemoryKinds:
-    """Return the bytes by kind at the moment of a step when most are in use, on each of the devices."""
+    """Return the bytes by kind at the moment of a step when most are in use, on each of the
+    devices.
+    """
     moments = [_loss_is_known(shape, setup), _last_block_goes_back(shape, setup), _gradients_are_there(shape, setup)]
     moments += [_is_divided(shape, setup)] if setup.divided > 1 else []
     return max(moments, key=lambda kinds: kinds.total)
@@ -141,7 +153,9 @@ def blocks_of(shape: ModelShape) -> Blocks:
     attention = attention_of(shape.config, len(places))[0]
     width = _number(config, "hidden_size", "n_embd", "d_model")
     first = [(name, info) for name, info in shape.tensors.items() if shape.block(name) == min(places, default=None)]
-    matrices = [name for name, info in first if len(info.shape) >= 2 and ".experts." not in name and name.endswith(MATRICES)]
+    matrices = [
+        name for name, info in first if len(info.shape) >= 2 and ".experts." not in name and name.endswith(MATRICES)
+    ]
     norms = [name for name, _ in first if name.endswith("norm.weight") or (".ln_" in name and name.endswith("weight"))]
     norms = [name for name in norms if shape.tensors[name].shape == (width,)]
     experts, chosen = expert_counts(shape.config)
@@ -188,7 +202,9 @@ def _loss_is_known(shape: ModelShape, setup: Setup) -> MemoryKinds:
 
 
 def _last_block_goes_back(shape: ModelShape, setup: Setup) -> MemoryKinds:
-    """What all blocks kept is there still; with gradient checkpointing, what they were given, and this block computes again."""
+    """What all blocks kept is there still; with gradient checkpointing, what they were given, and
+    this block computes again.
+    """
     blocks = blocks_of(shape)
     head = _head_elements(shape)
     kept, pairs = blocks.kept_bytes(setup), blocks.pair_bytes(setup)
@@ -220,7 +236,9 @@ def _is_divided(shape: ModelShape, setup: Setup) -> MemoryKinds:
     """Each device opens the whole model and keeps its part."""
     standing = _standing(shape, setup)
     whole = WIDE * shape.elements
-    return MemoryKinds(**{**standing, "weights": whole, "optimizer": 0, "best_weights": 0}, computed_weights=whole // setup.divided)
+    return MemoryKinds(
+        **{**standing, "weights": whole, "optimizer": 0, "best_weights": 0}, computed_weights=whole // setup.divided
+    )
 
 
 def _standing(shape: ModelShape, setup: Setup) -> dict[str, int]:
@@ -246,7 +264,9 @@ def _teacher_widths(setup: Setup) -> int:
 
 
 def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
-    """Return the gradients that are there when the loss is known: lm_head's, and all of them where a step has several passes."""
+    """Return the gradients that are there when the loss is known: lm_head's, and all of them where
+    a step has several passes.
+    """
     all_of_them = WIDE * _trained(shape, setup) // setup.divided
     of_head = WIDE * head if setup.trained is None else 0
     if setup.accumulation > 1 or (setup.devices > 1 and setup.divided == 1):  # DDP keeps its buckets
@@ -255,7 +275,9 @@ def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
 
 
 def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
-    """Return the bytes of weights as they are computed with: autocast's copies, and what FSDP2 gathers."""
+    """Return the bytes of weights as they are computed with: autocast's copies, and what FSDP2
+    gathers.
+    """
     matrices = sum(info.elements for name, info in shape.tensors.items() if len(info.shape) >= 2 and shape.block(name))
     casts = 2 * (matrices + head) if setup.half else 0
     if setup.divided == 1:
@@ -265,7 +287,9 @@ def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
 
 
 def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Return what the loss makes of the logits that are computed at once: three float32 tensors, and the logits of both as they come."""
+    """Return what the loss makes of the logits that are computed at once: three float32 tensors,
+    and the logits of both as they come.
+    """
     vocabulary = _vocabulary(shape)
     positions = min(setup.share, max(1, LOGIT_BYTES[setup.device.partition(":")[0]] // (WIDE * vocabulary)))
     tensors = 3 * WIDE + setup.computed * (2 if setup.divergence and not setup.known_answers else 1)
@@ -280,8 +304,14 @@ def _trained(shape: ModelShape, setup: Setup) -> int:
 
 def _head_elements(shape: ModelShape) -> int:
     """Return the numbers of the matrix that makes logits."""
-    sizes = [info.elements for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2]
-    named = [info.elements for name, info in shape.tensors.items() if name.removesuffix(".weight").endswith(("lm_head", "embed_out"))]
+    sizes = [
+        info.elements for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2
+    ]
+    named = [
+        info.elements
+        for name, info in shape.tensors.items()
+        if name.removesuffix(".weight").endswith(("lm_head", "embed_out"))
+    ]
     return named[0] if named else max(sizes, default=0)
 
 

@@ -1,4 +1,6 @@
-"""What a training minimizes, as one module: the student, the losses and their weights. Logits are computed for some positions at a time."""
+"""What a training minimizes, as one module: the student, the losses and their weights. Logits are
+computed for some positions at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ class Targets(Protocol):
     """What a teacher says about some sequences, b * s positions one after the other."""
 
     hidden_states: Sequence[Tensor]
-    """Of the embedding and of each block, float [b, s, teacher's width]; empty where they were not asked for."""
+    """Of the embedding and of each block, float [b, s, teacher's width]; empty where they were not
+    asked for.
+    """
     attentions: Sequence[Tensor]
     """Of each block, float [b, heads, s, s]; empty where they were not asked for."""
 
     def divergence(self, logits: Tensor, positions: slice, temperature: float) -> Tensor:
-        """Return the sum of T^2 KL(teacher || student) over positions, for the student's logits float [positions, v]."""
+        """Return the sum of T^2 KL(teacher || student) over positions, for the student's logits
+        float [positions, v].
+        """
         ...
 
 
@@ -46,11 +52,15 @@ class Losses:
     total: Tensor
     """The weighted sum, a scalar with a gradient."""
     parts: dict[str, Tensor]
-    """Each loss by its name before its weight: means over positions, in nats for divergence and cross-entropy."""
+    """Each loss by its name before its weight: means over positions, in nats for divergence and
+    cross-entropy.
+    """
 
 
 class Objective(nn.Module):
-    """Losses of a student on tokens. Its parameters are the student's, and the projections between widths that hidden losses need."""
+    """Losses of a student on tokens. Its parameters are the student's, and the projections between
+    widths that hidden losses need.
+    """
 
     def __init__(
         self,
@@ -112,11 +122,17 @@ class Objective(nn.Module):
         return total, dict(zip(names, values, strict=True))
 
     def _hidden(self, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
-        projected = [project(state) for project, state in zip(self.projections, ours, strict=True)] if len(self.projections) else ours
+        projected = (
+            [project(state) for project, state in zip(self.projections, ours, strict=True)]
+            if len(self.projections)
+            else ours
+        )
         return torch.stack([hidden_distance(*pair) for pair in _paired(projected, theirs)]).mean()
 
     def _projections(self, teacher_width: int | None) -> nn.ModuleList:
-        """Return a matrix for each block from the student's width to the teacher's, where they differ."""
+        """Return a matrix for each block from the student's width to the teacher's, where they
+        differ.
+        """
         config = self.student.config.get_text_config(decoder=True)
         width = int(config.hidden_size)
         if not self.weights.hidden or teacher_width in (None, width):
@@ -126,18 +142,23 @@ class Objective(nn.Module):
 
 
 def _paired(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each of the student's blocks with the one of the teacher at the same share of the depth."""
+    """Return each of the student's blocks with the one of the teacher at the same share of the
+    depth.
+    """
     return [(each, theirs[round((index + 1) * len(theirs) / len(ours)) - 1]) for index, each in enumerate(ours)]
 
 
 Compute = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
-def in_parts(compute: Compute, hidden: Tensor, at_once: int, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-    """Return the sums of what `compute` returns for float [n, h] taken `at_once` positions at a time: (loss with a gradient, numbers).
+def in_parts(
+    compute: Compute, hidden: Tensor, at_once: int, parameters: Sequence[nn.Parameter]
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of what `compute` returns for float [n, h] taken `at_once` positions at a
+    time: (loss with a gradient, numbers).
 
-    Where a gradient is wanted it is taken right after each part, so that only one part's logits are ever held. `parameters` are all
-    trainable ones that `compute` uses.
+    Where a gradient is wanted it is taken right after each part, so that only one part's logits are
+    ever held. `parameters` are all trainable ones that `compute` uses.
     """
     if not torch.is_grad_enabled():
         sums = [compute(part, positions) for part, positions in _parts(hidden, at_once)]
@@ -155,7 +176,9 @@ class _InParts(torch.autograd.Function):
     """Computes the gradients together with the value, part by part."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Compute, at_once: int, hidden: Tensor, *parameters: nn.Parameter) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, compute: Compute, at_once: int, hidden: Tensor, *parameters: nn.Parameter
+    ) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(parameters)
         totals, numbers = [], []

@@ -1,7 +1,9 @@
-"""A quantized checkpoint as a float32 model whose own weights stay as they are: what an adapter is trained beside.
+"""A quantized checkpoint as a float32 model whose own weights stay as they are: what an adapter is
+trained beside.
 
-The packed weights are dequantized once, so a step costs what it costs beside float weights, and takes their memory. The values are those
-that the packed layers compute with, so that what was learned beside them holds beside the packed ones.
+The packed weights are dequantized once, so a step costs what it costs beside float weights, and
+takes their memory. The values are those that the packed layers compute with, so that what was
+learned beside them holds beside the packed ones.
 """
 
 from __future__ import annotations
@@ -78,10 +80,13 @@ class _Dequantized:
 def open_packed_student(directory: Path, device: str, progress: Progress, trust_remote_code: bool = False) -> Student:
     """Open a quantized checkpoint on the device in float32; nothing in it wants a gradient.
 
-    Raises StageError for a form of weights that gradients have no way through, SourceError where weights and model do not fit.
+    Raises StageError for a form of weights that gradients have no way through, SourceError where
+    weights and model do not fit.
     """
     checkpoint = Checkpoint(directory)
-    layers: Mapping[str, _Dequantized] = {layer.name: _Dequantized(layer, str(directory)) for layer in _layers(checkpoint)}
+    layers: Mapping[str, _Dequantized] = {
+        layer.name: _Dequantized(layer, str(directory)) for layer in _layers(checkpoint)
+    }
     matched = match_packed(checkpoint, layers, torch.float32, trust_remote_code)
     fill_(matched, checkpoint, device, torch.float32, progress)
     return Student(matched.model.requires_grad_(False), checkpoint, matched.names)
@@ -93,6 +98,10 @@ def _layers(checkpoint: Checkpoint) -> list[QuantizedLayer | FourBitLayer]:
     found: list[QuantizedLayer | FourBitLayer] = []
     found += four_bit_layers(checkpoint) if method == FOUR_BITS else (quantized_layers(checkpoint) or {}).values()
     if not found:
-        what = "8-bit weights of bitsandbytes" if method == FOUR_BITS else f"a form of {method} that optkit does not open itself"
+        what = (
+            "8-bit weights of bitsandbytes"
+            if method == FOUR_BITS
+            else f"a form of {method} that optkit does not open itself"
+        )
         raise StageError(f"there are no gradients through {what}", where=str(checkpoint.directory), remedy=LEARNABLE)
     return found

@@ -1,7 +1,9 @@
-"""The processes of a training: one for each device, all of which see the same losses and make the same steps.
+"""The processes of a training: one for each device, all of which see the same losses and make the
+same steps.
 
-A training on several devices is the one on a single device, divided: each forward pass takes its share of the sequences of the batch, means
-of means are the mean because the shares are equally large, and whatever decides how the training goes on is the first process's word.
+A training on several devices is the one on a single device, divided: each forward pass takes its
+share of the sequences of the batch, means of means are the mean because the shares are equally
+large, and whatever decides how the training goes on is the first process's word.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Ranks:
         return self.rank == 0
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows that this process computes of those of a forward pass; all shares are equally large."""
+        """Return the rows that this process computes of those of a forward pass; all shares are
+        equally large.
+        """
         return list(rows)
 
     def deal(self, rows: Sequence[int]) -> list[int]:
@@ -40,11 +44,15 @@ class Ranks:
         return list(rows)
 
     def prepare(self, objective: Objective) -> nn.Module:
-        """Return the module to call in place of the objective; its parameters are then those to be trained."""
+        """Return the module to call in place of the objective; its parameters are then those to be
+        trained.
+        """
         return objective
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a forward and a backward pass, `last` for the one that completes the gradients of a step."""
+        """Return a context for a forward and a backward pass, `last` for the one that completes the
+        gradients of a step.
+        """
         return nullcontext()
 
     def mean(self, number: Tensor) -> Tensor:
@@ -64,11 +72,15 @@ class Ranks:
         return number
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of which this process holds a part; every process has to ask for it at the same time."""
+        """Return a tensor of which this process holds a part; every process has to ask for it at
+        the same time.
+        """
         return tensor
 
     def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return what this process holds, beside a parameter, of a tensor of its shape that every process has the whole of."""
+        """Return what this process holds, beside a parameter, of a tensor of its shape that every
+        process has the whole of.
+        """
         return whole
 
     def hand_out_(self, parameter: Tensor, whole: Tensor | None) -> None:
@@ -84,12 +96,18 @@ class Ranks:
 
 
 class Group(Ranks):
-    """One process of several, each with a copy of the model (`ddp`) or a part of each weight (`fsdp`)."""
+    """One process of several, each with a copy of the model (`ddp`) or a part of each weight
+    (`fsdp`).
+    """
 
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if distributed.get_backend() == "nccl"
+            else torch.device("cpu")
+        )
 
     def share(self, rows: Sequence[int]) -> list[int]:
         size = len(rows) // self.count
@@ -178,13 +196,17 @@ class Group(Ranks):
                     continue
                 if id(parameter) not in plain:  # tied weights stay tied
                     whole = self.whole(parameter.detach())
-                    plain[id(parameter)] = nn.Parameter(whole.cpu() if self.first else whole.new_empty(0), parameter.requires_grad)
+                    plain[id(parameter)] = nn.Parameter(
+                        whole.cpu() if self.first else whole.new_empty(0), parameter.requires_grad
+                    )
                 module._parameters[leaf] = plain[id(parameter)]
             for leaf, buffer in module._buffers.items():
                 module._buffers[leaf] = buffer.cpu() if buffer is not None else None
 
     def _shard(self, objective: Objective) -> nn.Module:
-        """Divide each block's weights, and together those outside of the blocks, among the processes (FSDP2)."""
+        """Divide each block's weights, and together those outside of the blocks, among the
+        processes (FSDP2).
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -204,7 +226,9 @@ def _keeps_zeros(parameter: nn.Parameter) -> bool:
 
 
 def _keep_zeros_(part: nn.Parameter) -> None:
-    """Let the zeros of a part of a weight stay: FSDP2 puts gradients there past the hooks of the whole weight."""
+    """Let the zeros of a part of a weight stay: FSDP2 puts gradients there past the hooks of the
+    whole weight.
+    """
     stay = ZerosStay(part)
 
     def apply(each: Tensor) -> None:
@@ -215,12 +239,16 @@ def _keep_zeros_(part: nn.Parameter) -> None:
 
 
 def current(parallel: Parallel) -> Ranks:
-    """Return the processes that this one belongs to: those that `optkit.training.worker` joined, else itself alone."""
+    """Return the processes that this one belongs to: those that `optkit.training.worker` joined,
+    else itself alone.
+    """
     return Group(parallel) if distributed.is_available() and distributed.is_initialized() else Ranks()
 
 
 def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return copies of whole tensors on the CPU at the first process, nothing at the others; one at a time is gathered."""
+    """Return copies of whole tensors on the CPU at the first process, nothing at the others; one at
+    a time is gathered.
+    """
     found = {}
     for name, tensor in tensors.items():
         whole = ranks.whole(tensor.detach())
@@ -245,7 +273,10 @@ def set_optimizer_state_(optimizer: torch.optim.Optimizer, whole: Mapping[str, A
     """Put in a state with whole tensors, which every process has."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        index: {name: ranks.part_of(parameters[index], value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        index: {
+            name: ranks.part_of(parameters[index], value) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
         for index, values in whole["state"].items()
     }
     optimizer.load_state_dict({**whole, "state": state})

@@ -1,4 +1,6 @@
-"""What a training leaves in the scorecard: its loss curve, speed, memory and energy. No torch is needed."""
+"""What a training leaves in the scorecard: its loss curve, speed, memory and energy. No torch is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -90,14 +92,20 @@ class TrainingRecord(Frozen):
 
 
 def fewer(judged: Sequence[Judged], most: int = MOST_JUDGED) -> tuple[Judged, ...]:
-    """Return about `most` held-out losses, evenly spread; the first, the least and the last are among them."""
+    """Return about `most` held-out losses, evenly spread; the first, the least and the last are
+    among them.
+    """
     stride, least = -(-len(judged) // most), min(judged, key=lambda each: each.loss)
     spread = judged[::-1][::stride]
     return tuple(each for each in judged if each in (judged[0], least) or each in spread)
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Return at most `most` points: the mean loss of equally many neighbours each, at the place of the last of them."""
+    """Return at most `most` points: the mean loss of equally many neighbours each, at the place of
+    the last of them.
+    """
     stride = -(-len(points) // most)
     groups = (points[start : start + stride] for start in range(0, len(points), stride or 1))
-    return tuple(group[-1].model_copy(update={"loss": sum(each.loss for each in group) / len(group)}) for group in groups)
+    return tuple(
+        group[-1].model_copy(update={"loss": sum(each.loss for each in group) / len(group)}) for group in groups
+    )

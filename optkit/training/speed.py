@@ -46,7 +46,9 @@ class Speed:
 
     @property
     def model_flops_utilization(self) -> float | None:
-        """Share of the device's rate that the student's mathematics was; None where the rate is not known."""
+        """Share of the device's rate that the student's mathematics was; None where the rate is not
+        known.
+        """
         return self.model_tflops_per_s * TERA / self.peak.rate(self.arithmetic) if self.peak else None
 
     @property
@@ -76,5 +78,7 @@ class Speed:
 
 
 def peak_of(device: str) -> Device | None:
-    """Return the datasheet of a GPU, else what a device was measured to reach before (`optkit roofline`); None without either."""
+    """Return the datasheet of a GPU, else what a device was measured to reach before (`optkit
+    roofline`); None without either.
+    """
     return (datasheet_of(device_name(device)) if device != "cpu" else None) or kept_device(device)

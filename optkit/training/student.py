@@ -34,7 +34,8 @@ class Student:
 
 
 def open_student(directory: Path, device: str, trust_remote_code: bool = False) -> Student:
-    """Open a checkpoint on the device with float32 weights that all want a gradient; without dropout, experts unfused.
+    """Open a checkpoint on the device with float32 weights that all want a gradient; without
+    dropout, experts unfused.
 
     Raises SourceError for a quantized checkpoint, NaN, Inf, and weights that do not fit the model.
     """
@@ -46,7 +47,9 @@ def open_student(directory: Path, device: str, trust_remote_code: bool = False) 
 
 
 def _tie_(model: PreTrainedModel) -> None:
-    """Let lm_head be the embedding where config.json says so and the checkpoint holds both, alike: transformers opens them as one then."""
+    """Let lm_head be the embedding where config.json says so and the checkpoint holds both, alike:
+    transformers opens them as one then.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not model.config.get_text_config(decoder=True).tie_word_embeddings or not isinstance(head, nn.Linear):
         return
@@ -55,7 +58,8 @@ def _tie_(model: PreTrainedModel) -> None:
 
 
 def write_student(student: Student, target: Path, trusted: bool = False) -> int:
-    """Write a student as a checkpoint with the dtypes of the one that it was; returns how many tensors are others now.
+    """Write a student as a checkpoint with the dtypes of the one that it was; returns how many
+    tensors are others now.
 
     Raises StageError where a weight does not fit its dtype, ResourceError on a full disk.
     """
@@ -77,11 +81,14 @@ def write_student(student: Student, target: Path, trusted: bool = False) -> int:
 
 
 def cast_back(name: str, tensor: Tensor, before: Tensor) -> Tensor:
-    """Return a trained tensor on the CPU in the dtype that it had; raises StageError where it would not be finite there."""
+    """Return a trained tensor on the CPU in the dtype that it had; raises StageError where it would
+    not be finite there.
+    """
     cast = tensor.to("cpu", before.dtype)
     if cast.is_floating_point() and not all_finite(cast):
         raise StageError(
-            f"trained weights of up to {float(tensor.abs().max()):.4g} do not fit {str(before.dtype).removeprefix('torch.')}",
+            f"trained weights of up to {float(tensor.abs().max()):.4g} do not fit "
+            f"{str(before.dtype).removeprefix('torch.')}",
             where=name,
             remedy="Lower the learning rate, or put `- cast: {dtype: bfloat16}` in front of the stage",
         )
@@ -107,7 +114,9 @@ class ZerosStay:
 
 
 def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
-    """Let the zeros of pruned weights stay zeros: they get no gradient, so AdamW never moves them. Returns the weights' names."""
+    """Let the zeros of pruned weights stay zeros: they get no gradient, so AdamW never moves them.
+    Returns the weights' names.
+    """
     names = []
     for name, parameter in sparse_weights(model, share):
         parameter.register_hook(ZerosStay(parameter))
@@ -116,7 +125,9 @@ def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
 
 
 def compile_blocks_(model: PreTrainedModel) -> None:
-    """torch.compile each block: all of one form share what is compiled, so it takes as long as one of them."""
+    """torch.compile each block: all of one form share what is compiled, so it takes as long as one
+    of them.
+    """
     for block in find_blocks(model):
         block.module.compile()
 
@@ -133,7 +144,9 @@ def checkpoint_activations_(model: PreTrainedModel) -> None:
 
 
 def _evaluated(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a layer that has to be in training mode to be computed again, and that drops nothing inside."""
+    """Run a layer that has to be in training mode to be computed again, and that drops nothing
+    inside.
+    """
 
     def evaluate(*given: Any) -> Any:
         layer.training = False

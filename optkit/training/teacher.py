@@ -20,7 +20,9 @@ class Teacher(Protocol):
     """Whoever says what the student should have said."""
 
     def targets(self, rows: Sequence[int], tokens: Tensor) -> Targets:
-        """Return what it says about int64 [b, s] on the student's device, which are these rows of the data."""
+        """Return what it says about int64 [b, s] on the student's device, which are these rows of
+        the data.
+        """
         ...
 
 
@@ -55,7 +57,9 @@ class LiveTeacher:
         attention: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """Open a checkpoint in `precision`; `hidden` and `attention` say that these are asked for. Raises SourceError."""
+        """Open a checkpoint in `precision`; `hidden` and `attention` say that these are asked for.
+        Raises SourceError.
+        """
         implementation = "eager" if attention else None
         skeleton = Skeleton(Checkpoint(directory), precision, implementation, trust_remote_code)
         skeleton.load_("", device)

@@ -1,4 +1,6 @@
-"""A causal language model as two functions, so that the logits of all positions are never held together: tokens -> hidden -> logits."""
+"""A causal language model as two functions, so that the logits of all positions are never held
+together: tokens -> hidden -> logits.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,14 @@ class _Given(nn.Module):
 
 
 class TwoParts:
-    """The decoder of a model, and what stands behind it: lm_head, and whatever the architecture does to logits."""
+    """The decoder of a model, and what stands behind it: lm_head, and whatever the architecture
+    does to logits.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the two parts by running both on a few tokens. Raises SourceError for a model that cannot be taken apart."""
+        """Find the two parts by running both on a few tokens. Raises SourceError for a model that
+        cannot be taken apart.
+        """
         self.model = model
         self.owner, self.leaf = self._place()
 

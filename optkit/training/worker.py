@@ -1,4 +1,5 @@
-"""One process of a training on several devices: `python -m optkit.training.worker DIRECTORY`, started by `accelerate launch`.
+"""One process of a training on several devices: `python -m optkit.training.worker DIRECTORY`,
+started by `accelerate launch`.
 
 DIRECTORY/job.json          what to do: the fields of `Job`, written by optkit/training/launch.py
 DIRECTORY/messages.jsonl    how far the first process is, a JSON object a line
@@ -89,7 +90,9 @@ class MessageTask:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.messages.send(type="end")
 
     def advance(self, steps: int = 1, note: str = "") -> None:
@@ -98,7 +101,9 @@ class MessageTask:
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the system to end this process when its parent ends, however that happens; nothing where the system is not Linux."""
+    """Ask the system to end this process when its parent ends, however that happens; nothing where
+    the system is not Linux.
+    """
     if sys.platform != "linux":
         return
     parent = os.getppid()
@@ -108,7 +113,9 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def main(directory: Path) -> None:
-    """Do the job and leave, with the status 1 where it failed; processes that still wait for this one are ended by the launcher."""
+    """Do the job and leave, with the status 1 where it failed; processes that still wait for this
+    one are ended by the launcher.
+    """
     rank = int(os.environ["RANK"])
     with (directory / f"rank-{rank}.log").open("ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)

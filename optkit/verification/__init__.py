@@ -1,4 +1,6 @@
-"""Proof that an artifact is what it says and that other programs open it: static checks, engines in processes of their own, the record."""
+"""Proof that an artifact is what it says and that other programs open it: static checks, engines in
+processes of their own, the record.
+"""
 
 from optkit.scorecard.loading import EngineName
 from optkit.verification.check import Check

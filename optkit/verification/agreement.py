@@ -1,4 +1,6 @@
-"""How near an engine's logits are to those of optkit's own session, and what is near enough for the dtype that it computes in."""
+"""How near an engine's logits are to those of optkit's own session, and what is near enough for the
+dtype that it computes in.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ if TYPE_CHECKING:
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 2e-2}
 """Largest mean KL in nats, by the least precise dtype that the engine or optkit computes in.
 
-Ten times what rounding alone makes of SmolLM2-135M in bfloat16 (vLLM against optkit: 0.0012 to 0.0019), and less in the square of the
-precision for the others; one of its 210 layers with its outputs in a wrong order makes 0.26 or more."""
+Ten times what rounding alone makes of SmolLM2-135M in bfloat16 (vLLM against optkit: 0.0012 to
+0.0019), and less in the square of the precision for the others; one of its 210 layers with its
+outputs in a wrong order makes 0.26 or more."""
 ROUNDED_ACTIVATIONS = 0.1
 """Largest mean KL in nats where the inputs of layers are rounded to 8 or fewer bits, in any dtype.
 
-There a difference in the last place moves a few codes, these move more in the next layer, and after some layers two sound engines
-differ by as much as the rounding itself does. Of SmolLM2-135M with FP8 inputs: embeddings changed by 1e-7 in float32 make 0.015,
-engines 0.017 to 0.023.
+There a difference in the last place moves a few codes, these move more in the next layer, and after
+some layers two sound engines differ by as much as the rounding itself does. Of SmolLM2-135M with
+FP8 inputs: embeddings changed by 1e-7 in float32 make 0.015, engines 0.017 to 0.023.
 """
 TEXT = """\
 A lighthouse keeper counts the ships that pass: on Monday 12, on Tuesday 9, on Wednesday 17, which makes 38 in three days.
@@ -50,7 +53,9 @@ class Reference:
     dtype: str
     device: str
     stepped: Agreement | None
-    """How near its decode steps come to its logits of the whole text, over the last tokens; None without steps."""
+    """How near its decode steps come to its logits of the whole text, over the last tokens; None
+    without steps.
+    """
 
     @property
     def prompt(self) -> int:
@@ -66,13 +71,17 @@ class Agreement:
     mean_kl: float
     """KL(optkit || engine), nats."""
     top1_agreement: float
-    """Share of tokens after which the engine's likeliest next one is also optkit's, or as likely as that."""
+    """Share of tokens after which the engine's likeliest next one is also optkit's, or as likely as
+    that.
+    """
 
 
 def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int) -> Reference:
-    """Return what a session makes of the first `tokens` tokens of the fixed text, repeated where it is too short, and what it goes on with.
+    """Return what a session makes of the first `tokens` tokens of the fixed text, repeated where it
+    is too short, and what it goes on with.
 
-    Raises OptkitError where the tokenizer makes fewer than two tokens of it, or the model has too few positions.
+    Raises OptkitError where the tokenizer makes fewer than two tokens of it, or the model has too
+    few positions.
     """
     room = min(tokens, session.positions - new_tokens)
     ids = session.encode(TEXT)
@@ -80,7 +89,11 @@ def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int
         ids = session.encode(TEXT * math.ceil(room / len(ids) + 1))
     ids = ids[: max(room, 0)]
     if len(ids) < 2:
-        raise OptkitError(f"{len(ids)} tokens are too few to compare", where=str(session.directory), remedy="Ask for more with --tokens")
+        raise OptkitError(
+            f"{len(ids)} tokens are too few to compare",
+            where=str(session.directory),
+            remedy="Ask for more with --tokens",
+        )
     logits = session.logits(ids[None])[0].cpu()
     generated = session.generate(ids[None], new_tokens)[0, len(ids) :].tolist()
     found = Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device, None)
@@ -111,9 +124,11 @@ def compare_logits(ours: Tensor, theirs: Tensor) -> Agreement:
 
 
 def compare_likeliest(ours: Tensor, likeliest: Sequence[Sequence[tuple[int, float]]]) -> Agreement:
-    """Compare float32 [tokens, vocabulary] with the log-probabilities that an engine gives for its likeliest tokens after each token.
+    """Compare float32 [tokens, vocabulary] with the log-probabilities that an engine gives for its
+    likeliest tokens after each token.
 
-    The divergence is that of these tokens and one class of all others: exact for these, and never above that of all tokens.
+    The divergence is that of these tokens and one class of all others: exact for these, and never
+    above that of all tokens.
     """
     import torch
 
@@ -131,14 +146,18 @@ def compare_likeliest(ours: Tensor, likeliest: Sequence[Sequence[tuple[int, floa
 
 
 def tolerance(*dtypes: str, rounded_activations: bool) -> float:
-    """Return the largest mean KL that the least precise of the dtypes explains, or the rounding of activations."""
+    """Return the largest mean KL that the least precise of the dtypes explains, or the rounding of
+    activations.
+    """
     if rounded_activations:
         return ROUNDED_ACTIVATIONS
     return max(TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in dtypes)
 
 
 def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) -> dict[str, Any]:
-    """Return the fields of a loading line: how near an engine came, also in decode steps where it took some, and whether that is enough."""
+    """Return the fields of a loading line: how near an engine came, also in decode steps where it
+    took some, and whether that is enough.
+    """
     seen = [each for each in (near, stepped) if each]
     if not all(math.isfinite(each.mean_kl) and math.isfinite(each.max_logit_difference) for each in seen):
         return {"verdict": "disagrees", "reason": "its logits are not all finite numbers"}
@@ -149,7 +168,11 @@ def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) 
         "stepped_kl": stepped.mean_kl if stepped else None,
     }
     if near.mean_kl >= limit:
-        return {**fields, "verdict": "disagrees", "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}"}
+        return {
+            **fields,
+            "verdict": "disagrees",
+            "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}",
+        }
     if stepped and stepped.mean_kl >= limit:
         reason = f"the mean KL of its decode steps is {stepped.mean_kl:.2g}, and rounding explains {limit:g}"
         return {**fields, "verdict": "disagrees", "reason": reason}
@@ -158,4 +181,7 @@ def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many elements are the same from the first on."""
-    return next((index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), min(len(left), len(right)))
+    return next(
+        (index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
+        min(len(left), len(right)),
+    )

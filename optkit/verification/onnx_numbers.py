@@ -1,4 +1,6 @@
-"""Whether every float number in the initializers of an ONNX model is finite, read in pieces, without holding a weight."""
+"""Whether every float number in the initializers of an ONNX model is finite, read in pieces,
+without holding a weight.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,14 @@ FLOATS = {
     16: FloatBits("<u2", 0x7F80, 0x007F),
     19: FloatBits("<u1", 0x7C, 0x03),
 }
-"""TensorProto.DataType -> bits: FLOAT, FLOAT16, DOUBLE, BFLOAT16, FLOAT8E5M2; the other floats of 8 and 4 bits have no infinities."""
+"""TensorProto.DataType -> bits: FLOAT, FLOAT16, DOUBLE, BFLOAT16, FLOAT8E5M2; the other floats of 8
+and 4 bits have no infinities.
+"""
 
 
 def problems_of_numbers(model: ModelProto, directory: Path) -> tuple[int, int, list[str]]:
-    """Return how many tensors and float numbers were looked at, and a sentence for each tensor with numbers that are none.
+    """Return how many tensors and float numbers were looked at, and a sentence for each tensor with
+    numbers that are none.
 
     Infinities beside zeros alone are a mask, and no problem.
     """
@@ -64,7 +69,9 @@ def problems_of_numbers(model: ModelProto, directory: Path) -> tuple[int, int, l
 
 
 def _pieces(tensor: TensorProto, bits: FloatBits, directory: Path) -> Iterator[NDArray[Any]]:
-    """Yield the numbers of a tensor as unsigned integers, [numbers], at most `PIECE_BYTES` at a time."""
+    """Yield the numbers of a tensor as unsigned integers, [numbers], at most `PIECE_BYTES` at a
+    time.
+    """
     import numpy as np
     from onnx import numpy_helper
 

@@ -1,4 +1,6 @@
-"""verification.json: what each engine made of an artifact, kept beside it and valid for its key and its files alone."""
+"""verification.json: what each engine made of an artifact, kept beside it and valid for its key and
+its files alone.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ class Verification(Frozen):
     schema_version: Literal[1] = Field(default=1, alias="schema")
     artifact_key: str
     files: str = ""
-    """Digest of the SHA-256 of every file; empty where an optkit wrote it that did not look at them."""
+    """Digest of the SHA-256 of every file; empty where an optkit wrote it that did not look at
+    them.
+    """
     loading: tuple[Loading, ...]
 
 
 def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
-    """Return what engines made of this artifact; nothing where it was not verified, or another artifact was.
+    """Return what engines made of this artifact; nothing where it was not verified, or another
+    artifact was.
 
     Raises ArtifactError where verification.json is damaged.
     """
@@ -40,25 +45,34 @@ def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
     remedy = "Delete it and run `optkit verify` again"
     with reading(path, "cannot be read", remedy, ArtifactError):
         found = Verification.model_validate(read_object(path, ArtifactError, remedy))
-    return found.loading if (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact)) else ()
+    return (
+        found.loading if (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact)) else ()
+    )
 
 
 def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:
-    """Store results beside those of other engines and other versions of them, and return all that the artifact has now.
+    """Store results beside those of other engines and other versions of them, and return all that
+    the artifact has now.
 
-    A result takes the place of one of the same versions; that an engine could not be asked is kept only while nothing is known of it.
+    A result takes the place of one of the same versions; that an engine could not be asked is kept
+    only while nothing is known of it.
     """
     found = {_identity(each): each for each in (*read_loading(artifact), *loading)}
     known = {each.engine for each in found.values() if each.verdict != "skipped"}
     ordered = sorted(found, key=lambda key: (ENGINE_NAMES.index(found[key].engine), key))
     kept = [found[key] for key in ordered if found[key].verdict != "skipped" or found[key].engine not in known]
     record = Verification(artifact_key=artifact.record.key, files=_digest_of_files(artifact), loading=tuple(kept))
-    artifact.attach(VERIFICATION_JSON, json.dumps(record.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False) + "\n")
+    artifact.attach(
+        VERIFICATION_JSON,
+        json.dumps(record.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False) + "\n",
+    )
     return record.loading
 
 
 def _digest_of_files(artifact: Artifact) -> str:
-    """Digest what the files hold, not when they were written: a run that publishes the same files again keeps what is known of them."""
+    """Digest what the files hold, not when they were written: a run that publishes the same files
+    again keeps what is known of them.
+    """
     return digest({name: facts["sha256"] for name, facts in artifact.record.files.items()})
 
 

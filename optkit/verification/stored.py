@@ -1,4 +1,6 @@
-"""The bytes of tensors straight from safetensors files, without torch (https://github.com/huggingface/safetensors#format)."""
+"""The bytes of tensors straight from safetensors files, without torch
+(https://github.com/huggingface/safetensors#format).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Verify an artifact: its files, then, where these are whole, what each installed engine makes of them beside optkit's own session."""
+"""Verify an artifact: its files, then, where these are whole, what each installed engine makes of
+them beside optkit's own session.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,10 @@ def verify_artifact(
 ) -> Verified:
     """Check the files; where they are whole, open the artifact in each engine and compare.
 
-    optkit opens it without its settings: other programs know nothing of them, and a quantized KV cache changes the logits.
-    `pythons`: engine -> interpreter. Raises UsageError for an interpreter that is not there, MissingPackageError where optkit itself
-    cannot open the artifact for want of a package, ResourceError without memory.
+    optkit opens it without its settings: other programs know nothing of them, and a quantized KV
+    cache changes the logits. `pythons`: engine -> interpreter. Raises UsageError for an interpreter
+    that is not there, MissingPackageError where optkit itself cannot open the artifact for want of
+    a package, ResourceError without memory.
     """
     interpreters = {engine: interpreter(engine, pythons) for engine in engines}
     checks = check_artifact(artifact)
@@ -97,7 +100,10 @@ def verify_artifact(
     if not found.whole:
         return found
     weights = _weights_of(artifact)
-    with progress.task("verify", 1 + len(engines), "steps") as task, tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder:
+    with (
+        progress.task("verify", 1 + len(engines), "steps") as task,
+        tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder,
+    ):
         task.advance(0, note="optkit")
         try:
             reference, tokenizer, notes = _reference(artifact, weights, device, tokens, trust_remote_code)
@@ -114,7 +120,9 @@ def verify_artifact(
             if reason := _unasked(ENGINES[name], artifact, weights):
                 loading.append(Loading(engine=name, verdict="skipped", reason=reason))
             else:
-                request = _request(ENGINES[name], artifact.directory, reference, weights, trust_remote_code, Path(folder))
+                request = _request(
+                    ENGINES[name], artifact.directory, reference, weights, trust_remote_code, Path(folder)
+                )
                 answer = ask(ENGINES[name], interpreters[name], request, Path(folder), timeout_s)
                 loading.append(_judge(ENGINES[name], weights, answer, reference, tokenizer, Path(request["logits"])))
             task.advance()
@@ -122,12 +130,21 @@ def verify_artifact(
 
 
 def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Check:
-    """Return whether decode steps, each with the state of those before it, compute what the whole text at once does."""
+    """Return whether decode steps, each with the state of those before it, compute what the whole
+    text at once does.
+    """
     limit = agreement.tolerance(reference.dtype, rounded_activations=rounded)
-    said = f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed one at a time, are at a mean KL of"
+    said = (
+        f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed "
+        "one at a time, are at a mean KL of"
+    )
     near = f"{said} {max(stepped.mean_kl, 0):.2g} from the same tokens at once"
     ok = stepped.mean_kl < limit
-    return Check(name="decodes", ok=ok, detail=near if ok else f"{near}, and rounding explains {limit:g}: generation forgets what it read")
+    return Check(
+        name="decodes",
+        ok=ok,
+        detail=near if ok else f"{near}, and rounding explains {limit:g}: generation forgets what it read",
+    )
 
 
 def _reference(
@@ -138,7 +155,11 @@ def _reference(
     session: Any = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
         if weights.task is Task.GENERATION:
-            return agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS), session.tokenizer, session.notes
+            return (
+                agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS),
+                session.tokenizer,
+                session.notes,
+            )
         return measure_encoder(session, session.dtype, weights.task), session.tokenizer, session.notes
     finally:
         session.close()
@@ -169,7 +190,12 @@ def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
 
 
 def _request(
-    engine: Engine, directory: Path, reference: Reference | EncoderReference, weights: Weights, trusted: bool, folder: Path
+    engine: Engine,
+    directory: Path,
+    reference: Reference | EncoderReference,
+    weights: Weights,
+    trusted: bool,
+    folder: Path,
 ) -> dict[str, Any]:
     if isinstance(reference, EncoderReference):
         asked = asked_of(reference, weights.config)
@@ -194,7 +220,12 @@ def _request(
 
 
 def _judge(
-    engine: Engine, weights: Weights, answer: Answer, reference: Reference | EncoderReference, tokenizer: Any, logits: Path
+    engine: Engine,
+    weights: Weights,
+    answer: Answer,
+    reference: Reference | EncoderReference,
+    tokenizer: Any,
+    logits: Path,
 ) -> Loading:
     """Return the loading line of an engine."""
     every = {name for helpers in (*engine.helpers.values(), engine.adapter_helpers) for name in helpers}
@@ -203,7 +234,9 @@ def _judge(
     version = next((packages[name] for name in engine.distributions if name in packages), "")
     facts = {"engine": engine.name, "version": version, "packages": packages, "seconds": round(answer.seconds, 2)}
     if answer.not_applicable:
-        return Loading.model_validate({**facts, "verdict": "skipped", "reason": f"not applicable: {answer.not_applicable}"})
+        return Loading.model_validate(
+            {**facts, "verdict": "skipped", "reason": f"not applicable: {answer.not_applicable}"}
+        )
     if answer.missing:
         return Loading.model_validate({**facts, "verdict": "skipped", "reason": answer.problem})
     if answer.problem:
@@ -240,5 +273,7 @@ def _judge(
 
 
 def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an engine is told beside config.json: how to attend, where its own choice would leave something out unsaid."""
+    """Return what an engine is told beside config.json: how to attend, where its own choice would
+    leave something out unsaid.
+    """
     return attention_options(config, {}) if engine is TRANSFORMERS and "attn_implementation" not in config else {}

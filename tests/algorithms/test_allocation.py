@@ -22,7 +22,9 @@ def random_case(seed: int) -> tuple[list[list[float]], list[list[int]]]:
     widths = [draw.randint(1, 4) for _ in range(draw.randint(1, 6))]
     sizes = [[draw.randint(1, 30) for _ in range(width)] for width in widths]
     ties = draw.random() < 0.3
-    costs = [[float(draw.randint(0, 3)) if ties else draw.lognormvariate(0, 2) for _ in range(width)] for width in widths]
+    costs = [
+        [float(draw.randint(0, 3)) if ties else draw.lognormvariate(0, 2) for _ in range(width)] for width in widths
+    ]
     return costs, sizes
 
 

@@ -26,15 +26,21 @@ def random_weight(seed: int = 1) -> Tensor:
 
 
 def output_error(weight: Tensor, inputs: Tensor, scales: Tensor, grid: Grid, searched: bool = True) -> float:
-    """Return what rounding W s does to the outputs for inputs x / s, measured on the inputs themselves."""
+    """Return what rounding W s does to the outputs for inputs x / s, measured on the inputs
+    themselves.
+    """
     scaled = weight * scales
     chosen = search_scales(scaled, grid, (inputs / scales).square().sum(0)) if searched else minmax_scales(scaled, grid)
     rounded = round_to_nearest(scaled, *chosen, grid).dequantize()
-    return float(((inputs / scales) @ rounded.T - inputs @ weight.T).square().sum() / (inputs @ weight.T).square().sum())
+    return float(
+        ((inputs / scales) @ rounded.T - inputs @ weight.T).square().sum() / (inputs @ weight.T).square().sum()
+    )
 
 
 def autoawq_scales(weight: Tensor, inputs: Tensor, grid: Grid) -> Tensor:
-    """Return what AutoAWQ 0.2.9 finds: mean |x|^a / mean relative |w|^(1 - a) with the least error among 20 values of a."""
+    """Return what AutoAWQ 0.2.9 finds: mean |x|^a / mean relative |w|^(1 - a) with the least error
+    among 20 values of a.
+    """
     grouped = grid.grouped(weight).abs()
     relative = (grouped / (grouped.amax(-1, keepdim=True) + 1e-6)).flatten(1).mean(0)
     found = []
@@ -73,8 +79,12 @@ def test_scales_for_gptq_keep_outputs_nearer_after_gptq(grid: Grid) -> None:
     found = search_input_scales([Reader(weight, hessian, grid)], None, 10, "gptq")
 
     def error(scales: Tensor) -> float:
-        rounded = gptq(weight * scales, hessian / scales / scales[:, None], grid, GptqOptions(refinements=0)).weight.dequantize()
-        return float(((inputs / scales) @ rounded.T - inputs @ weight.T).square().sum() / (inputs @ weight.T).square().sum())
+        rounded = gptq(
+            weight * scales, hessian / scales / scales[:, None], grid, GptqOptions(refinements=0)
+        ).weight.dequantize()
+        return float(
+            ((inputs / scales) @ rounded.T - inputs @ weight.T).square().sum() / (inputs @ weight.T).square().sum()
+        )
 
     assert error(found.scales) < error(torch.ones(INPUTS))
     assert found.error == pytest.approx(error(found.scales), rel=1e-2)
@@ -98,7 +108,10 @@ def test_channels_of_one_row_share_their_scale() -> None:
 
 
 def test_readers_with_other_inputs_and_grids_share_the_scales() -> None:
-    readers = [Reader(random_weight(seed), outlying_inputs(seed).T @ outlying_inputs(seed), grid) for seed, grid in enumerate(GRIDS[:2])]
+    readers = [
+        Reader(random_weight(seed), outlying_inputs(seed).T @ outlying_inputs(seed), grid)
+        for seed, grid in enumerate(GRIDS[:2])
+    ]
     found = search_input_scales(readers, None, 10)
     assert found.error < found.plain_error
 

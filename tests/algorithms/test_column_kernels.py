@@ -1,4 +1,6 @@
-"""The Triton kernels against the loops in torch; on a machine without a GPU they run in Triton's interpreter, if Triton is there."""
+"""The Triton kernels against the loops in torch; on a machine without a GPU they run in Triton's
+interpreter, if Triton is there.
+"""
 
 import os
 from importlib.util import find_spec

@@ -1,4 +1,6 @@
-"""GPTQ on the grids of 8 bits: every code is on the grid, and the outputs are nearer than with weights rounded to nearest."""
+"""GPTQ on the grids of 8 bits: every code is on the grid, and the outputs are nearer than with
+weights rounded to nearest.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def test_outputs_are_nearer(numbers: NumberFormat, granularity: Any) -> None:
         off = dequantize(codes, scales, tile) - weight
         return float(((off @ hessian) * off).sum())
 
-    nearest, compensated = quantize(weight, scales, tile, numbers), compensated_codes(weight, hessian, scales, tile, numbers)
+    nearest, compensated = (
+        quantize(weight, scales, tile, numbers),
+        compensated_codes(weight, hessian, scales, tile, numbers),
+    )
     assert error(compensated) < 0.5 * error(nearest)
 
 

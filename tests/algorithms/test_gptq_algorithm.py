@@ -25,9 +25,16 @@ def layer(outputs: int = 24, inputs: int = 160, tokens: int = 600, seed: int = 0
     return torch.randn(outputs, inputs, generator=generator) * 0.05, data.T @ data / tokens
 
 
-def reference_gptq(weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Optimal brain quantization in a fixed order, one input at a time, with the inverse of what is left computed afresh each time."""
-    left, damped = weight.double().clone(), hessian.double() + 0.01 * hessian.diagonal().mean().double() * torch.eye(len(hessian))
+def reference_gptq(
+    weight: torch.Tensor, hessian: torch.Tensor, scales: torch.Tensor, order: torch.Tensor
+) -> torch.Tensor:
+    """Optimal brain quantization in a fixed order, one input at a time, with the inverse of what is
+    left computed afresh each time.
+    """
+    left, damped = (
+        weight.double().clone(),
+        hessian.double() + 0.01 * hessian.diagonal().mean().double() * torch.eye(len(hessian)),
+    )
     quantized = torch.zeros_like(left)
     for place, column in enumerate(order):
         rest = order[place:]
@@ -45,17 +52,24 @@ def test_codes_equal_a_reference_written_from_the_paper(activation_order: bool) 
     grid = Grid(4, 32, True)
     scales = minmax_scales(weight, grid)[0].repeat_interleave(32, 1)
     order = hessian.diagonal().argsort(descending=True) if activation_order else torch.arange(160)
-    ours = gptq(weight, hessian, grid, GptqOptions(activation_order=activation_order, scale_search="minmax", refinements=0))
+    ours = gptq(
+        weight, hessian, grid, GptqOptions(activation_order=activation_order, scale_search="minmax", refinements=0)
+    )
     expected = reference_gptq(weight, hessian, scales, order)
-    # A tie that rounds the other way in float32 changes what follows in its row, so single codes may differ.
+    # A tie that rounds the other way in float32 changes what follows in its row, so single codes
+    # may differ.
     assert (ours.weight.dequantize() - expected).abs().gt(1e-5).float().mean() < 0.01
-    assert relative_error(weight, ours.weight.dequantize(), hessian) == pytest.approx(relative_error(weight, expected, hessian), rel=0.01)
+    assert relative_error(weight, ours.weight.dequantize(), hessian) == pytest.approx(
+        relative_error(weight, expected, hessian), rel=0.01
+    )
 
 
 def test_each_step_lowers_the_error() -> None:
     weight, hessian = layer()
     grid = Grid(4, 32, True)
-    errors = [relative_error(weight, round_to_nearest(weight, *minmax_scales(weight, grid), grid).dequantize(), hessian)]
+    errors = [
+        relative_error(weight, round_to_nearest(weight, *minmax_scales(weight, grid), grid).dequantize(), hessian)
+    ]
     for options in (
         PLAIN,
         GptqOptions(scale_search="minmax", refinements=0),
@@ -102,7 +116,9 @@ def test_refitted_scales_solve_the_normal_equations(equations: int, monkeypatch:
 
 
 def grouped_layer(groups: int, width: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a weight [rows, in], the damped Hessian of correlated inputs, rounded steps [in, rows] and their scales [groups, rows]."""
+    """Return a weight [rows, in], the damped Hessian of correlated inputs, rounded steps [in, rows]
+    and their scales [groups, rows].
+    """
     generator = torch.Generator().manual_seed(groups)
     inputs = groups * width
     data = torch.randn(256, 32, generator=generator) @ torch.randn(32, inputs, generator=generator)
@@ -151,7 +167,9 @@ def test_a_layer_of_4864_inputs_in_groups_of_32_is_quantized() -> None:
     ours = gptq(weight, hessian, grid, GptqOptions(refinements=1)).weight
     rounded = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
     assert ours.scales.shape == (4, 152)
-    assert relative_error(weight, ours.dequantize(), hessian) < 0.2 * relative_error(weight, rounded.dequantize(), hessian)
+    assert relative_error(weight, ours.dequantize(), hessian) < 0.2 * relative_error(
+        weight, rounded.dequantize(), hessian
+    )
 
 
 class LapackCalls(TorchDispatchMode):
@@ -168,7 +186,8 @@ class LapackCalls(TorchDispatchMode):
 
 
 def test_nothing_is_solved_by_lu() -> None:
-    # A batched LU runs inside torch's threads, where Intel's MKL never returns after torch.set_num_threads.
+    # A batched LU runs inside torch's threads, where Intel's MKL never returns after
+    # torch.set_num_threads.
     weight, hessian = layer()
     with LapackCalls() as calls:
         gptq(weight, hessian, Grid(4, 32, True), GptqOptions())
@@ -258,7 +277,10 @@ def test_held_weights_stay_zero_and_the_others_make_up_for_it(symmetric: bool) -
     weight, hessian = layer(seed=5)
     held = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
     pruned, grid = weight.masked_fill(held, 0), Grid(4, 32, symmetric)
-    free, kept = gptq(pruned, hessian, grid, GptqOptions()).weight, gptq(pruned, hessian, grid, GptqOptions(), held).weight
+    free, kept = (
+        gptq(pruned, hessian, grid, GptqOptions()).weight,
+        gptq(pruned, hessian, grid, GptqOptions(), held).weight,
+    )
     rounded = round_to_nearest(pruned, *minmax_scales(pruned, grid), grid)
     assert (free.dequantize()[held] != 0).float().mean() > 0.1
     assert not kept.dequantize()[held].any()

@@ -42,7 +42,12 @@ def test_rounding_equals_compressed_tensors(bits: int, symmetric: bool, group_si
 
 
 @settings(max_examples=40, deadline=None)
-@given(bits=st.sampled_from((2, 3, 4, 8)), symmetric=st.booleans(), seed=st.integers(0, 50), size=st.sampled_from((1e-6, 1.0, 1e4)))
+@given(
+    bits=st.sampled_from((2, 3, 4, 8)),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 50),
+    size=st.sampled_from((1e-6, 1.0, 1e4)),
+)
 def test_every_weight_is_near_its_value(bits: int, symmetric: bool, seed: int, size: float) -> None:
     weight, grid = weights(5, 64, seed) * size, Grid(bits, 16, symmetric)
     quantized = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
@@ -61,7 +66,9 @@ def test_scales_in_float16_serve_small_weights_too(bits: int, symmetric: bool, s
         grid = Grid(bits, 32, symmetric, dtype)
         for scales, zeros in (minmax_scales(weight, grid), search_scales(weight, grid)):
             assert torch.equal(scales.to(dtype).float(), scales)
-            errors.append(float((round_to_nearest(weight, scales, zeros, grid).dequantize() - weight).norm() / weight.norm()))
+            errors.append(
+                float((round_to_nearest(weight, scales, zeros, grid).dequantize() - weight).norm() / weight.norm())
+            )
     assert errors[0] < worse * errors[2]
     assert errors[1] < worse * errors[3]
 
@@ -84,7 +91,11 @@ def test_a_group_of_zeros_stays_zero() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_search_never_does_worse_than_minmax(symmetric: bool) -> None:
-    weight, importance, grid = weights(16, 128), torch.rand(128, generator=torch.Generator().manual_seed(1)) ** 4, Grid(4, 32, symmetric)
+    weight, importance, grid = (
+        weights(16, 128),
+        torch.rand(128, generator=torch.Generator().manual_seed(1)) ** 4,
+        Grid(4, 32, symmetric),
+    )
     plain = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
     found = round_to_nearest(weight, *search_scales(weight, grid, importance), grid)
     assert (error(weight, found, importance) <= error(weight, plain, importance) * (1 + 1e-6)).all()

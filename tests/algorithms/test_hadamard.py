@@ -22,7 +22,8 @@ def test_the_fast_transform_needs_a_power_of_two() -> None:
         walsh_hadamard(torch.zeros(12))
 
 
-# 12, 20: a prime less one; 28, 36: twice a prime more one; 52, 100: from fields of 25 and 49 elements; 344: of 343.
+# 12, 20: a prime less one; 28, 36: twice a prime more one; 52, 100: from fields of 25 and 49
+# elements; 344: of 343.
 @pytest.mark.parametrize("order", [4, 8, 12, 20, 24, 28, 36, 44, 52, 60, 84, 100, 104, 344])
 def test_paleys_matrices_are_hadamard(order: int) -> None:
     matrix = paley(order)

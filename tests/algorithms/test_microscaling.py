@@ -1,4 +1,6 @@
-"""MXFP4 and NVFP4 as tensors: rounding against a search through all values, scales and bytes against compressed-tensors."""
+"""MXFP4 and NVFP4 as tensors: rounding against a search through all values, scales and bytes
+against compressed-tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ VALUES = [*E2M1, *(-value for value in E2M1)]
 
 
 def nearest(value: float) -> float:
-    """Return the nearest value of E2M1 by trying all of them; of two equally near the one with the even code."""
+    """Return the nearest value of E2M1 by trying all of them; of two equally near the one with the
+    even code.
+    """
     size = min(abs(value), 6.0)
     code = min(range(8), key=lambda code: (abs(E2M1[code] - size), code % 2))
     return math.copysign(E2M1[code], value)
@@ -38,7 +42,9 @@ def random_weight(outputs: int, inputs: int, seed: int, dtype: torch.dtype = tor
     """Return weights whose blocks differ in size by powers of two, some of them outliers."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator) * 0.02
-    weight *= 2.0 ** torch.randint(-6, 4, (outputs, inputs // 32, 1), generator=generator).expand(-1, -1, 32).reshape(outputs, inputs)
+    weight *= 2.0 ** torch.randint(-6, 4, (outputs, inputs // 32, 1), generator=generator).expand(-1, -1, 32).reshape(
+        outputs, inputs
+    )
     return weight.to(dtype)
 
 
@@ -53,10 +59,14 @@ def test_ties_go_to_the_even_code() -> None:
 
 
 def test_every_exponent_is_exact() -> None:
-    assert exponent_scales(torch.arange(255, dtype=torch.uint8)).tolist() == [2.0 ** (stored - 127) for stored in range(255)]
+    assert exponent_scales(torch.arange(255, dtype=torch.uint8)).tolist() == [
+        2.0 ** (stored - 127) for stored in range(255)
+    ]
 
 
-def test_the_scale_of_mxfp4_is_that_of_the_specification_but_for_blocks_that_it_would_cut_by_more_than_an_eighth() -> None:
+def test_the_scale_of_mxfp4_is_that_of_the_specification_but_for_blocks_that_it_would_cut_by_more_than_an_eighth() -> (
+    None
+):
     peaks = torch.tensor([4.0, 5.9, 6.0, 6.99, 7.0, 7.99, 8.0, 1e-3, 0.0])
     weight = torch.zeros(len(peaks), 32).index_fill_(1, torch.tensor([7]), 1) * peaks[:, None]
     stored = quantize_mxfp4(weight).scales[:, 0].tolist()
@@ -84,7 +94,9 @@ def test_a_search_finds_the_best_of_all_scales(search: bool) -> None:
     shared = nvfp4_global_scale([weight])
     found = (quantize_nvfp4(weight, shared, search).dequantize() - weight).square().view(4, 2, 16).sum(-1)
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / shared  # every positive one
-    tried = torch.stack([(round_to_e2m1(weight / scale) * scale - weight).square().view(4, 2, 16).sum(-1) for scale in scales])
+    tried = torch.stack(
+        [(round_to_e2m1(weight / scale) * scale - weight).square().view(4, 2, 16).sum(-1) for scale in scales]
+    )
     assert bool((found <= tried.amin(0) * 1.0001).all()) == search
 
 
@@ -121,16 +133,29 @@ def compressors() -> dict[str, tuple[Any, Any]]:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 2**32), st.booleans(), st.sampled_from([torch.bfloat16, torch.float32]))
-def test_bytes_are_those_of_compressed_tensors(outputs: int, blocks: int, seed: int, search: bool, dtype: torch.dtype) -> None:
+@given(
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(0, 2**32),
+    st.booleans(),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_bytes_are_those_of_compressed_tensors(
+    outputs: int, blocks: int, seed: int, search: bool, dtype: torch.dtype
+) -> None:
     weight = random_weight(outputs, blocks * 32, seed, dtype)
     weight[0, :3] = torch.tensor([0.0, -0.0, -1e-8])
     shared = nvfp4_global_scale([weight])
-    for name, quantized in (("mxfp4", quantize_mxfp4(weight, search)), ("nvfp4", quantize_nvfp4(weight, shared, search))):
+    for name, quantized in (
+        ("mxfp4", quantize_mxfp4(weight, search)),
+        ("nvfp4", quantize_nvfp4(weight, shared, search)),
+    ):
         compressor, scheme = compressors()[name]
         scales = exponent_scales(quantized.scales).to(dtype) if name == "mxfp4" else quantized.scales.float()
         given_state = {"weight": weight.clone(), "weight_scale": scales}
-        theirs = compressor.compress(given_state if name == "mxfp4" else {**given_state, "weight_global_scale": shared}, scheme)
+        theirs = compressor.compress(
+            given_state if name == "mxfp4" else {**given_state, "weight_global_scale": shared}, scheme
+        )
         ours = pack(quantized)
         assert ours.keys() == theirs.keys()
         for leaf, tensor in ours.items():
@@ -159,6 +184,8 @@ def test_minmax_scales_are_those_that_compressed_tensors_computes(name: str) -> 
 
 
 def test_two_codes_share_a_byte_the_even_input_below() -> None:
-    weight = MicroscaledWeight(torch.arange(16, dtype=torch.uint8).repeat(2)[None], torch.full((1, 1), 128, dtype=torch.uint8))
+    weight = MicroscaledWeight(
+        torch.arange(16, dtype=torch.uint8).repeat(2)[None], torch.full((1, 1), 128, dtype=torch.uint8)
+    )
     assert pack(weight)["weight_packed"].tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2]
     assert weight.dequantize().tolist() == [[2 * value for value in VALUES * 2]]

@@ -26,7 +26,9 @@ def random_codes(rows: int, columns: int, bits: int, low: int = 0, seed: int = 0
     return torch.randint(low, 1 << bits, (rows, columns), generator=generator, dtype=torch.int64).to(torch.uint8)
 
 
-def random_weight(rows: int, columns: int, bits: int, group_size: int, symmetric: bool, seed: int = 0) -> QuantizedWeight:
+def random_weight(
+    rows: int, columns: int, bits: int, group_size: int, symmetric: bool, seed: int = 0
+) -> QuantizedWeight:
     groups = columns // group_size
     zeros = (
         torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8)
@@ -39,7 +41,11 @@ def random_weight(rows: int, columns: int, bits: int, group_size: int, symmetric
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 40), columns=st.integers(1, 90), bits=st.sampled_from(BITS), dim=st.sampled_from((0, 1)), seed=st.integers(0, 99)
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 90),
+    bits=st.sampled_from(BITS),
+    dim=st.sampled_from((0, 1)),
+    seed=st.integers(0, 99),
 )
 def test_unpack_undoes_pack(rows: int, columns: int, bits: int, dim: int, seed: int) -> None:
     codes = random_codes(rows, columns, bits, seed=seed)
@@ -98,7 +104,11 @@ def test_activation_ordered_groups_are_refused() -> None:
 
 def test_symmetric_layers_carry_no_zero_points() -> None:
     weight = random_weight(8, 64, 4, 32, symmetric=True)
-    assert set(pack_compressed_tensors(weight, True, torch.float32)) == {"weight_packed", "weight_scale", "weight_shape"}
+    assert set(pack_compressed_tensors(weight, True, torch.float32)) == {
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+    }
     assert pack_compressed_tensors(weight, True, torch.bfloat16)["weight_scale"].dtype == torch.bfloat16
 
 
@@ -112,7 +122,9 @@ def autoawq_pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(eights=st.integers(1, 6), groups=st.integers(1, 4), group_size=st.sampled_from((8, 16, 32)), seed=st.integers(0, 99))
+@given(
+    eights=st.integers(1, 6), groups=st.integers(1, 4), group_size=st.sampled_from((8, 16, 32)), seed=st.integers(0, 99)
+)
 def test_awq_words_are_those_of_autoawq_and_come_back(eights: int, groups: int, group_size: int, seed: int) -> None:
     weight = random_weight(8 * eights, groups * group_size, 4, group_size, symmetric=False, seed=seed)
     tensors = pack_awq(weight)

@@ -1,4 +1,6 @@
-"""Masks by their properties, Wanda and SparseGPT against ten lines written from the papers, and what each refinement promises."""
+"""Masks by their properties, Wanda and SparseGPT against ten lines written from the papers, and
+what each refinement promises.
+"""
 
 import pytest
 import torch
@@ -29,8 +31,13 @@ def layer(outputs: int = 12, inputs: int = 160, tokens: int = 600, seed: int = 0
     levels=st.integers(1, 1000),
     seed=st.integers(0, 1000),
 )
-def test_a_pattern_keeps_the_highest_of_every_group(pattern: Pattern, rows: int, groups: int, levels: int, seed: int) -> None:
-    scores = torch.randint(0, levels, (rows, groups * pattern.of), generator=torch.Generator().manual_seed(seed)).float()  # many are equal
+def test_a_pattern_keeps_the_highest_of_every_group(
+    pattern: Pattern, rows: int, groups: int, levels: int, seed: int
+) -> None:
+    # many are equal
+    scores = torch.randint(
+        0, levels, (rows, groups * pattern.of), generator=torch.Generator().manual_seed(seed)
+    ).float()
     mask = kept_by_pattern(scores, pattern)
     assert mask.shape == scores.shape
     for group, stays in zip(scores.view(-1, pattern.of), mask.view(-1, pattern.of), strict=True):
@@ -42,9 +49,15 @@ def test_a_pattern_keeps_the_highest_of_every_group(pattern: Pattern, rows: int,
 
 @settings(max_examples=60, deadline=None)
 @given(
-    rows=st.integers(1, 5), inputs=st.integers(2, 40), sparsity=st.floats(0.01, 0.99), by_output=st.booleans(), seed=st.integers(0, 1000)
+    rows=st.integers(1, 5),
+    inputs=st.integers(2, 40),
+    sparsity=st.floats(0.01, 0.99),
+    by_output=st.booleans(),
+    seed=st.integers(0, 1000),
 )
-def test_an_unstructured_mask_keeps_the_highest(rows: int, inputs: int, sparsity: float, by_output: bool, seed: int) -> None:
+def test_an_unstructured_mask_keeps_the_highest(
+    rows: int, inputs: int, sparsity: float, by_output: bool, seed: int
+) -> None:
     scores = torch.rand(rows, inputs, generator=torch.Generator().manual_seed(seed))
     mask = kept(scores, sparsity, None, by_output)
     for part, stays in zip(scores, mask, strict=True) if by_output else [(scores, mask)]:
@@ -72,7 +85,9 @@ def test_wanda_is_ten_lines_of_its_paper(pattern: Pattern | None) -> None:
 
 
 def reference_sparsegpt(weight: Tensor, hessian: Tensor, pattern: Pattern | None) -> Tensor:
-    """Optimal brain surgery in the order of the inputs, with the inverse of what is left computed afresh each time."""
+    """Optimal brain surgery in the order of the inputs, with the inverse of what is left computed
+    afresh each time.
+    """
     left = weight.double().clone()
     damped = hessian.double() + 0.01 * hessian.diagonal().mean().double() * torch.eye(len(hessian))
     inverses = [torch.linalg.inv(damped[column:, column:]) for column in range(len(damped))]
@@ -82,7 +97,9 @@ def reference_sparsegpt(weight: Tensor, hessian: Tensor, pattern: Pattern | None
         if column % (pattern.of if pattern else BLOCK) == 0:
             part = slice(column, column + (pattern.of if pattern else BLOCK))
             loss = left[:, part].square() / conditional[part]
-            lowest = loss.argsort(dim=1)[:, : pattern.zeros] if pattern else loss.flatten().argsort()[: loss.numel() // 2]
+            lowest = (
+                loss.argsort(dim=1)[:, : pattern.zeros] if pattern else loss.flatten().argsort()[: loss.numel() // 2]
+            )
             goes[:, part] = (
                 torch.zeros_like(loss).scatter_(1, lowest, 1).bool()
                 if pattern
@@ -99,7 +116,8 @@ def test_sparsegpt_is_the_surgery_of_its_paper(pattern: Pattern | None) -> None:
     hessian = inputs.T @ inputs / len(inputs)
     ours, expected = sparsegpt(weight, curvature(hessian), 0.5, pattern), reference_sparsegpt(weight, hessian, pattern)
     assert float((ours == 0).float().mean()) == 0.5
-    # Two losses that float32 cannot tell apart change which weight goes, and what follows in its row.
+    # Two losses that float32 cannot tell apart change which weight goes, and what follows in its
+    # row.
     assert ((ours == 0) != (expected == 0)).float().mean() < 0.01
     assert relative_error(weight, ours, hessian) == pytest.approx(relative_error(weight, expected, hessian), rel=0.02)
     same = ((ours == 0) == (expected == 0)).all(1)

@@ -51,7 +51,10 @@ def test_another_torch_asks_for_another_environment(toys: Environments, monkeypa
     monkeypatch.setattr(SharedTorch, "__init__", newer)
     assert toys.find("toy") is None
     second = toys.build("toy", SilentProgress())
-    assert [(each.directory, each.state) for each in toys.list()] == [(second.directory, "ready"), (first.directory, "outdated")]
+    assert [(each.directory, each.state) for each in toys.list()] == [
+        (second.directory, "ready"),
+        (first.directory, "outdated"),
+    ]
     assert [each.directory for each in toys.remove("toy", SilentProgress())] == [second.directory, first.directory]
     assert toys.list() == []
     assert not first.directory.exists()
@@ -140,7 +143,11 @@ def test_errors_name_the_place(toys: Environments, tmp_path: Path) -> None:
     with pytest.raises(OptkitError, match=r"envs: no environment of 'toy' is built.$"):
         toys.remove("toy", SilentProgress())
     (tmp_path / "file").write_text("")
-    with pytest.raises(OptkitError, match=r"environments cannot be kept here. Not a directory. Name another place with \$OPTKIT_ENVS.$"):
+    with pytest.raises(
+        OptkitError,
+        match=r"environments cannot be kept here. Not a "
+        r"directory. Name another place with \$OPTKIT_ENVS.$",
+    ):
         Environments(tmp_path / "file" / "envs").build("toy", SilentProgress())
 
 
@@ -175,7 +182,11 @@ def test_torch_is_linked_and_seen_as_installed(tmp_path: Path) -> None:
 def test_of_a_namespace_package_the_second_level_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a package that an environment installs below `nvidia` would land in ours."""
     place, target = tmp_path / "ours", tmp_path / "theirs"
-    files = {"torch": ["torch/__init__.py"], "nvidia-cublas": ["nvidia/cublas/lib/libcublas.so", "../../bin/tool"], "sympy": ["sympy/x.py"]}
+    files = {
+        "torch": ["torch/__init__.py"],
+        "nvidia-cublas": ["nvidia/cublas/lib/libcublas.so", "../../bin/tool"],
+        "sympy": ["sympy/x.py"],
+    }
     needs = {"torch": ["nvidia-cublas==1; sys_platform != 'none'", "nvidia-win==1; sys_platform == 'none'", "sympy>=1"]}
     for name, contents in files.items():
         info = place / f"{name.replace('-', '_')}-1.dist-info"
@@ -194,7 +205,10 @@ def test_of_a_namespace_package_the_second_level_is_linked(tmp_path: Path, monke
     assert torch.link_into(target)
     links = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink()}
     assert links == {"torch", "nvidia/cublas"}
-    told = {each.metadata["Name"]: [str(file) for file in each.files or ()] for each in metadata.distributions(path=[str(target)])}
+    told = {
+        each.metadata["Name"]: [str(file) for file in each.files or ()]
+        for each in metadata.distributions(path=[str(target)])
+    }
     assert sorted(told) == ["nvidia-cublas", "torch"]
     assert all(file.startswith("torch-1.dist-info/") for file in told["torch"])  # pip and uv may delete these
     (place / "torch-1.dist-info" / "RECORD").unlink()
@@ -255,13 +269,20 @@ class TestInstalling:
         heard = Heard()
         install(TOY, tmp_path / "env", SharedTorch(), heard)
         assert f"torch=={metadata.version('torch').partition('+')[0]}" in commands[1]
-        assert heard.lines[0].startswith("warning: optkit env build toy: the installed torch does not say which files it has")
+        assert heard.lines[0].startswith(
+            "warning: optkit env build toy: the installed torch does not say which files it has"
+        )
 
-    def test_another_torch_is_refused(self, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_torch_is_refused(
+        self, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(SharedTorch, "constraints", ())
         torch = SharedTorch()
         torch.version = "9.9"
-        said = r"torch .* came with it and 9.9 is installed here. The environment would quantize with another torch. Report the requirement"
+        said = (
+            r"torch .* came with it and 9.9 is installed here. The environment would quantize with another "
+            r"torch. Report the requirement"
+        )
         with pytest.raises(OptkitError, match=said):
             install(TOY, tmp_path / "env", torch, SilentProgress())
 
@@ -269,7 +290,8 @@ class TestInstalling:
 def test_an_error_has_the_installers_last_words() -> None:
     program = "import sys; sys.stderr.write('a\\nWARNING: w\\nb\\nc\\nERROR: No matching distribution\\n'); sys.exit(1)"
     said = (
-        r"^here: it failed. python\S* says: b / c / ERROR: No matching distribution. See that the network and the disk are there, and run"
+        r"^here: it failed. python\S* says: b / c / ERROR: No matching distribution. See that the network "
+        r"and the disk are there, and run"
     )
     with pytest.raises(OptkitError, match=said):
         installing._run([sys.executable, "-c", program], "here", "it failed")

@@ -1,4 +1,6 @@
-"""What is handed to another transformers is right for it, and a model that is read as another one is found out."""
+"""What is handed to another transformers is right for it, and a model that is read as another one
+is found out.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_a_reader_of_the_same_major_version_gets_the_checkpoint_itself(tiny_mode
 
 
 @pytest.mark.parametrize("version", ["5.23.0", "4.51.3"])
-def test_a_model_with_a_soft_cap_is_opened_with_eager_attention(tiny_model: TinyModel, tmp_path: Path, version: str) -> None:
+def test_a_model_with_a_soft_cap_is_opened_with_eager_attention(
+    tiny_model: TinyModel, tmp_path: Path, version: str
+) -> None:
     given = hand_over(tiny_model("gemma2"), tmp_path / "given", version)
     model = AutoModelForCausalLM.from_pretrained(given)
     assert model.config._attn_implementation == "eager"
@@ -72,13 +76,19 @@ def test_an_older_reader_gets_links_and_its_own_config(tiny_model: TinyModel, tm
     assert {path.name for path in given.iterdir()} == {path.name for path in source.iterdir()}
     assert (given / "model.safetensors").resolve() == (source / "model.safetensors").resolve()
     assert json.loads((given / "config.json").read_text())["rope_theta"] == 10000.0
-    assert json.loads((given / "tokenizer_config.json").read_text()) == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "x"}
+    assert json.loads((given / "tokenizer_config.json").read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "x",
+    }
     tokens = list(range(40))
-    assert torch.equal(logits_here(given, tokens, "float32"), logits_here(source, tokens, "float32"))  # and ours reads it too
+    # and ours reads it too
+    assert torch.equal(logits_here(given, tokens, "float32"), logits_here(source, tokens, "float32"))
 
 
 def test_lost_frequencies_are_found_by_the_logits(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """What transformers 4.57 does with `rope_parameters`: it turns the positions with 10000 whatever is written there."""
+    """What transformers 4.57 does with `rope_parameters`: it turns the positions with 10000
+    whatever is written there.
+    """
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     for directory, theta in ((right, 1e6), (wrong, 1e4)):
         shutil.copytree(tiny_model("llama"), directory)
@@ -89,7 +99,10 @@ def test_lost_frequencies_are_found_by_the_logits(tiny_model: TinyModel, tmp_pat
     here = logits_here(right, tokens, "float32")
     assert check_same_model(here, here + 1e-6, "float32", "autoawq", "4.51.3") < 1e-4
     for dtype in ("float32", "bfloat16"):
-        said = r"backend autoawq: the logits of transformers 4.57.6 and 5\.\S+ are \S+ apart, \S+ is the limit. They read the"
+        said = (
+            r"backend autoawq: the logits of transformers 4.57.6 and 5\.\S+ are \S+ apart, \S+ "
+            r"is the limit. They read the"
+        )
         with pytest.raises(StageError, match=said):
             check_same_model(here, logits_here(wrong, tokens, "float32"), dtype, "autoawq", "4.57.6")
 
@@ -98,5 +111,9 @@ def test_numbers_that_are_none_and_another_vocabulary_are_other_models() -> None
     here = torch.randn(4, 8)
     with pytest.raises(StageError, match="are nan apart"):
         check_same_model(here, here * float("nan"), "float32", "toy", "5.0")
-    with pytest.raises(StageError, match=r"transformers 5.0 gives logits \[4, 9\] and 5\.\S+ gives \[4, 8\]. They read the checkpoint as"):
+    with pytest.raises(
+        StageError,
+        match=r"transformers 5.0 gives logits \[4, 9\] and "
+        r"5\.\S+ gives \[4, 8\]. They read the checkpoint as",
+    ):
         check_same_model(here, torch.randn(4, 9), "float32", "toy", "5.0")

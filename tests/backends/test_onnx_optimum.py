@@ -1,4 +1,6 @@
-"""`exporter: optimum`: what its environment is told, that both readings of the source are compared, and what is refused."""
+"""`exporter: optimum`: what its environment is told, that both readings of the source are compared,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,17 @@ for package in ("onnx", "onnxruntime", "onnxscript"):
 
 @pytest.fixture
 def worker(tiny_model: TinyModel, tiny_onnx: TinyOnnx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Requests:
-    """Stand in for the environment of optimum: its worker leaves a graph of the tiny llama, and the logits of what it is given."""
+    """Stand in for the environment of optimum: its worker leaves a graph of the tiny llama, and the
+    logits of what it is given.
+    """
     requests: Requests = []
-    environment = environment_at(tmp_path / "environment", "optimum", {"transformers": "4.57.6", "optimum-onnx": "0.1.0"})
+    environment = environment_at(
+        tmp_path / "environment", "optimum", {"transformers": "4.57.6", "optimum-onnx": "0.1.0"}
+    )
 
-    def run_worker(_environment: Any, request: dict[str, Any], _progress: Any, _log: Any, check: Callable[[Path], None]) -> dict[str, Any]:
+    def run_worker(
+        _environment: Any, request: dict[str, Any], _progress: Any, _log: Any, check: Callable[[Path], None]
+    ) -> dict[str, Any]:
         requests.append(request | {"config": json.loads((Path(request["source"]) / "config.json").read_text())})
         logits = logits_here(Path(request["source"]), request["probe"], "float32")
         file = Path(request["target"]).parent / "logits.safetensors"
@@ -66,14 +74,17 @@ def test_it_is_told_what_its_transformers_reads(tiny_model: TinyModel, worker: R
     assert (report.details["exporter"], report.details["versions"]["optimum-onnx"]) == ("optimum", "0.1.0")
     assert report.details["sources_apart"] < 1e-6
     assert max(report.details["logits_apart"].values()) < 2e-6
-    assert {"model.onnx", "model.onnx.data", "config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "onnx").iterdir()}
+    assert {"model.onnx", "model.onnx.data", "config.json", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "onnx").iterdir()
+    }
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_another_model_is_not_exported(tiny_model: TinyModel, worker: Requests, tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     said = (
-        r"^backend optimum: the logits of transformers 4.57.6 and \S+ are 1 apart, 0.001 is the limit.*Take exporter: torch for this model"
+        r"^backend optimum: the logits of transformers 4.57.6 and \S+ are 1 apart, 0.001 is the limit.*Take "
+        r"exporter: torch for this model"
     )
     with pytest.raises(StageError, match=said):
         exported(tiny_model("llama"), tmp_path / "onnx")
@@ -82,7 +93,10 @@ def test_another_model_is_not_exported(tiny_model: TinyModel, worker: Requests, 
 
 def test_without_its_environment(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
-    said = "^onnx: exporter optimum: the environment of optimum is not built. optimum-onnx needs a .* Run: optkit env build optimum.$"
+    said = (
+        "^onnx: exporter optimum: the environment of optimum is not built. optimum-onnx needs a .* "
+        "Run: optkit env build optimum.$"
+    )
     with pytest.raises(StageError, match=said):
         exported(tiny_model("llama"), tmp_path / "onnx")
 
@@ -101,12 +115,20 @@ def test_another_version_of_it_is_another_key() -> None:
 )
 def test_fields_that_mean_nothing_to_it(tiny_model: TinyModel, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
-        load_recipe({"model": str(tiny_model("llama")), "stages": [{"onnx": {"exporter": "optimum", **fields}}], "evals": ["footprint"]})
+        load_recipe(
+            {
+                "model": str(tiny_model("llama")),
+                "stages": [{"onnx": {"exporter": "optimum", **fields}}],
+                "evals": ["footprint"],
+            }
+        )
 
 
 def test_encoders_are_not_for_it(tmp_path: Path) -> None:
     shape = Checkpoint(save_encoder("BertModel", tmp_path / "bert")).shape
-    with pytest.raises(StageError, match="^onnx: optimum exports decoders here, and BertModel is none. Take exporter: torch"):
+    with pytest.raises(
+        StageError, match="^onnx: optimum exports decoders here, and BertModel is none. Take exporter: torch"
+    ):
         Onnx(exporter="optimum").predict(shape, "cpu")
 
 

@@ -1,4 +1,6 @@
-"""A worker speaks JSON lines on a pipe of its own, its errors come through, and it never outlives its parent."""
+"""A worker speaks JSON lines on a pipe of its own, its errors come through, and it never outlives
+its parent.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,17 @@ def toy(tmp_path: Path) -> Toy:
     return write
 
 
-def run(launch: Path, progress: SilentProgress | None = None, check: Callable[[Path], None] = lambda file: None, **changes: Any) -> Any:
+def run(
+    launch: Path,
+    progress: SilentProgress | None = None,
+    check: Callable[[Path], None] = lambda file: None,
+    **changes: Any,
+) -> Any:
     directory = launch.parent.parent / "env"
     environment = environment_at(directory)
-    return run_worker(environment, {**REQUEST, **changes}, progress or Heard(), launch.parent / "toy.log", check, launch)
+    return run_worker(
+        environment, {**REQUEST, **changes}, progress or Heard(), launch.parent / "toy.log", check, launch
+    )
 
 
 def ended(pid: int) -> bool:
@@ -94,7 +103,10 @@ def test_a_gpu_is_the_only_one_that_the_worker_sees(toy: Toy, monkeypatch: pytes
 
 def test_the_librarys_exception_comes_through(toy: Toy) -> None:
     launch = toy("print('much'); raise ValueError('group size 7 is odd\\nand more')")
-    said = r"^backend toy: ValueError: group size 7 is odd. The library stopped there. Its whole output is in (\S+); `backend: optkit` does"
+    said = (
+        r"^backend toy: ValueError: group size 7 is odd. The library stopped there. Its whole output is "
+        r"in (\S+); `backend: optkit` does"
+    )
     with pytest.raises(StageError, match=said):
         run(launch)
     log = (launch.parent / "toy.log").read_text()
@@ -112,7 +124,11 @@ def test_of_the_logs_of_runs_that_failed_the_newest_are_kept(toy: Toy) -> None:
         fcntl.flock(another_run, fcntl.LOCK_SH)
         with pytest.raises(StageError, match="odd"):
             run(launch)
-    assert {log.name for log in launch.parent.glob("*.log")} == {"toy.log", *(log.name for log in logs[:KEPT_LOGS]), logs[-1].name}
+    assert {log.name for log in launch.parent.glob("*.log")} == {
+        "toy.log",
+        *(log.name for log in logs[:KEPT_LOGS]),
+        logs[-1].name,
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,7 +160,11 @@ def test_a_death_without_a_log_says_how(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_an_exception_without_a_word_says_where(toy: Toy) -> None:
-    with pytest.raises(StageError, match=r"AssertionError: assert job.blocks == 7 \(toy.py, line 3\). The library stopped there"):
+    with pytest.raises(
+        StageError,
+        match=r"AssertionError: assert job.blocks == 7 "
+        r"\(toy.py, line 3\). The library stopped there",
+    ):
         run(toy("assert job.blocks == 7"))
 
 
@@ -177,7 +197,10 @@ def test_logits_that_differ_end_the_worker(toy: Toy, tmp_path: Path) -> None:
         assert file == Path("/logits")
         raise StageError("two models")
 
-    body = f"open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid())); job.send(type='logits', file='/logits'); time.sleep(300)"
+    body = (
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid())); job.send(type='logits', "
+        "file='/logits'); time.sleep(300)"
+    )
     with pytest.raises(StageError, match="two models"):
         run(toy(body), check=differ)
     assert ended(int((tmp_path / "pids").read_text()))

@@ -1,11 +1,13 @@
-"""Decoding on CPUs, in turns: torch in float32, INT4 artifacts, and llama.cpp where a Python with llama-cpp-python is named.
+"""Decoding on CPUs, in turns: torch in float32, INT4 artifacts, and llama.cpp where a Python with
+llama-cpp-python is named.
 
     python tests/benchmarks/cpu_decode.py --float MODEL --artifacts ARTIFACT... [--llama-cpp PYTHON --gguf FILE...]
 
-Each runs in a fresh process in each round, one after the other, so that a machine that slows down costs all alike. A process warms up on
-one answer and times three: random token ids, greedy, no early stop, wall clock. A row is the mean of the rounds' medians, with the lowest
-and the highest of them. `transformers' step` is the first artifact with the same kernels,
-called by transformers token by token.
+Each runs in a fresh process in each round, one after the other, so that a machine that slows down
+costs all alike. A process warms up on one answer and times three: random token ids, greedy, no
+early stop, wall clock. A row is the mean of the rounds' medians, with the lowest and the highest of
+them. `transformers' step` is the first artifact with the same kernels, called by transformers token
+by token.
 """
 
 from __future__ import annotations
@@ -153,7 +155,8 @@ def _table(found: dict[tuple[str, Path], list[dict[str, Any]]], arguments: argpa
     yield ""
     yield (
         f"Batch 1, prompt {arguments.prompt}, {arguments.new_tokens} new tokens, {arguments.threads} threads;"
-        f" {arguments.rounds} rounds in turns, {WARM_UP} warm-up and the median of {REPEATS} answers in each; {_processor()},"
+        f" {arguments.rounds} rounds in turns, {WARM_UP} warm-up and the median of {REPEATS} "
+        f"answers in each; {_processor()},"
         f" {', '.join(f'{name} {version}' for name, version in versions.items())}, Python {platform.python_version()}."
     )
 

@@ -1,10 +1,14 @@
-"""Decode and prefill on one GPU, of a model in bfloat16 and in 4 bits, by each way of decoding: a Markdown table.
+"""Decode and prefill on one GPU, of a model in bfloat16 and in 4 bits, by each way of decoding: a
+Markdown table.
 
-    python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] [--batches 1,32] [--prompt 512] [--new-tokens 128]
+    python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] [--batches 1,32] [--prompt 512] \
+        [--new-tokens 128]
 
-Without a model: random weights in the shape of Llama-3-8B, made in --work (16 GB; they say nothing of quality). INT4 is `rtn`, symmetric
-groups of 128. Greedy; the protocol of the eval `throughput`, which is what measures. `transformers` is its own eager decoding loop with a
-growing cache and SDPA; `compile` is torch.compile of its step with a static cache in CUDA graphs (`compile: reduce-overhead`).
+Without a model: random weights in the shape of Llama-3-8B, made in --work (16 GB; they say nothing
+of quality). INT4 is `rtn`, symmetric groups of 128. Greedy; the protocol of the eval `throughput`,
+which is what measures. `transformers` is its own eager decoding loop with a growing cache and SDPA;
+`compile` is torch.compile of its step with a static cache in CUDA graphs (`compile:
+reduce-overhead`).
 """
 
 from __future__ import annotations
@@ -26,10 +30,20 @@ from optkit.stage import Context, Setting
 from optkit.stages.rtn import Rtn
 
 LLAMA_3_8B: dict[str, Any] = {
-    **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
     **{"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
 }
-WAYS: dict[str, list[Setting]] = {"transformers": [], "compile": [Compile(mode="reduce-overhead")], "cuda_graphs": [CudaGraphs()]}
+WAYS: dict[str, list[Setting]] = {
+    "transformers": [],
+    "compile": [Compile(mode="reduce-overhead")],
+    "cuda_graphs": [CudaGraphs()],
+}
 
 
 def random_model(directory: Path, layers: int = 32) -> Path:
@@ -64,8 +78,14 @@ def main() -> None:
         packed.mkdir(parents=True)
         Rtn(group_size=128).run(model, packed, Context(device="cuda"))
     environment = describe_environment("cuda")
-    print(", ".join(f"{name} {environment[name]}" for name in ("device_name", "driver", "torch", "transformers")), flush=True)
-    print("\n| weights | way | batch | decode tokens/s | of 95% | prefill tokens/s | GB read/s in decode |\n|---|---|---|---|---|---|---|")
+    print(
+        ", ".join(f"{name} {environment[name]}" for name in ("device_name", "driver", "torch", "transformers")),
+        flush=True,
+    )
+    print(
+        "\n| weights | way | batch | decode tokens/s | of 95% | prefill tokens/s | GB read/s in decode "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     batches = tuple(int(batch) for batch in given.batches.split(","))
     grid = Throughput(batch_sizes=batches, prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3)
     for weights, directory in (("bfloat16", model), ("int4, groups of 128", packed)):
@@ -76,7 +96,9 @@ def main() -> None:
             metrics = grid.pool([grid.run(session, context)], context)  # type: ignore[arg-type]
             for batch in batches:
                 rows = {metric.name: metric for metric in metrics if metric.labels.get("batch") == batch}
-                decode, prefill, bandwidth = (rows[name] for name in ("decode_tokens_per_s", "prefill_tokens_per_s", "decode_bytes_per_s"))
+                decode, prefill, bandwidth = (
+                    rows[name] for name in ("decode_tokens_per_s", "prefill_tokens_per_s", "decode_bytes_per_s")
+                )
                 interval = "-" if decode.interval is None else f"{decode.interval[0]:,.1f} to {decode.interval[1]:,.1f}"
                 values = f"{decode.value:,.1f} | {interval} | {prefill.value:,.0f} | {bandwidth.value / 1e9:,.0f}"
                 print(f"| {weights} | {way} | {batch} | {values} |", flush=True)

@@ -1,10 +1,12 @@
-"""One training on one GPU and divided over two by FSDP2: loss curves, tokens per second, MFU, predicted and measured memory.
+"""One training on one GPU and divided over two by FSDP2: loss curves, tokens per second, MFU,
+predicted and measured memory.
 
-    python3 tests/benchmarks/fsdp.py --out $OUT                     two GPUs, a Llama of 1.04 billion random weights, about 3 minutes
+    python3 tests/benchmarks/fsdp.py --out $OUT
+        two GPUs, a Llama of 1.04 billion random weights, about 3 minutes
     python3 tests/benchmarks/fsdp.py --out $OUT --tiny              two processes on the CPU, to see that it works
 
-The same sequences in the same order, made from a seed. What noise is, a third training says: on one GPU, with each batch in two passes,
-which is the same sum in another order.
+The same sequences in the same order, made from a seed. What noise is, a third training says: on one
+GPU, with each batch in two passes, which is the same sum in another order.
 """
 
 from __future__ import annotations
@@ -26,8 +28,20 @@ for place in (ROOT, ROOT / "cli", ROOT / "evals"):
 from optkit.progress import SilentProgress, SilentTask  # noqa: E402
 from optkit.stage import Context, Report, Transform  # noqa: E402
 
-LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 SAFE = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 WARM_UP = 5
 """Steps that are not timed."""
@@ -52,7 +66,9 @@ class Clock(SilentProgress):
 
 
 class Training(Transform):
-    """Train random weights on made-up sequences by the loop of `distill`, by as many processes as there are."""
+    """Train random weights on made-up sequences by the loop of `distill`, by as many processes as
+    there are.
+    """
 
     steps: int
     batch_size: int
@@ -83,7 +99,13 @@ class Training(Transform):
         tokens = (start + stride * torch.arange(self.length)) % self.vocabulary
         data = split(tokens, ["made up"] * count, held_out=8, seed=0, where="fsdp")
         options = TrainingOptions(
-            self.steps, self.batch_size, self.accumulation, learning_rate=2e-4, evaluations=1, patience=None, checkpoint_minutes=None
+            self.steps,
+            self.batch_size,
+            self.accumulation,
+            learning_rate=2e-4,
+            evaluations=1,
+            patience=None,
+            checkpoint_minutes=None,
         )
         with spending(context.device) as spent:
             student = open_student(source, context.device)
@@ -93,7 +115,9 @@ class Training(Transform):
             try:
                 result = loop.run()
             except StageError as error:
-                raise StageError(f"{error}; losses {[round(each, 3) for each in loop.course.curve]}", where="fsdp") from error
+                raise StageError(
+                    f"{error}; losses {[round(each, 3) for each in loop.course.curve]}", where="fsdp"
+                ) from error
         positions = self.batch_size * self.length
         kind = context.device.partition(":")[0]
         setup = Setup(
@@ -103,7 +127,11 @@ class Training(Transform):
         trainee = Trainee(shape, self.length, "bf16", False, None, None)
         record = account(result, trainee, spent, ranks, self.parallel, predicted_memory(shape, setup))
         steps_s = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
-        details = {"steps_s": steps_s, "curve": result.course.curve, "held_out": [each["total"] for each in result.course.held_out]}
+        details = {
+            "steps_s": steps_s,
+            "curve": result.course.curve,
+            "held_out": [each["total"] for each in result.course.held_out],
+        }
         return Report(changed=1, details=details | record.details())
 
 
@@ -113,7 +141,11 @@ def main() -> None:
 
     os.environ.update({name: os.environ.get(name, value) for name, value in SAFE.items()})
     asked = _asked()
-    sizes = {"vocabulary": 512, "length": 64, "batch_size": 4} if asked.tiny else {"vocabulary": 32768, "length": 1024, "batch_size": 32}
+    sizes = (
+        {"vocabulary": 512, "length": 64, "batch_size": 4}
+        if asked.tiny
+        else {"vocabulary": 32768, "length": 1024, "batch_size": 32}
+    )
     device = "cpu" if asked.tiny else "cuda"
     asked.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {}
@@ -125,7 +157,9 @@ def main() -> None:
         for name, (devices, fields, parallel) in ways.items():
             begun = time.perf_counter()
             stage = Importable(steps=asked.steps, parallel=parallel, **fields)
-            found[name] = _train(stage, model, Path(place), device, devices, parallel) | {"wall_s": time.perf_counter() - begun}
+            found[name] = _train(stage, model, Path(place), device, devices, parallel) | {
+                "wall_s": time.perf_counter() - begun
+            }
             (asked.out / "fsdp.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(name, f"{time.perf_counter() - begun:.0f} s", flush=True)
     text = _page(found, sizes["batch_size"] * sizes["length"], device)
@@ -155,7 +189,9 @@ def _model(directory: Path, sizes: dict[str, int], vocabulary: int, device: str)
     return directory
 
 
-def _train(stage: Transform, model: Path, place: Path, device: str, devices: int, parallel: Literal["ddp", "fsdp"]) -> dict[str, Any]:
+def _train(
+    stage: Transform, model: Path, place: Path, device: str, devices: int, parallel: Literal["ddp", "fsdp"]
+) -> dict[str, Any]:
     import gc
 
     import torch
@@ -175,7 +211,9 @@ def _train(stage: Transform, model: Path, place: Path, device: str, devices: int
 
 
 def _page(found: dict[str, Any], step_tokens: int, device: str) -> str:
-    """Return the table: speeds from the median step after the warm-up, and how far each curve is from that of one device."""
+    """Return the table: speeds from the median step after the warm-up, and how far each curve is
+    from that of one device.
+    """
     import torch
 
     one = found["one"]
@@ -183,9 +221,11 @@ def _page(found: dict[str, Any], step_tokens: int, device: str) -> str:
     lines = [
         f"# A training on one device and on two ({name}, torch {torch.__version__})",
         "",
-        f"{step_tokens:,} tokens a step, bf16 autocast over float32 weights, {len(one['curve'])} steps; tokens/s: median after {WARM_UP}.",
+        f"{step_tokens:,} tokens a step, bf16 autocast over float32 weights, {len(one['curve'])} steps; "
+        f"tokens/s: median after {WARM_UP}.",
         "",
-        "| training | tokens/s | ratio | MFU | first loss | last loss | held-out | largest difference | mean | peak | predicted | wall |",
+        "| training | tokens/s | ratio | MFU | first loss | last loss | held-out | largest difference | "
+        "mean | peak | predicted | wall |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = _tokens_per_s(one, step_tokens)
@@ -198,10 +238,13 @@ def _page(found: dict[str, Any], step_tokens: int, device: str) -> str:
         predicted = sum(size for size in record["predicted"].values())
         lines.append(
             f"| {way} | {rate:,.0f} | {rate / base:.2f}x | {scaled} | {each['curve'][0]:.4f} | {each['curve'][-1]:.4f}"
-            f" | {each['held_out'][-1]:.4f} | {max(apart):.1e} | {statistics.mean(apart):.1e} | {(record['peak_bytes'] or 0) / 1e9:.2f} GB"
+            f" | {each['held_out'][-1]:.4f} | {max(apart):.1e} | {statistics.mean(apart):.1e} | "
+            f"{(record['peak_bytes'] or 0) / 1e9:.2f} GB"
             f" | {predicted / 1e9:.2f} GB | {each['wall_s']:.0f} s |"
         )
-    return "\n".join([*lines, "", "Differences of losses are relative to those of `one`; `one, two passes` says what noise is.", ""])
+    return "\n".join(
+        [*lines, "", "Differences of losses are relative to those of `one`; `one, two passes` says what noise is.", ""]
+    )
 
 
 def _tokens_per_s(each: dict[str, Any], step_tokens: int) -> float:

@@ -1,10 +1,13 @@
-"""What differs from process to process when one model is timed, and how often the model then differs from itself: a Markdown table.
+"""What differs from process to process when one model is timed, and how often the model then
+differs from itself: a Markdown table.
 
     python tests/benchmarks/process_effect.py [MODEL] [--device cuda] [--processes 32] [--samples FILE]
 
-Opens the model in so many fresh processes, one after another, as `throughput` does in its turns. Pairs of neighbours are A and B of an A/A
-comparison of four turns: the share of comparisons that find a difference should be 5%. It is told of the comparisons that follow each
-other, and of many that take any four pairs, each either way round. Without a model: random weights in the shape of SmolLM2-135M.
+Opens the model in so many fresh processes, one after another, as `throughput` does in its turns.
+Pairs of neighbours are A and B of an A/A comparison of four turns: the share of comparisons that
+find a difference should be 5%. It is told of the comparisons that follow each other, and of many
+that take any four pairs, each either way round. Without a model: random weights in the shape of
+SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ def main() -> int:
     """Measure in each process, and print what differs."""
     given = _arguments()
     device = given.device or best_device()
-    eval = Throughput(prompts=(given.prompt,), new_tokens=given.new_tokens, repeats=given.repeats * TURNS, limit_s=given.limit_s * TURNS)
+    eval = Throughput(
+        prompts=(given.prompt,),
+        new_tokens=given.new_tokens,
+        repeats=given.repeats * TURNS,
+        limit_s=given.limit_s * TURNS,
+    )
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in METRICS}
     with tempfile.TemporaryDirectory(prefix="process-effect-") as folder:
         model = given.model or random_model(Path(folder) / "model", device)
@@ -50,9 +58,16 @@ def main() -> int:
     if given.samples:
         given.samples.write_text(json.dumps(found))
     where, threads = answer.environment, f", {answer.environment['cpu_threads']} threads" if device == "cpu" else ""
-    print(f"{where['device_name']}{threads}, torch {where['torch']}: {given.model or 'random weights'}, prompt {given.prompt},", end=" ")
+    print(
+        f"{where['device_name']}{threads}, torch {where['torch']}: {given.model or 'random weights'}, "
+        f"prompt {given.prompt},",
+        end=" ",
+    )
     print(f"{given.new_tokens} new tokens, {given.processes} processes\n")
-    print("| metric | mean | between processes | within | A/A in turn that differ | of any pairs |\n|---|---|---|---|---|---|")
+    print(
+        "| metric | mean | between processes | within | A/A in turn that differ | of any pairs "
+        "|\n|---|---|---|---|---|---|"
+    )
     for name, runs in found.items():
         print(f"| {row(name, runs, given.seed)} |")
     return 0
@@ -72,7 +87,9 @@ def row(name: str, runs: Sequence[Sequence[float]], seed: int) -> str:
 
 
 def spreads(runs: Sequence[Sequence[float]]) -> Pair:
-    """Return the standard deviations between and within processes over the mean (analysis of variance, one way)."""
+    """Return the standard deviations between and within processes over the mean (analysis of
+    variance, one way).
+    """
     values = [mean(run) for run in runs]
     centre = mean(values)
     degrees = sum(len(run) - 1 for run in runs)

@@ -1,9 +1,12 @@
-"""How far two runs of `throughput` on an idle machine differ, metric by metric: a Markdown table, exit status 1 beyond --most.
+"""How far two runs of `throughput` on an idle machine differ, metric by metric: a Markdown table,
+exit status 1 beyond --most.
 
-    python tests/benchmarks/repeatability.py [MODEL] [--device cuda] [--runs 2] [--prompt 128] [--new-tokens 64] [--samples FILE]
+    python tests/benchmarks/repeatability.py [MODEL] [--device cuda] [--runs 2] [--prompt 128] \
+        [--new-tokens 64] [--samples FILE]
 
-Each run has an empty store, so that it measures, and a fresh process, as the eval has by default. The difference is that of the furthest
-two runs, over the mean of all. Without a model: random weights in the shape of SmolLM2-135M, in float32 on a CPU and bfloat16 on a GPU.
+Each run has an empty store, so that it measures, and a fresh process, as the eval has by default.
+The difference is that of the furthest two runs, over the mean of all. Without a model: random
+weights in the shape of SmolLM2-135M, in float32 on a CPU and bfloat16 on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ from optkit.environment import best_device
 from optkit.measure import Metric
 
 SMOLLM2 = {
-    **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+    **{
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    },
     **{"num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
 }
 
@@ -37,14 +46,23 @@ def main() -> int:
         runs = []
         for index in range(given.runs):
             started = time.perf_counter()
-            scorecard = optkit.evaluate(str(model), evals_of(given, model), device=device, store=Path(folder) / f"store{index}")
+            scorecard = optkit.evaluate(
+                str(model), evals_of(given, model), device=device, store=Path(folder) / f"store{index}"
+            )
             runs.append([row.metric for row in scorecard.rows])
-            print(f"run {index + 1}: {time.perf_counter() - started:.0f} s; {'; '.join(scorecard.notes)}", file=sys.stderr, flush=True)
+            print(
+                f"run {index + 1}: {time.perf_counter() - started:.0f} s; {'; '.join(scorecard.notes)}",
+                file=sys.stderr,
+                flush=True,
+            )
         environment = scorecard.environment
     if given.samples:
         given.samples.write_text(json.dumps([[metric.model_dump(mode="json") for metric in run] for run in runs]))
     threads = f", {environment['cpu_threads']} threads" if device == "cpu" else ""
-    print(f"{environment['device_name']}{threads}, torch {environment['torch']}: {given.model or 'random weights'},", end=" ")
+    print(
+        f"{environment['device_name']}{threads}, torch {environment['torch']}: {given.model or 'random weights'},",
+        end=" ",
+    )
     print(f"prompt {given.prompt}, {given.new_tokens} new tokens\n")
     worst = 0.0
     print(f"| metric | {' | '.join(f'run {index + 1}' for index in range(given.runs))} | difference | 95% of run 1 |")

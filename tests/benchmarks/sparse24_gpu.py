@@ -1,12 +1,14 @@
-"""Linear layers with 2:4 sparse bfloat16 weights on one NVIDIA GPU, by torch's semi-structured kernels, beside dense ones.
+"""Linear layers with 2:4 sparse bfloat16 weights on one NVIDIA GPU, by torch's semi-structured
+kernels, beside dense ones.
 
     python tests/benchmarks/sparse24_gpu.py [--out DIRECTORY]
 
-Shapes of Llama-3-8B, random weights of which magnitude pruning keeps 2 of every 4. Each measurement goes over copies of the weight that
-are larger than the L2 cache together, as the layers of a model are. `eager`: one call after another, as a model in transformers runs them.
-`graph`: the same calls in one CUDA graph, so that Python and launches cost nothing. CUDA events, median of 5; microseconds a call.
-`worst`: the largest difference from the dense product in float32 of the same weights, as a share of its largest value. Leaves sparse24.json
-and sparse24.md in the directory ($OUT, or here).
+Shapes of Llama-3-8B, random weights of which magnitude pruning keeps 2 of every 4. Each measurement
+goes over copies of the weight that are larger than the L2 cache together, as the layers of a model
+are. `eager`: one call after another, as a model in transformers runs them. `graph`: the same calls
+in one CUDA graph, so that Python and launches cost nothing. CUDA events, median of 5; microseconds
+a call. `worst`: the largest difference from the dense product in float32 of the same weights, as a
+share of its largest value. Leaves sparse24.json and sparse24.md in the directory ($OUT, or here).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ CALLS = 20
 
 
 def time_us(run: Callable[[], None], calls: int) -> float:
-    """Return the median of the microseconds that one call takes on the GPU's clock; `run` makes all of them."""
+    """Return the median of the microseconds that one call takes on the GPU's clock; `run` makes all
+    of them.
+    """
     found = []
     for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -54,7 +58,9 @@ def time_us(run: Callable[[], None], calls: int) -> float:
 
 
 def measure(inputs: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return microseconds of a linear layer, eager and in a CUDA graph; why not, where it cannot be captured."""
+    """Return microseconds of a linear layer, eager and in a CUDA graph; why not, where it cannot be
+    captured.
+    """
     calls = max(CALLS, len(weights))
 
     def run() -> None:
@@ -82,7 +88,9 @@ def pruned_weight(outputs: int, inputs: int) -> Tensor:
 
 
 def sparse(way: str, weight: Tensor, inputs: Tensor) -> Tensor:
-    """Return a weight as torch's semi-structured tensor; raises RuntimeError where a backend is not built in or does not take it."""
+    """Return a weight as torch's semi-structured tensor; raises RuntimeError where a backend is not
+    built in or does not take it.
+    """
     SparseSemiStructuredTensor._FORCE_CUTLASS = way == "CUTLASS"
     made: Any = to_sparse_semi_structured(weight)
     if way == "cuSPARSELt, searched":
@@ -119,17 +127,26 @@ def stored_bytes(weight: Any) -> int:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the records as Markdown: microseconds and, in brackets, how many times as fast as dense."""
+    """Return the records as Markdown: microseconds and, in brackets, how many times as fast as
+    dense.
+    """
     lines = ["| layer | weights | rows | how | " + " | ".join(WAYS) + " |", "|---" * (4 + len(WAYS)) + "|"]
     for dense in (record for record in records if record["way"] == "dense"):
-        same = {record["way"]: record for record in records if (record["layer"], record["rows"]) == (dense["layer"], dense["rows"])}
+        same = {
+            record["way"]: record
+            for record in records
+            if (record["layer"], record["rows"]) == (dense["layer"], dense["rows"])
+        }
         for how in ("eager_us", "graph_us"):
             cells = []
             for way in WAYS:
                 found, usual = same[way].get(how), dense.get(how)
                 gain = f" ({usual / found:.2f}x)" if found and usual and way != "dense" else ""
                 cells.append(f"{found:.1f}{gain}" if found else "-")
-            first = f"| {dense['layer']} | {dense['outputs']} x {dense['inputs']} | {dense['rows']} | {how.removesuffix('_us')} | "
+            first = (
+                f"| {dense['layer']} | {dense['outputs']} x {dense['inputs']} | {dense['rows']} | "
+                f"{how.removesuffix('_us')} | "
+            )
             lines.append(first + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -142,12 +159,20 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    records = [record for layer, (outputs, inputs) in SHAPES.items() for record in measure_shape(layer, outputs, inputs)]
+    records = [
+        record for layer, (outputs, inputs) in SHAPES.items() for record in measure_shape(layer, outputs, inputs)
+    ]
     environment = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     (out / "sparse24.json").write_text(json.dumps({**environment, "records": records}, indent=1), encoding="utf-8")
     wrong = [record for record in records if record.get("worst", 0) > LARGEST_DIFFERENCE]
-    refused = sorted({f"{record['way']}, {record['rows']} rows: {record['error']}" for record in records if "error" in record})
-    sizes = {record["way"]: record["weight_bytes"] / record["outputs"] / record["inputs"] for record in records if "weight_bytes" in record}
+    refused = sorted(
+        {f"{record['way']}, {record['rows']} rows: {record['error']}" for record in records if "error" in record}
+    )
+    sizes = {
+        record["way"]: record["weight_bytes"] / record["outputs"] / record["inputs"]
+        for record in records
+        if "weight_bytes" in record
+    }
     text = [
         ", ".join(f"{name} {value}" for name, value in environment.items()),
         table(records),

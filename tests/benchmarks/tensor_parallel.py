@@ -1,12 +1,17 @@
-"""Llama-3-8B's shape in bfloat16 (random weights) on one GPU, on two by `tensor_parallel`, and on one with half of its layers offloaded.
+"""Llama-3-8B's shape in bfloat16 (random weights) on one GPU, on two by `tensor_parallel`, and on
+one with half of its layers offloaded.
 
-    python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--model DIRECTORY] [--work DIRECTORY] [--out DIRECTORY] [--limit-s 170]
+    python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--model DIRECTORY] [--work DIRECTORY] \
+        [--out DIRECTORY] [--limit-s 170]
 
-Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens (4 where weights are offloaded), the
-median of 3 repeats after a warm-up, by the clocks of the eval `throughput`. The logits of 2 x 64 tokens are compared with those of one
-GPU: the norm of the difference over that of the logits; 8 layers in float32 say whether they are the same. tensor_parallel.json and
-tensor_parallel.md in --out ($OUT) are written after each way, so that a limit of time leaves what was measured. `--only '*compile*'`
-measures the compiled steps, which take a minute each to compile; without --only they are left out.
+Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens
+(4 where weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
+`throughput`. The logits of 2 x 64 tokens are compared with those of one
+GPU: the norm of the difference over that of the logits; 8 layers in float32 say whether they are
+the same. tensor_parallel.json and
+tensor_parallel.md in --out ($OUT) are written after each way, so that a limit of time leaves what
+was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to compile;
+without --only they are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +54,9 @@ WAYS: dict[str, Sequence[Setting]] = {
 CELLS = ((8, 512), (1, 128), (32, 128))
 NEW_TOKENS, FEW_TOKENS, REPEATS = 16, 4, 3
 EXACT_LAYERS, MOST_ERROR = 8, 1e-4
-"""What is exact is seen in float32, on so many layers: in bfloat16 the order of sums alone moves random weights' logits by percents."""
+"""What is exact is seen in float32, on so many layers: in bfloat16 the order of sums alone moves
+random weights' logits by percents.
+"""
 
 
 def main() -> None:
@@ -60,13 +67,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--only", default="")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--limit-s", type=float, default=170.0, help="no further way or batch begins after so many seconds")
+    parser.add_argument(
+        "--limit-s", type=float, default=170.0, help="no further way or batch begins after so many seconds"
+    )
     given = parser.parse_args()
     begin = time.monotonic()
     given.work.mkdir(parents=True, exist_ok=True)
     given.out.mkdir(parents=True, exist_ok=True)
     model = given.model or random_model(given.work / "model")
-    record: dict[str, Any] = {"environment": describe_environment(given.device), "made_s": round(time.monotonic() - begin, 1), "ways": {}}
+    record: dict[str, Any] = {
+        "environment": describe_environment(given.device),
+        "made_s": round(time.monotonic() - begin, 1),
+        "ways": {},
+    }
     logits_file = given.work / "logits.pt"
     if not given.only:
         record["float32_error"] = _float32_error(given.work / "exact", given.device)
@@ -153,16 +166,30 @@ def _timed(session: Any, batch: int, prompt: int, new_tokens: int) -> dict[str, 
 
 def _markdown(record: dict[str, Any]) -> Iterator[str]:
     environment = record["environment"]
-    yield ", ".join(f"{name} {environment[name]}" for name in ("device_name", "driver", "torch", "transformers") if name in environment)
+    yield (
+        ", ".join(
+            f"{name} {environment[name]}"
+            for name in ("device_name", "driver", "torch", "transformers")
+            if name in environment
+        )
+    )
     yield f"\nmodel made in {record['made_s']} s, everything in {record.get('seconds', '-')} s\n"
-    yield "| way | batch x prompt | prefill tokens/s | decode tokens/s | median step | peak of each GPU | logits' error |"
+    yield (
+        "| way | batch x prompt | prefill tokens/s | decode tokens/s | median step | peak of each GPU | logits' error |"
+    )
     yield "|---|---|---|---|---|---|---|"
     for way, found in record["ways"].items():
         error = found.get("logits_error")
         for cell in found.get("cells", ()):
             peaks = ", ".join(size_text(size or 0) for size in cell["peak_bytes"])
-            rates = f"{cell['prefill_tokens_per_s']:,.0f} | {cell['decode_tokens_per_s']:,.1f} | {1000 * cell['median_step_s']:.2f} ms"
-            yield f"| {way} | {cell['batch']} x {cell['prompt']} | {rates} | {peaks} | {'-' if error is None else f'{error:.2e}'} |"
+            rates = (
+                f"{cell['prefill_tokens_per_s']:,.0f} | {cell['decode_tokens_per_s']:,.1f} | "
+                f"{1000 * cell['median_step_s']:.2f} ms"
+            )
+            yield (
+                f"| {way} | {cell['batch']} x {cell['prompt']} | {rates} | {peaks} | "
+                f"{'-' if error is None else f'{error:.2e}'} |"
+            )
     for way, found in record["ways"].items():
         for note in found.get("notes", ()):
             yield f"\n{way}: {note}"

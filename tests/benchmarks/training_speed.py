@@ -1,9 +1,12 @@
-"""Tokens/s of trainings with and without torch.compile, on one device and two, as a Markdown table; each makes the same steps.
+"""Tokens/s of trainings with and without torch.compile, on one device and two, as a Markdown table;
+each makes the same steps.
 
-    python tests/benchmarks/training_speed.py DATA MODEL [--only PATTERN] [--device DEVICE] [--steps N] [--batch-size N] [--length N]
+    python tests/benchmarks/training_speed.py DATA MODEL [--only PATTERN] [--device DEVICE] [--steps N] \
+        [--batch-size N] [--length N]
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. `distill` teaches MODEL without a fifth of its blocks, `qat` and `lora_recover` train MODEL at
-3 bits in groups of 64 (rounded to nearest). Losses are the first and the last held-out one.
+DATA holds `wikitext2_raw/` and `c4_sample/`. `distill` teaches MODEL without a fifth of its blocks,
+`qat` and `lora_recover` train MODEL at 3 bits in groups of 64 (rounded to nearest). Losses are the
+first and the last held-out one.
 """
 
 from __future__ import annotations
@@ -65,7 +68,10 @@ def main() -> None:
         "epochs": 10,
     }
     shared |= {"patience": None, "tokens": asked.steps * asked.batch_size * asked.length}
-    print("| training | tokens/s | seconds of compiling | held-out loss | GB at the peak |\n|---|---|---|---|---|", flush=True)
+    print(
+        "| training | tokens/s | seconds of compiling | held-out loss | GB at the peak |\n|---|---|---|---|---|",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         context = Context(device=asked.device, data=asked.data, origin=asked.model)

@@ -39,7 +39,9 @@ def test_errors(toys: Environments, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean 'build'?" in capsys.readouterr().err
 
 
-def test_doctor_says_what_is_built(toys: Environments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_is_built(
+    toys: Environments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "LIBRARIES", {"toy": TOY})
     (part,) = (part for part in doctor.diagnose().parts if part.role == "backend")
     assert (part.works, part.note, part.remedy) == (False, "quantizes toys", "optkit env build toy")

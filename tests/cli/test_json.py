@@ -1,4 +1,6 @@
-"""With `--json`, stdout is one document whatever happens, and nothing that libraries, models or children print is in it."""
+"""With `--json`, stdout is one document whatever happens, and nothing that libraries, models or
+children print is in it.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +56,32 @@ def test_every_command_that_works_on_models_has_it() -> None:
     assert {words[0] for words, _ in commands_with_json()} == {*COMMANDS} - {"schema"}
 
 
-@pytest.mark.parametrize(("words", "command"), commands_with_json(), ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("words", "command"), commands_with_json(), ids=lambda value: "-".join(value) if isinstance(value, tuple) else ""
+)
 def test_every_command_says_its_failure(
-    words: tuple[str, ...], command: click.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    command: click.Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(**_arguments: object) -> None:
         raise SourceError("it broke", where="there", why="It was old", remedy="Buy a new one")
 
     monkeypatch.setattr(command, "callback", fail)
     monkeypatch.setitem(os.environ, "OPTKIT_STORE", str(tmp_path))
-    given = {"list": ["models"], "eval": ["x", "--evals", "y"], "doctor": [], "env": [], "store": []}.get(words[0], ["x"])
+    given = {"list": ["models"], "eval": ["x", "--evals", "y"], "doctor": [], "env": [], "store": []}.get(
+        words[0], ["x"]
+    )
     said = failed(capsys, *words, *given)
     assert said["message"] == "there: it broke. It was old. Buy a new one."
-    assert [said[name] for name in ("kind", "where", "why", "remedy")] == ["SourceError", "there", "It was old", "Buy a new one"]
+    assert [said[name] for name in ("kind", "where", "why", "remedy")] == [
+        "SourceError",
+        "there",
+        "It was old",
+        "Buy a new one",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,20 +111,34 @@ def test_every_kind_of_failure_has_its_document(
 
 
 @pytest.mark.parametrize(
-    "words", [["frobnicate"], ["run"], ["run", "x", "--device", "gpu"], ["list", "models?"], ["store"], ["store", "show", "--none"], []]
+    "words",
+    [
+        ["frobnicate"],
+        ["run"],
+        ["run", "x", "--device", "gpu"],
+        ["list", "models?"],
+        ["store"],
+        ["store", "show", "--none"],
+        [],
+    ],
 )
 def test_a_wrong_command_line_has_its_document(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     said = failed(capsys, *words)
     assert (said["kind"], said["exit_status"]) == ("UsageError", 2)
 
 
-def test_the_problems_of_a_recipe_are_a_list_with_their_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_problems_of_a_recipe_are_a_list_with_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "bad.yaml"
     recipe.write_text("model: smollm2-135m\nstages:\n  - cats: {}\nevals: []\ngatse: {}\n", encoding="utf-8")
     for words in (["run", str(recipe)], ["plan", str(recipe)], ["validate", str(recipe)]):
         said = failed(capsys, *words)
         assert (said["kind"], said["exit_status"]) == ("RecipeError", 2)
-        assert [(each["file"], each["line"], each["column"]) for each in said["problems"]] == [(str(recipe), 3, 5), (str(recipe), 5, 1)]
+        assert [(each["file"], each["line"], each["column"]) for each in said["problems"]] == [
+            (str(recipe), 3, 5),
+            (str(recipe), 5, 1),
+        ]
         assert "Did you mean 'cast'?" in said["problems"][0]["message"]
 
 
@@ -168,7 +197,9 @@ sys.exit(main(["show", "x", "--json"]))
 
 
 def test_a_command_that_has_to_be_ended_says_so() -> None:
-    process = subprocess.Popen([sys.executable, "-c", STUCK], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -182,7 +213,9 @@ def environment() -> dict[str, str]:
 
 
 def apart(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 CHATTY = """
@@ -210,7 +243,9 @@ def test_what_a_models_own_code_prints_is_in_no_document(tiny_model: Callable[[s
     (tmp_path / "chatty.yaml").write_text(recipe, encoding="utf-8")
     for words in (["--json"], []):
         store = str(tmp_path / f"store{len(words)}")
-        done = apart("-m", "optkit_cli.main", "run", "chatty.yaml", "--device", "cpu", "--store", store, *words, cwd=tmp_path)
+        done = apart(
+            "-m", "optkit_cli.main", "run", "chatty.yaml", "--device", "cpu", "--store", store, *words, cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
         assert "a model speaks" in done.stderr
         assert "a model speaks" not in done.stdout

@@ -27,13 +27,20 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for 
 
 def python(code: str, **settings: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code], env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings
+        [sys.executable, "-c", code],
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **settings,
     )
 
 
 def loaded_by(*words: str) -> set[str]:
     """Return the top-level packages that a command line imports."""
-    code = f"import sys; from optkit_cli.main import main; main({list(words)!r}); print({{*sys.modules}}, file=sys.stderr)"
+    code = (
+        f"import sys; from optkit_cli.main import main; main({list(words)!r}); print({{*sys.modules}}, file=sys.stderr)"
+    )
     _, err = python(code).communicate(timeout=60)
     return {module.partition(".")[0] for module in ast.literal_eval(err.splitlines()[-1])}
 
@@ -43,14 +50,17 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("list", "stages"), ("list", "evals"), ("list", "datasets"), ("list", "models"), ("list", "recipes"), ("schema",)]
+    "words",
+    [("list", "stages"), ("list", "evals"), ("list", "datasets"), ("list", "models"), ("list", "recipes"), ("schema",)],
 )
 def test_listing_imports_no_torch(words: tuple[str, ...]) -> None:
     assert loaded_by(*words).isdisjoint({"torch", "transformers"})
 
 
 def test_validate_imports_no_torch() -> None:
-    assert loaded_by("validate", *map(str, sorted((ROOT / "recipes").glob("*.yaml")))).isdisjoint({"torch", "transformers"})
+    assert loaded_by("validate", *map(str, sorted((ROOT / "recipes").glob("*.yaml")))).isdisjoint(
+        {"torch", "transformers"}
+    )
 
 
 def test_help_is_quick() -> None:
@@ -128,17 +138,31 @@ def test_usage_errors_say_what_to_type(words: list[str], said: str, capsys: pyte
             2,
             "error: r.yaml:3:5: bad\nerror: r.yaml:4:1: worse\n",
         ),
-        (MissingPackageError("onnx", where="export"), 1, "error: export: the package `onnx` is not installed. Run: pip install 'onnx'.\n"),
+        (
+            MissingPackageError("onnx", where="export"),
+            1,
+            "error: export: the package `onnx` is not installed. Run: pip install 'onnx'.\n",
+        ),
         (click.Abort(), 130, "interrupted; finished steps are kept, run the same command again to go on\n"),
         (KeyboardInterrupt(), 130, "interrupted; finished steps are kept, run the same command again to go on\n"),
         (Terminated(signal.SIGHUP), 129, "terminated; finished steps are kept, run the same command again to go on\n"),
         (Terminated(), 143, "terminated; finished steps are kept, run the same command again to go on\n"),
-        (MemoryError(), 1, "error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.\n"),
-        (OSError(errno.ENOSPC, "No space"), 1, "error: the output: the disk is full. Free some space and run the same command again.\n"),
+        (
+            MemoryError(),
+            1,
+            "error: out of memory. Run on a machine with more of it, or a recipe with smaller batches.\n",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space"),
+            1,
+            "error: the output: the disk is full. Free some space and run the same command again.\n",
+        ),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "error: /x/y: Permission denied.\n"),
     ],
 )
-def test_failures_are_one_clean_message(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_one_clean_message(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     failure = failure_of(error)
     failure.say()
     assert failure.exit_status == status
@@ -164,12 +188,16 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate.command, "callback", fail)
 
 
-def test_an_unexpected_error_is_called_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_error_is_called_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fail_with(ZeroDivisionError("division\nby zero"), monkeypatch)
     assert main(["validate", "x"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ZeroDivisionError at test_main.py:")
-    assert line.endswith(": division by zero. This is a bug in optkit. Run the command again with --debug to see the traceback.")
+    assert line.endswith(
+        ": division by zero. This is a bug in optkit. Run the command again with --debug to see the traceback."
+    )
 
 
 @pytest.mark.parametrize("words", [["--debug", "validate", "x"], ["validate", "x", "--debug"]])
@@ -192,7 +220,8 @@ def test_sigterm_is_left_as_it_was() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     process = python(
-        "import sys; from optkit_cli.main import main; sys.stdin.read(); sys.exit(main(['list', 'evals', '--json']))", stdin=subprocess.PIPE
+        "import sys; from optkit_cli.main import main; sys.stdin.read(); sys.exit(main(['list', 'evals', '--json']))",
+        stdin=subprocess.PIPE,
     )
     assert process.stdout is not None
     process.stdout.close()

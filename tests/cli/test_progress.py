@@ -66,7 +66,9 @@ def test_steps_may_have_no_unit_and_no_total() -> None:
     assert stream.getvalue().splitlines() == ["scan  0", "scan  3  a file", "scan  3  in 0:01"]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (31.4, "0:31"), (59.7, "1:00"), (725, "12:05"), (11400, "3:10:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (31.4, "0:31"), (59.7, "1:00"), (725, "12:05"), (11400, "3:10:00")]
+)
 def test_clock_text(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text
 
@@ -86,7 +88,15 @@ def test_quiet_prints_warnings_only() -> None:
 
 
 def terminal(stream: io.StringIO, width: int = 80) -> Console:
-    return Console(file=stream, force_terminal=True, width=width, height=25, color_system="truecolor", legacy_windows=False, _environ={})
+    return Console(
+        file=stream,
+        force_terminal=True,
+        width=width,
+        height=25,
+        color_system="truecolor",
+        legacy_windows=False,
+        _environ={},
+    )
 
 
 def test_bars_show_count_share_and_note_and_go_when_done() -> None:

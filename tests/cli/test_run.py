@@ -44,7 +44,9 @@ gates:
 
 @pytest.fixture
 def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty directory with a recipe, a store of its own, and nothing else; it is the working directory."""
+    """Return an empty directory with a recipe, a store of its own, and nothing else; it is the
+    working directory.
+    """
     (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
@@ -63,7 +65,9 @@ def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
 def apart(desk: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python with these words in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
-    return subprocess.run([sys.executable, *words], cwd=desk, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        [sys.executable, *words], cwd=desk, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +88,10 @@ def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     again, err = spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
     assert "from the store" in again
     assert err == ""
-    assert spoken(capsys, "plan", "tiny.yaml", "--device", "cpu")[0].splitlines()[-1] == "nothing to do: a run ends at once"
+    assert (
+        spoken(capsys, "plan", "tiny.yaml", "--device", "cpu")[0].splitlines()[-1] == "nothing to do: a "
+        "run ends at once"
+    )
 
     compared, _ = spoken(capsys, "compare", "artifacts/tiny", "artifacts/tiny")
     assert compared.count("size_bytes") == 1
@@ -107,7 +114,9 @@ def test_an_artifact_is_measured_from_anywhere_and_without_its_calibration_text(
     assert "size_bytes" in out
     same = "model: any\nevals: [{perplexity: {dataset: ../other.txt, window: 16}}]\n"
     (desk / "same.yaml").write_text(same, encoding="utf-8")
-    _, err = spoken(capsys, "eval", "../artifacts/tiny", "--evals", "../same.yaml", "--device", "cpu", "--quiet", status=1)
+    _, err = spoken(
+        capsys, "eval", "../artifacts/tiny", "--evals", "../same.yaml", "--device", "cpu", "--quiet", status=1
+    )
     assert err.startswith("error: ../other.txt: the model was calibrated on mine.txt (all).")
 
 
@@ -126,7 +135,9 @@ def test_a_failed_gate_is_exit_status_3(desk: Path, capsys: pytest.CaptureFixtur
     assert out.splitlines()[-1] == "FAIL  0 of 1 gates pass  artifacts/tiny"
 
 
-def test_an_unclear_gate_is_exit_status_4(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unclear_gate_is_exit_status_4(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unclear(*_words: object, **_settings: object) -> Scorecard:
         return Scorecard(name="unclear", artifact_key="ab" * 32, created="now", recipe={})
 
@@ -147,7 +158,9 @@ def test_json_of_plan_show_and_compare(desk: Path, capsys: pytest.CaptureFixture
 
 
 def test_validate_names_every_problem_of_every_file_at_once(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "bad.yaml").write_text("model: smollm2-135m\nstages:\n  - cats: {}\nevals: []\ngatse: {}\n", encoding="utf-8")
+    (desk / "bad.yaml").write_text(
+        "model: smollm2-135m\nstages:\n  - cats: {}\nevals: []\ngatse: {}\n", encoding="utf-8"
+    )
     out, err = spoken(capsys, "validate", "bad.yaml", "tiny.yaml", "missing.yaml", status=2)
     assert out == "tiny.yaml: ok\n"
     lines = err.splitlines()
@@ -157,7 +170,9 @@ def test_validate_names_every_problem_of_every_file_at_once(desk: Path, capsys: 
     assert any("missing.yaml" in line for line in lines)
 
 
-def test_show_prints_the_card_and_then_says_that_files_were_changed(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_card_and_then_says_that_files_were_changed(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
     (desk / "artifacts" / "tiny" / "config.json").unlink()
     out, err = spoken(capsys, "show", "artifacts/tiny", status=1)
@@ -166,7 +181,9 @@ def test_show_prints_the_card_and_then_says_that_files_were_changed(desk: Path, 
     assert json.loads(spoken(capsys, "show", "artifacts/tiny", "--json", status=1)[0])["kind"] == "ArtifactError"
 
 
-@pytest.mark.parametrize("words", [["show", "nowhere"], ["compare", "nowhere"], ["eval", "nowhere", "--evals", "tiny.yaml"]])
+@pytest.mark.parametrize(
+    "words", [["show", "nowhere"], ["compare", "nowhere"], ["eval", "nowhere", "--evals", "tiny.yaml"]]
+)
 def test_what_is_not_there_is_an_error(words: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = spoken(capsys, *words, status=1)
     assert out == ""
@@ -174,7 +191,9 @@ def test_what_is_not_there_is_an_error(words: list[str], desk: Path, capsys: pyt
     assert "bug in optkit" not in err
 
 
-@pytest.mark.parametrize("words", [["run", "tiny.yaml"], ["plan", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]])
+@pytest.mark.parametrize(
+    "words", [["run", "tiny.yaml"], ["plan", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]]
+)
 def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = spoken(capsys, *words, "--device", "cuda:99", status=2)
     assert err.startswith("error: device cuda:99: torch sees ")
@@ -185,21 +204,31 @@ def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.Ca
 
 
 def test_plan_imports_no_torch(desk: Path) -> None:
-    done = apart(desk, "-c", "import sys; from optkit_cli.main import main; main(['plan', 'tiny.yaml']); print('torch' in sys.modules)")
+    done = apart(
+        desk,
+        "-c",
+        "import sys; from optkit_cli.main import main; main(['plan', 'tiny.yaml']); print('torch' in sys.modules)",
+    )
     assert done.returncode == 0, done.stderr
     assert "cast" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_sequences_longer_than_the_model_are_refused_before_anything_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_longer_than_the_model_are_refused_before_anything_runs(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in ("plan", "run"):
-        _, err = spoken(capsys, command, "tiny.yaml", "--device", "cpu", "--set", "evals.1.perplexity.window=600", status=1)
+        _, err = spoken(
+            capsys, command, "tiny.yaml", "--device", "cpu", "--set", "evals.1.perplexity.window=600", status=1
+        )
         assert err.startswith("error: perplexity: its sequences have 600 tokens, and ")
         assert "was built for 512" in err
     assert not (desk / "store" / "steps").exists()
 
 
-def test_a_run_holds_its_steps_until_it_ends(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_holds_its_steps_until_it_ends(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = []
     measure = pipeline.measure
 
@@ -222,7 +251,9 @@ def test_who_opens_an_artifact_hears_how_far_it_is(desk: Path, capsys: pytest.Ca
     assert heard.stream.getvalue() != ""
 
 
-def test_eval_measures_timings_again_when_asked(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_measures_timings_again_when_asked(
+    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def evaluate(*_words: object, retime: bool, **_settings: object) -> Scorecard:
@@ -237,7 +268,11 @@ def test_eval_measures_timings_again_when_asked(desk: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("change", ["another version", "another machine"])
 def test_what_is_measured_of_an_artifact_is_never_said_of_other_weights(
-    desk: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str
+    desk: Path,
+    tiny_model: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
 ) -> None:
     spoken(capsys, "run", "tiny.yaml", "--out", "old", "--device", "cpu", "--quiet")
     plain = Cast.run
@@ -245,13 +280,17 @@ def test_what_is_measured_of_an_artifact_is_never_said_of_other_weights(
     def other_weights(stage: Cast, source: Path, target: Path, context: Context) -> Report:
         report = plain(stage, source, target, context)
         weights = load_file(target / "model.safetensors")
-        save_file({name: 1.5 * tensor for name, tensor in weights.items()}, target / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: 1.5 * tensor for name, tensor in weights.items()}, target / "model.safetensors", {"format": "pt"}
+        )
         return report
 
     monkeypatch.setattr(Cast, "run", other_weights)
     monkeypatch.setattr(Cast, "version", Cast.version + (change == "another version"))
     monkeypatch.setenv("OPTKIT_STORE", str(desk / ("store" if change == "another version" else "empty")))
-    (desk / "evals.yaml").write_text((desk / "tiny.yaml").read_text().replace("windows: 4", "windows: 3"), encoding="utf-8")
+    (desk / "evals.yaml").write_text(
+        (desk / "tiny.yaml").read_text().replace("windows: 4", "windows: 3"), encoding="utf-8"
+    )
 
     def measured(*words: str) -> tuple[str, float]:
         found = json.loads(spoken(capsys, *words, "--device", "cpu", "--json")[0])
@@ -274,7 +313,9 @@ def test_an_artifact_of_this_store_needs_no_measuring_again(
     spoken(capsys, "eval", "artifacts/tiny", "--evals", "tiny.yaml", "--device", "cpu", "--quiet")
 
 
-def test_an_output_that_holds_the_store_is_refused_before_anything_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_holds_the_store_is_refused_before_anything_runs(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, err = spoken(capsys, "run", "tiny.yaml", "--store", "o/store", "--out", "o", "--device", "cpu", status=1)
     assert "o: holds the store" in err
     assert not (desk / "o").exists()

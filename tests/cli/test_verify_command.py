@@ -36,7 +36,8 @@ numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
 MADE_UP = """\
 import json, sys, numpy
 numpy.full((40, {width}), {value!r}, dtype="float32").tofile(json.load(open(sys.argv[1]))["logits"])
-said = {{"versions": {{"transformers": "0"}}, "device": "cpu", "dtype": "float32", "logits_shape": [40, {width}], "generated": [1]}}
+said = {{"versions": {{"transformers": "0"}}, "device": "cpu", "dtype": "float32"}}
+said |= {{"logits_shape": [40, {width}], "generated": [1]}}
 json.dump(said, open(sys.argv[2], "w"))
 """
 
@@ -82,14 +83,20 @@ def of(engine: str, **facts: object) -> Loading:
 def test_transformers_opens_a_model_with_a_soft_cap_as_optkit_does(
     tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = {"name": "capped", "model": str(tiny_model("gemma2")), "stages": [{"kv_cache": "int8"}], "evals": ["footprint"]}
+    recipe = {
+        "name": "capped",
+        "model": str(tiny_model("gemma2")),
+        "stages": [{"kv_cache": "int8"}],
+        "evals": ["footprint"],
+    }
     (tmp_path / "capped.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     pipeline.run(tmp_path / "capped.yaml", out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     spoken(capsys, "verify", str(tmp_path / "out"), "--engine", "transformers", "--tokens", "40", "--device", "cpu")
     (kept,) = read_loading(read_artifact(tmp_path / "out"))
     assert (kept.verdict, kept.same_tokens) == ("agrees", 16)
     assert kept.compared.endswith(
-        "(float32 and float32); opened with attn_implementation='eager', because its own choice leaves out the soft cap of the scores"
+        "(float32 and float32); opened with attn_implementation='eager', because its own choice leaves "
+        "out the soft cap of the scores"
     )
 
 
@@ -120,8 +127,8 @@ def test_transformers_agrees_and_the_artifact_remembers(artifact: Path, capsys: 
     assert (kept.verdict, kept.top1_agreement, kept.same_tokens, kept.dtype) == ("agrees", 1, 16, "float32")
     assert set(kept.packages) == {"transformers", "torch", "compressed-tensors", "python"}
     assert (
-        kept.compared
-        == "logits after each of 40 tokens, and of the last 16 fed one at a time; agrees below a mean KL of 1e-05 (float32 and float32)"
+        kept.compared == "logits after each of 40 tokens, and of the last 16 fed one at a time; agrees below a mean KL "
+        "of 1e-05 (float32 and float32)"
     )
     shown, _ = spoken(capsys, "show", "out")
     assert f"transformers {kept.version} float32  yes" in shown
@@ -138,7 +145,11 @@ def made_of(model: Path, place: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mamba", "bamba"])
 def test_decode_steps_are_compared_too(
-    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made_of(tiny_model(kind), tmp_path)
     asked = ("verify", str(tmp_path / "out"), "--tokens", "40", "--device", "cpu", "--engine", "transformers")
@@ -186,8 +197,12 @@ def test_results_that_do_not_say_of_which_files_are_not_shown(artifact: Path) ->
 
 def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Path) -> None:
     found = read_artifact(artifact)
-    keep_loading(found, [of("vllm", mean_kl=0.1), of("transformers"), of("onnxruntime", verdict="skipped", packages={})])
-    keep_loading(found, [of("vllm", mean_kl=0.2), of("vllm", packages={"vllm": "2.0"}), of("transformers", verdict="skipped")])
+    keep_loading(
+        found, [of("vllm", mean_kl=0.1), of("transformers"), of("onnxruntime", verdict="skipped", packages={})]
+    )
+    keep_loading(
+        found, [of("vllm", mean_kl=0.2), of("vllm", packages={"vllm": "2.0"}), of("transformers", verdict="skipped")]
+    )
     assert [(each.engine, each.verdict, each.packages.get("vllm"), each.mean_kl) for each in read_loading(found)] == [
         ("transformers", "agrees", None, None),
         ("vllm", "agrees", "1.0", 0.2),
@@ -198,7 +213,11 @@ def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Pa
 
 def test_a_damaged_record(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (artifact / "verification.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"verification\.json: cannot be read as JSON\. .* Delete it and run `optkit verify` again\.$"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"verification\.json: cannot be read as JSON\. "
+        r".* Delete it and run `optkit verify` again\.$",
+    ):
         read_loading(read_artifact(artifact))
     spoken(capsys, "show", "out", status=1)
 
@@ -222,7 +241,9 @@ def test_a_group_size_that_is_not_that_of_the_weights(artifact: Path, capsys: py
     assert json.loads(out)["exit_status"] == 3
 
 
-def test_weights_that_are_no_model(artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_no_model(
+    artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the headers cannot tell, optkit's own session does."""
     monkeypatch.setattr("optkit.verification.checks._digests", lambda _: Check(name="digests", ok=True, detail=""))
     config = json.loads((artifact / "config.json").read_text())
@@ -232,8 +253,12 @@ def test_weights_that_are_no_model(artifact: Path, capsys: pytest.CaptureFixture
 
 
 def test_an_engine_that_refuses(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    python = program(tmp_path, """printf '{"versions": {"vllm": "9.9"}, "refused": "ValueError: I only read poems"}' > $4""")
-    out, _ = spoken(capsys, "verify", "out", "--engine", "vllm", "--engine-python", f"vllm={python}", "--device", "cpu", status=3)
+    python = program(
+        tmp_path, """printf '{"versions": {"vllm": "9.9"}, "refused": "ValueError: I only read poems"}' > $4"""
+    )
+    out, _ = spoken(
+        capsys, "verify", "out", "--engine", "vllm", "--engine-python", f"vllm={python}", "--device", "cpu", status=3
+    )
     assert "vllm 9.9  NO" in out
     assert "ValueError: I only read poems" in out
     assert "ValueError: I only read poems" in spoken(capsys, "show", "out")[0]
@@ -251,25 +276,49 @@ def test_an_engine_that_disagrees(artifact: Path, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("width", "value", "said"),
-    [(512, "nan", "its logits are not all finite numbers"), (500, "0", "its logits are [40, 500], and optkit's are [40, 512]")],
+    [
+        (512, "nan", "its logits are not all finite numbers"),
+        (500, "0", "its logits are [40, 500], and optkit's are [40, 512]"),
+    ],
 )
 def test_logits_that_are_none(
     width: int, value: str, said: str, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "engine.py").write_text(MADE_UP.format(width=width, value=value))
     python = program(tmp_path, f"{sys.executable} {tmp_path}/engine.py $3 $4")
-    words = ["--engine", "transformers", "--engine-python", f"transformers={python}", "--device", "cpu", "--tokens", "40", "--json"]
+    words = [
+        "--engine",
+        "transformers",
+        "--engine-python",
+        f"transformers={python}",
+        "--device",
+        "cpu",
+        "--tokens",
+        "40",
+        "--json",
+    ]
     (found,) = json.loads(spoken(capsys, "verify", "out", *words, status=3)[0])["loading"]
     assert (found["verdict"], found["reason"], found["mean_kl"]) == ("disagrees", said, None)
 
 
 def test_an_engine_that_takes_too_long(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--engine", "vllm", "--engine-python", f"vllm={program(tmp_path, 'sleep 60')}", "--timeout", "0.5", "--device", "cpu"]
+    words = [
+        "--engine",
+        "vllm",
+        "--engine-python",
+        f"vllm={program(tmp_path, 'sleep 60')}",
+        "--timeout",
+        "0.5",
+        "--device",
+        "cpu",
+    ]
     assert "no answer within 0.5 s" in spoken(capsys, "verify", "out", *words, status=3)[0]
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "onnxruntime-genai"])
-def test_an_engine_that_the_user_named_and_that_cannot_be_asked(engine: str, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_the_user_named_and_that_cannot_be_asked(
+    engine: str, artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, err = spoken(capsys, "verify", "out", "--engine", engine, "--device", "cpu", "--quiet", status=1)
     assert f"{engine}  not tried" in out
     assert err == f"error: out: {engine} was not asked, there is no ONNX in this artifact.\n"
@@ -279,7 +328,11 @@ def test_an_engine_that_the_user_named_and_that_cannot_be_asked(engine: str, art
     ("words", "status", "said"),
     [
         (["elsewhere"], 1, "elsewhere: no such directory."),
-        (["out", "--engine-python", "vllm=/no/python"], 2, "error: --engine-python vllm: there is no program /no/python."),
+        (
+            ["out", "--engine-python", "vllm=/no/python"],
+            2,
+            "error: --engine-python vllm: there is no program /no/python.",
+        ),
         (
             ["out", "--engine-python", "tgi=python"],
             2,
@@ -288,7 +341,9 @@ def test_an_engine_that_the_user_named_and_that_cannot_be_asked(engine: str, art
         (["out", "--tokens", "1"], 2, "1 is not in the range x>=2."),
     ],
 )
-def test_mistakes_of_the_user(words: list[str], status: int, said: str, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_the_user(
+    words: list[str], status: int, said: str, artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said in spoken(capsys, "verify", *words, status=status)[1]
 
 
@@ -309,8 +364,21 @@ def test_a_run_can_verify_at_its_end(
 def test_a_run_whose_artifact_is_not_sound_is_status_3_and_prints_its_scorecard(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("optkit.verification.checks._digests", lambda _: Check(name="digests", ok=False, detail="config.json was changed"))
-    words = ["--out", str(tmp_path / "out"), "--store", str(made / "store"), "--device", "cpu", "--quiet", "--verify", "--json"]
+    monkeypatch.setattr(
+        "optkit.verification.checks._digests",
+        lambda _: Check(name="digests", ok=False, detail="config.json was changed"),
+    )
+    words = [
+        "--out",
+        str(tmp_path / "out"),
+        "--store",
+        str(made / "store"),
+        "--device",
+        "cpu",
+        "--quiet",
+        "--verify",
+        "--json",
+    ]
     out, err = spoken(capsys, "run", str(made / "tiny.yaml"), *words, status=3)
     assert json.loads(out) == json.loads((tmp_path / "out" / "scorecard.json").read_text())
     assert err == f"error: {tmp_path}/out: it was made, and it is not sound: digests: config.json was changed.\n"

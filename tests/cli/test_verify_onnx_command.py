@@ -46,7 +46,8 @@ def verified(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("precision", "limit"), [("fp32", "1e-05 (float32 and float32)"), ("int4", "0.1 (float32 and float32, rounded activations)")]
+    ("precision", "limit"),
+    [("fp32", "1e-05 (float32 and float32)"), ("int4", "0.1 (float32 and float32, rounded activations)")],
 )
 def test_both_engines_agree_and_the_others_are_not_asked(
     precision: str, limit: str, tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -60,7 +61,12 @@ def test_both_engines_agree_and_the_others_are_not_asked(
     kept = {each.engine: each for each in read_loading(artifact)}
     assert list(kept) == ["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum"]
     for engine in ("onnxruntime", "onnxruntime-genai"):
-        assert (kept[engine].verdict, kept[engine].same_tokens, kept[engine].device, kept[engine].dtype) == ("agrees", 16, "cpu", "float32")
+        assert (kept[engine].verdict, kept[engine].same_tokens, kept[engine].device, kept[engine].dtype) == (
+            "agrees",
+            16,
+            "cpu",
+            "float32",
+        )
         assert kept[engine].compared == f"logits after each of 40 tokens; agrees below a mean KL of {limit}"
         assert kept[engine].version
 
@@ -78,18 +84,25 @@ def test_an_engine_that_disagrees(tiny_onnx: TinyOnnx, tmp_path: Path, capsys: p
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n{sys.executable} "$@" && {sys.executable} {tmp_path}/spoil.py $3\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    out, _ = verified(capsys, "--engine", "onnxruntime-genai", "--engine-python", f"onnxruntime-genai={python}", status=3)
+    out, _ = verified(
+        capsys, "--engine", "onnxruntime-genai", "--engine-python", f"onnxruntime-genai={python}", status=3
+    )
     assert "DISAGREES" in out
     assert out.endswith("FAIL 0 of 1 engines agree out")
 
 
-def test_without_genai_config_its_engine_is_not_asked(tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_genai_config_its_engine_is_not_asked(
+    tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = shutil.copytree(tiny_onnx("llama", "fp32"), tmp_path / "model")
     (model / "genai_config.json").unlink()
     published(model, tmp_path / "out")
     out, err = verified(capsys, "--engine", "onnxruntime", "--engine", "onnxruntime-genai", status=1)
     assert "PASS 1 of 1 engines agree out" in out
-    assert err == "error: out: onnxruntime-genai was not asked, there is no genai_config.json, without which it opens nothing."
+    assert (
+        err == "error: out: onnxruntime-genai was not asked, there is "
+        "no genai_config.json, without which it opens nothing."
+    )
 
 
 def test_an_engine_that_the_user_named_and_that_opens_no_onnx(
@@ -100,7 +113,9 @@ def test_an_engine_that_the_user_named_and_that_opens_no_onnx(
     assert err == "error: out: vllm was not asked, it reads safetensors, and this artifact is ONNX."
 
 
-def test_damage_is_said_and_no_engine_is_asked(tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_said_and_no_engine_is_asked(
+    tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     artifact = published(tiny_onnx("llama", "fp32"), tmp_path / "out")
     (tmp_path / "out" / "model.onnx.data").unlink()
     out, _ = verified(capsys, "--json", status=3)
@@ -110,11 +125,15 @@ def test_damage_is_said_and_no_engine_is_asked(tiny_onnx: TinyOnnx, tmp_path: Pa
     assert read_loading(read_artifact(artifact.directory)) == ()
 
 
-def test_a_graph_that_fails_when_it_runs(tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_graph_that_fails_when_it_runs(
+    tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What no check of the files can tell, optkit's own session does."""
 
     def break_heads(model: Any) -> None:
-        attributes = [each for node in model.graph.node if node.op_type == "GroupQueryAttention" for each in node.attribute]
+        attributes = [
+            each for node in model.graph.node if node.op_type == "GroupQueryAttention" for each in node.attribute
+        ]
         next(each for each in attributes if each.name == "num_heads").i = 8
 
     model = shutil.copytree(tiny_onnx("llama", "fp32"), tmp_path / "model")

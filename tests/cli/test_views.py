@@ -17,7 +17,10 @@ from optkit.measure import Metric
 from optkit.scorecard import Scorecard, StepLine, build_scorecard, compare_table
 
 WINDOWS = "python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34"
-TIMING = "batch {batch}, prompt of 128 random tokens, 64 new tokens, 2 warm-up runs, 5 repeats, perf_counter, device synchronised"
+TIMING = (
+    "batch {batch}, prompt of 128 random tokens, 64 new tokens, 2 warm-up runs, 5 repeats, "
+    "perf_counter, device synchronised"
+)
 
 
 def metric(name: str, value: float, unit: str, protocol: str, better: bool = False, **fields: object) -> Metric:
@@ -37,7 +40,9 @@ def decode(value: float, batch: int, shifts: tuple[int, ...] = (-2, -1, 0, 1, 2)
     rates = tuple(value * (1 + 0.01 * shift) for shift in shifts)
     labels: dict[str, int | str] = {"batch": batch, "prompt": 128, "new_tokens": 64}
     protocol = TIMING.format(batch=batch)
-    return metric("decode_tokens_per_s", value, "tokens/s", protocol, True, labels=labels, samples=rates, pairing="paired_turns")
+    return metric(
+        "decode_tokens_per_s", value, "tokens/s", protocol, True, labels=labels, samples=rates, pairing="paired_turns"
+    )
 
 
 def card(name: str = "llama_int4", decode_gate: str = ">= 1.75x", gated: bool = True) -> Scorecard:
@@ -55,11 +60,22 @@ def card(name: str = "llama_int4", decode_gate: str = ">= 1.75x", gated: bool = 
             metric("size_bytes", 171_091_640, "bytes", size),
             metric("bits_per_quantized_weight", 4.5, "bits", "tensors of the quantized layers"),
         ],
-        baseline=[perplexity(20.52, 0), decode(31.2, 1, LATER), decode(249.6, 8, LATER), metric("size_bytes", 538_091_640, "bytes", size)],
+        baseline=[
+            perplexity(20.52, 0),
+            decode(31.2, 1, LATER),
+            decode(249.6, 8, LATER),
+            metric("size_bytes", 538_091_640, "bytes", size),
+        ],
         gates=gates if gated else {},
         steps=[
             SimpleNamespace(kind="model", key="cd" * 32, cached=True, seconds=12.3, report={"changed": 272}),
-            SimpleNamespace(kind="gptq", key="ef" * 32, cached=False, seconds=252.3, report={"changed": 210, "skipped": {"lm_head": "x"}}),
+            SimpleNamespace(
+                kind="gptq",
+                key="ef" * 32,
+                cached=False,
+                seconds=252.3,
+                report={"changed": 210, "skipped": {"lm_head": "x"}},
+            ),
         ],
         settings=["attention: sdpa"],
         notes=["int4: 210 of 210 layers use torch's CPU kernel"],
@@ -118,7 +134,9 @@ def test_what_made_it_stands_above_and_the_verdict_below() -> None:
 
 
 def test_without_an_open_gate_on_a_timing_nothing_is_asked_for() -> None:
-    assert lines_of(card(decode_gate=">= 1.2x"), 100)[-1] == "FAIL  1 of 3 gates pass  artifacts/llama_int4".replace("1 of", "2 of")
+    assert lines_of(card(decode_gate=">= 1.2x"), 100)[-1] == "FAIL  1 of 3 gates pass  artifacts/llama_int4".replace(
+        "1 of", "2 of"
+    )
     assert lines_of(card(decode_gate=">= 9x"), 100)[-1].startswith("FAIL  1 of 3 gates pass")
 
 
@@ -129,12 +147,18 @@ def test_without_an_open_gate_on_a_timing_nothing_is_asked_for() -> None:
         ({"lm_head": "outside the decoder blocks"}, "1 skipped: lm_head (outside the decoder blocks)"),
         ({"a": "x", "b": "y", "c": "x"}, "3 skipped: a, c (x), b (y)"),
         ({str(index): "a router" for index in range(30)}, "30 skipped (a router)"),
-        ({str(index): "a router" if index else "excluded" for index in range(30)}, "30 skipped: 1 (excluded), 29 (a router)"),
+        (
+            {str(index): "a router" if index else "excluded" for index in range(30)},
+            "30 skipped: 1 (excluded), 29 (a router)",
+        ),
         ({str(index): f"reason {index}" for index in range(30)}, "30 skipped"),
     ],
 )
 def test_what_was_skipped_and_why(skipped: dict[str, str], text: str) -> None:
-    assert StepLine(kind="gptq", key="k", cached=False, seconds=1, report={"changed": 1, "skipped": skipped}).skipped == text
+    assert (
+        StepLine(kind="gptq", key="k", cached=False, seconds=1, report={"changed": 1, "skipped": skipped}).skipped
+        == text
+    )
 
 
 def test_without_gates_there_is_no_verdict() -> None:
@@ -179,7 +203,14 @@ def test_many_artifacts_stand_below_each_metric() -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "-"), (999, "999 B"), (1500, "1.5 kB"), (538_060_000, "538 MB"), (999_600_000, "999.6 MB"), (16_060_000_000, "16.1 GB")],
+    [
+        (0, "-"),
+        (999, "999 B"),
+        (1500, "1.5 kB"),
+        (538_060_000, "538 MB"),
+        (999_600_000, "999.6 MB"),
+        (16_060_000_000, "16.1 GB"),
+    ],
 )
 def test_size_text(size_bytes: int, text: str) -> None:
     assert size_text(size_bytes) == text

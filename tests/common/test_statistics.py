@@ -25,7 +25,17 @@ from optkit.common.statistics import (
 
 @pytest.mark.parametrize(
     ("degrees", "expected"),
-    [(1, 12.7062), (4, 2.7764), (10, 2.2281), (11, 2.2010), (14, 2.1448), (30, 2.0423), (100, 1.9840), (1000, 1.9623), (1e9, 1.9600)],
+    [
+        (1, 12.7062),
+        (4, 2.7764),
+        (10, 2.2281),
+        (11, 2.2010),
+        (14, 2.1448),
+        (30, 2.0423),
+        (100, 1.9840),
+        (1000, 1.9623),
+        (1e9, 1.9600),
+    ],
 )
 def test_t_quantile_is_that_of_the_printed_tables(degrees, expected):
     assert t_quantile(degrees) == pytest.approx(expected, abs=1e-4)
@@ -51,7 +61,8 @@ def test_an_interval_ends_where_nothing_is_possible():
     assert mean_estimate(samples, 0.0, 1.0).interval == (0.0, 1.0)
     draws = numpy.random.default_rng(0).exponential(1.0, size=(500, 3))
     covered = [
-        [low <= 1.0 <= high for row in draws for low, high in [mean_estimate(row.tolist(), least).interval]] for least in (-9.0, 0.0)
+        [low <= 1.0 <= high for row in draws for low, high in [mean_estimate(row.tolist(), least).interval]]
+        for least in (-9.0, 0.0)
     ]
     assert covered[0] == covered[1]
 
@@ -135,7 +146,9 @@ def test_neighbours_that_correlate_widen_the_interval():
     rising = [1.0, 1.1, 1.2, 1.3, 2.0, 2.1, 2.2, 2.3]
     mixed = [1.0, 2.0, 1.1, 2.1, 1.2, 2.2, 1.3, 2.3]
     assert neighbours_half_width(rising) > 1.3 * neighbours_half_width(mixed)
-    assert neighbours_half_width(rising[:7]) / standard_error(rising[:7]) == neighbours_half_width(mixed[:7]) / standard_error(mixed[:7])
+    assert neighbours_half_width(rising[:7]) / standard_error(rising[:7]) == neighbours_half_width(
+        mixed[:7]
+    ) / standard_error(mixed[:7])
     assert neighbours_estimate([0.1, 0.9], 0.0, 1.0).interval == (0.0, 1.0)
     assert neighbours_estimate([3.0] * 12) == Estimate(3.0, (3.0, 3.0))
 
@@ -148,7 +161,9 @@ def test_a_binomial_interval_is_clopper_and_pearsons():
     low, high = binomial_interval(30, 50)
 
     def tail(probability, counts):
-        return math.fsum(math.comb(50, count) * probability**count * (1 - probability) ** (50 - count) for count in counts)
+        return math.fsum(
+            math.comb(50, count) * probability**count * (1 - probability) ** (50 - count) for count in counts
+        )
 
     assert tail(low, range(30, 51)) == pytest.approx(0.025)
     assert tail(high, range(31)) == pytest.approx(0.025)

@@ -1,4 +1,6 @@
-"""Control characters of a recipe, a path or a model are shown and never reach the terminal as themselves."""
+"""Control characters of a recipe, a path or a model are shown and never reach the terminal as
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def test_what_is_shown() -> None:
 )
 def test_a_recipe_forges_no_line(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    assert main(["run", str(tmp_path / "recipe.yaml"), "--store", str(tmp_path / "store"), "--out", str(tmp_path / "out")]) != 0
+    assert (
+        main(["run", str(tmp_path / "recipe.yaml"), "--store", str(tmp_path / "store"), "--out", str(tmp_path / "out")])
+        != 0
+    )
     said = capsys.readouterr().err
     assert not CONTROLS.search(said.replace("\n", ""))
     assert not any(line.startswith("error: forged") for line in said.splitlines())

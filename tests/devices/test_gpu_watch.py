@@ -77,18 +77,24 @@ def test_a_gpu_that_nvml_does_not_know() -> None:
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
     watch = GpuWatch.of("cuda", find)
-    assert list(watch.warnings()) == ["clocks, throttling and energy are not reported: libnvidia-ml.so.1: cannot open shared object file"]
+    assert list(watch.warnings()) == [
+        "clocks, throttling and energy are not reported: libnvidia-ml.so.1: cannot open shared object file"
+    ]
     assert watch.note() == ""
     assert watch.energy_j() is None
 
 
 def test_readings_in_words() -> None:
-    watch = GpuWatch("cuda", Gpu("1", Library(Temperature=counter(41, 48), CurrentClocksThrottleReasons=counter(0x20, 0x24, 0))))
+    watch = GpuWatch(
+        "cuda", Gpu("1", Library(Temperature=counter(41, 48), CurrentClocksThrottleReasons=counter(0x20, 0x24, 0)))
+    )
     for _ in range(3):
         watch.read()
     assert watch.note() == "the GPU ran at 1,980 MHz (of 1,980), memory 1,980 MHz, 41 to 48 °C, up to 412 W"
     assert slowdowns(watch.readings) == ["heat (software)", "its power limit"]
-    assert list(watch.warnings()) == ["the GPU was slowed down by heat (software) and its power limit at 2 of 3 repeats"]
+    assert list(watch.warnings()) == [
+        "the GPU was slowed down by heat (software) and its power limit at 2 of 3 repeats"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,12 +116,20 @@ def test_others_on_the_gpu(processes: int | None, foreign: int, said: str, monke
 def test_a_cpu_has_nothing_to_read() -> None:
     watch = GpuWatch.of("cpu")
     watch.read()
-    assert (watch.readings, watch.note(), watch.others(), watch.energy_j(), list(watch.warnings())) == ([], "", "", None, [])
+    assert (watch.readings, watch.note(), watch.others(), watch.energy_j(), list(watch.warnings())) == (
+        [],
+        "",
+        "",
+        None,
+        [],
+    )
 
 
 def test_throughput_reports_energy_clocks_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(
-        TotalEnergyConsumption=counter(1000, 1000, 1000, 25_000), CurrentClocksThrottleReasons=0x4, ComputeRunningProcesses_v3=2
+        TotalEnergyConsumption=counter(1000, 1000, 1000, 25_000),
+        CurrentClocksThrottleReasons=0x4,
+        ComputeRunningProcesses_v3=2,
     )
     monkeypatch.setattr(throughput.GpuWatch, "of", classmethod(lambda cls, device: GpuWatch(device, Gpu("1", library))))
     said = EvalContext(progress=Said())
@@ -143,7 +157,11 @@ def test_on_a_gpu_torch_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> N
         def elapsed_time(self, later: Event) -> float:
             return (later.at - self.at) * 1000
 
-    for name, stand_in in {"Event": Event, "current_stream": lambda device: None, "synchronize": lambda device: None}.items():
+    for name, stand_in in {
+        "Event": Event,
+        "current_stream": lambda device: None,
+        "synchronize": lambda device: None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
 
     def tick(batch: int, index: int) -> None:

@@ -52,7 +52,9 @@ def test_every_number_by_hand(text, monkeypatch):
     assert kl.interval[0] < kl.value < kl.interval[1]
     pooled = sorted(value for each in per_window for value in each)
     place = 0.99 * (len(pooled) - 1)
-    assert p99.value == pytest.approx(pooled[int(place)] + (place % 1) * (pooled[int(place) + 1] - pooled[int(place)]), rel=1e-4)
+    assert p99.value == pytest.approx(
+        pooled[int(place)] + (place % 1) * (pooled[int(place) + 1] - pooled[int(place)]), rel=1e-4
+    )
     assert p99.interval[0] <= p99.value <= p99.interval[1]
     assert top1.samples == pytest.approx(same)
     assert top1.value == pytest.approx(math.fsum(same) / 9)

@@ -23,12 +23,16 @@ SENTENCES = 12
 
 
 class MadeUp:
-    """An encoder whose embedding of a text is one seeded vector for each of its tokens, plus some noise."""
+    """An encoder whose embedding of a text is one seeded vector for each of its tokens, plus some
+    noise.
+    """
 
     directory, device, vocabulary, positions, hidden_memory = Path("made-up"), "cpu", 256, 64, ""
     notes: tuple[str, ...] = ()
 
-    def __init__(self, noise: float = 0.0, pooling: str = "mean of the tokens", shift: int = 0, width: int = 16) -> None:
+    def __init__(
+        self, noise: float = 0.0, pooling: str = "mean of the tokens", shift: int = 0, width: int = 16
+    ) -> None:
         self.pooling, self.shift, self.calls = pooling, shift, 0
         generator = torch.Generator().manual_seed(1)
         self.table = torch.randn(256, width, generator=generator)
@@ -72,7 +76,11 @@ def test_a_model_agrees_with_itself(text: str) -> None:
     assert [metric.value for metric in found.values()] == pytest.approx([1.0] * 5)
     assert all(metric.higher_is_better and metric.value <= 1.0 for metric in found.values())
     protocol = found["cosine_similarity"].protocol
-    for words in ("12 different sentences of 5 to 60 words", "padded batches of 5", "embeddings: mean of the tokens; cosine similarity to"):
+    for words in (
+        "12 different sentences of 5 to 60 words",
+        "padded batches of 5",
+        "embeddings: mean of the tokens; cosine similarity to",
+    ):
         assert words in protocol
 
 
@@ -92,7 +100,8 @@ def test_the_numbers_are_those_of_the_embeddings(text: str) -> None:
 
 def test_rank_correlation_and_neighbours_by_hand() -> None:
     left = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert spearman(left, torch.tensor([5.0, 6.0, 7.0, 8.0, 7.0])) == pytest.approx(0.8207826817)  # the example of scipy.stats.spearmanr
+    # the example of scipy.stats.spearmanr
+    assert spearman(left, torch.tensor([5.0, 6.0, 7.0, 8.0, 7.0])) == pytest.approx(0.8207826817)
     assert spearman(left, left**3) == pytest.approx(1.0)
     assert spearman(left, -left) == pytest.approx(-1.0)
     points = torch.nn.functional.normalize(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]]), dim=-1)
@@ -105,8 +114,16 @@ def test_rank_correlation_and_neighbours_by_hand() -> None:
     ("ours", "theirs", "message"),
     [
         (MadeUp(), None, "embedding: there is no baseline. It measures how far"),
-        (MadeUp(shift=1), MadeUp(), "the model and the baseline read the text as different tokens. Their tokenizers differ"),
-        (MadeUp(pooling="first token"), MadeUp(), "embeddings are the first token, and the baseline's the mean of the tokens"),
+        (
+            MadeUp(shift=1),
+            MadeUp(),
+            "the model and the baseline read the text as different tokens. Their tokenizers differ",
+        ),
+        (
+            MadeUp(pooling="first token"),
+            MadeUp(),
+            "embeddings are the first token, and the baseline's the mean of the tokens",
+        ),
         (MadeUp(width=8), MadeUp(), "the model's embeddings have 8 numbers and the baseline's 16"),
         (MadeUp(noise=float("inf")), MadeUp(), "made-up: an embedding holds NaN or Inf. The weights are damaged"),
     ],
@@ -117,7 +134,11 @@ def test_what_cannot_be_compared(text: str, ours: MadeUp, theirs: MadeUp, messag
 
 
 def test_a_text_without_enough_sentences(text: str) -> None:
-    with pytest.raises(EvalError, match=r"the text has 30 different sentences and 99 are asked for. Counted are those of 5 to 60 words"):
+    with pytest.raises(
+        EvalError,
+        match=r"the text has 30 different sentences and 99 are "
+        r"asked for. Counted are those of 5 to 60 words",
+    ):
         Embedding(dataset=text, sentences=99).run(MadeUp(), EvalContext(baseline=MadeUp()))
     wanted = Embedding(dataset=text, sentences=12)
     calibrated = (wanted.identity(),)
@@ -130,7 +151,10 @@ def test_sentences() -> None:
         "One two three four\nfive. Six seven! Why would nobody ask him about it? e.g. this one here is not\none.",
         "One two three four five.",
     ]
-    assert split_sentences(documents) == ["One two three four five.", "Why would nobody ask him about it? e.g. this one here is not one."]
+    assert split_sentences(documents) == [
+        "One two three four five.",
+        "Why would nobody ask him about it? e.g. this one here is not one.",
+    ]
 
 
 @pytest.fixture
@@ -176,7 +200,9 @@ def test_times_that_never_settle_and_turns_that_lie_apart(clock: Callable[[Seque
     clock([float(1 + n // 5 % 2) for n in range(100)] + [1.0, 1.0] + [3.0] * 12)
     context = EvalContext()
     wanted.pool([wanted.run(MadeUp(), replace(context, turn=Turn(index, 2))) for index in (0, 1)], context)
-    assert context.notes[0].startswith("encoding, batch 1, length 8: after 100 warm-up calls medians still differ by more than 5%")
+    assert context.notes[0].startswith(
+        "encoding, batch 1, length 8: after 100 warm-up calls medians still differ by more than 5%"
+    )
     assert context.notes[1].startswith("encoding, batch 1, length 8: the medians of the turns are uncertain by")
 
 
@@ -223,9 +249,13 @@ def test_rows_gates_and_lengths() -> None:
     wanted = Encoding(batch_sizes=(1, 8), lengths=(16, 65))
     assert wanted.row_labels() == tuple({"batch": batch, "length": length} for batch in (1, 8) for length in (16, 65))
     check_gate(parse_gate("latency_p50_s[batch=1,length=16]", "<= 0.7x"), [wanted])
-    with pytest.raises(ValueError, match="no row of 'latency_p95_s' has length=128. There will be: length=16, length=65"):
+    with pytest.raises(
+        ValueError, match="no row of 'latency_p95_s' has length=128. There will be: length=16, length=65"
+    ):
         check_gate(parse_gate("latency_p95_s[length=128]", "<= 1"), [wanted])
     with pytest.raises(ValueError, match="'spearman_cosine' compares with the baseline already"):
         check_gate(parse_gate("spearman_cosine", ">= 0.9x"), [Embedding(dataset="python-reference")])
-    with pytest.raises(EvalError, match="encoding: sequences of 65 tokens, and the model has 64 positions. Set lengths to at most 64"):
+    with pytest.raises(
+        EvalError, match="encoding: sequences of 65 tokens, and the model has 64 positions. Set lengths to at most 64"
+    ):
         wanted.run(MadeUp(), EvalContext())

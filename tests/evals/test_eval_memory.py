@@ -29,7 +29,8 @@ from optkit.measure import EvalContext
 from optkit.session import open_session
 
 def memory(name):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 torch.set_num_threads(1)
 directory, kind = Path(sys.argv[1]), sys.argv[2]
@@ -62,19 +63,25 @@ def write_model(directory: Path, vocabulary: int, dtype: str) -> Path:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(directory)
-    PreTrainedTokenizerFast(tokenizer_file=str(Path(__file__).parents[1] / "support" / "tiny_tokenizer.json")).save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_file=str(Path(__file__).parents[1] / "support" / "tiny_tokenizer.json")
+    ).save_pretrained(directory)
     return directory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize(("kind", "dtype"), [("perplexity", "float32"), ("perplexity", "bfloat16"), ("divergence", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("perplexity", "float32"), ("perplexity", "bfloat16"), ("divergence", "float32")]
+)
 def test_the_peak_of_an_eval_is_what_was_said(kind: str, dtype: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", 65_536, dtype)
     tiny = write_model(tmp_path / "tiny", 256, dtype)
     command = [sys.executable, "-c", MEASURE, str(directory), kind, str(tiny), str(WINDOW)]
     measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     model = SessionMemory(Checkpoint(directory).shape, "cpu")
-    measured_eval = Perplexity(dataset="c4", window=WINDOW) if kind == "perplexity" else Divergence(dataset="c4", window=WINDOW)
+    measured_eval = (
+        Perplexity(dataset="c4", window=WINDOW) if kind == "perplexity" else Divergence(dataset="c4", window=WINDOW)
+    )
     said = measured_eval.predict(model, model if kind == "divergence" else None).ram_bytes
     assert 0.8 <= said / measured <= 1.5, f"{said:,} said, {measured:,} measured"
 
@@ -89,7 +96,10 @@ def test_what_an_eval_adds_is_the_logits_of_a_window(memory: SessionMemory) -> N
     by_window = [Perplexity(dataset="c4", window=window).predict(memory).ram_bytes for window in (256, 512)]
     forward = memory.forward(1, 512) - memory.forward(1, 256)
     assert by_window[1] - by_window[0] == 256 * logits + forward
-    assert Divergence(dataset="c4", window=512).predict(memory, memory).ram_bytes > by_window[1] + memory.weights + 512 * logits
+    assert (
+        Divergence(dataset="c4", window=512).predict(memory, memory).ram_bytes
+        > by_window[1] + memory.weights + 512 * logits
+    )
 
 
 def test_keys_and_values_grow_with_batch_and_length(memory: SessionMemory) -> None:

@@ -62,7 +62,11 @@ def test_compressed_tensors(tmp_path):
 
 
 def test_widths_that_do_not_fill_their_words_are_counted_by_their_shape(tmp_path):
-    tensors = {"up.weight_packed": int32(5, 2), "up.weight_scale": torch.zeros(5, 1), "up.weight_shape": torch.tensor([5, 10])}
+    tensors = {
+        "up.weight_packed": int32(5, 2),
+        "up.weight_scale": torch.zeros(5, 1),
+        "up.weight_shape": torch.tensor([5, 10]),
+    }
     found = measure(write(tmp_path / "m", tensors, quant_method="compressed-tensors"))
     assert found["bits_per_weight"] == pytest.approx((5 * 2 * 32 + 5 * 32 + 128) / 50)
 
@@ -102,10 +106,14 @@ def test_what_is_not_read_when_it_is_opened_does_not_count(tiny_model, tmp_path)
 
 def test_layouts_that_are_not_known(tmp_path):
     unknown = write(tmp_path / "a", {"up.weight": torch.zeros(4, 4, dtype=torch.uint8)}, quant_method="bitsandbytes")
-    with pytest.raises(EvalError, match="no quantized layer is recognised in a checkpoint of quant_method bitsandbytes"):
+    with pytest.raises(
+        EvalError, match="no quantized layer is recognised in a checkpoint of quant_method bitsandbytes"
+    ):
         measure(unknown)
     shapeless = write(
-        tmp_path / "b", {"up.weight_packed": int32(4, 4), "up.weight_scale": torch.zeros(4, 1)}, quant_method="compressed-tensors"
+        tmp_path / "b",
+        {"up.weight_packed": int32(4, 4), "up.weight_scale": torch.zeros(4, 1)},
+        quant_method="compressed-tensors",
     )
     with pytest.raises(EvalError, match="up: there is no weight_shape beside weight_packed"):
         measure(shapeless)

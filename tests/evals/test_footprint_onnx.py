@@ -28,10 +28,15 @@ def measure(directory: Path) -> dict[str, float]:
 
 def write(directory: Path, nodes: list[onnx.NodeProto], held: dict[str, np.ndarray | onnx.TensorProto]) -> Path:
     directory.mkdir()
-    tensors = [each if isinstance(each, onnx.TensorProto) else numpy_helper.from_array(each, name) for name, each in held.items()]
+    tensors = [
+        each if isinstance(each, onnx.TensorProto) else numpy_helper.from_array(each, name)
+        for name, each in held.items()
+    ]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "made", [ends[0]], [ends[1]], tensors)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), directory / "model.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), directory / "model.onnx"
+    )
     return directory
 
 
@@ -67,15 +72,23 @@ def test_a_matrix_of_few_bits_that_do_not_fill_their_block(tmp_path: Path, bits:
     node = helper.make_node(
         "MatMulNBits", ["x", "b", "scales", "zeros"], ["y"], domain="com.microsoft", K=40, N=6, bits=bits, block_size=32
     )
-    held = {"b": zeros(np.uint8, 6, 2, 4 * bits), "scales": zeros(np.float16, 12), "zeros": zeros(np.uint8, 6 * 2 * bits // 8)}
+    held = {
+        "b": zeros(np.uint8, 6, 2, 4 * bits),
+        "scales": zeros(np.float16, 12),
+        "zeros": zeros(np.uint8, 6 * 2 * bits // 8),
+    }
     stored = 8 * (6 * 2 * 4 * bits + 12 * 2 + 6 * 2 * bits // 8)
     assert measure(write(tmp_path / "m", [node], held))["bits_per_quantized_weight"] == pytest.approx(stored / 240)
 
 
 def test_dynamic_int8(tmp_path: Path) -> None:
-    plain = write(tmp_path / "plain", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": np.ones((64, 80), np.float32)})
+    plain = write(
+        tmp_path / "plain", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": np.ones((64, 80), np.float32)}
+    )
     model = onnx.load(plain / "model.onnx")
-    model.graph.input[0].type.tensor_type.shape.CopyFrom(helper.make_tensor_value_info("x", 1, [2, 64]).type.tensor_type.shape)
+    model.graph.input[0].type.tensor_type.shape.CopyFrom(
+        helper.make_tensor_value_info("x", 1, [2, 64]).type.tensor_type.shape
+    )
     onnx.save(model, plain / "model.onnx")
     (tmp_path / "m").mkdir()
     quantize_dynamic(plain / "model.onnx", tmp_path / "m" / "model.onnx", weight_type=QuantType.QInt8, per_channel=True)
@@ -95,7 +108,12 @@ def test_weights_that_are_dequantized_count_once_and_scales_of_activations_for_n
         helper.make_node("MatMul", ["d", "f"], ["h"]),
         helper.make_node("MatMul", ["h", "g"], ["y"]),
     ]
-    held = {"x_scale": np.float32(1), "x_zero": np.uint8(0), "w": zeros(np.int8, 64, 64), "w_scale": zeros(np.float32, 64)}
+    held = {
+        "x_scale": np.float32(1),
+        "x_zero": np.uint8(0),
+        "w": zeros(np.int8, 64, 64),
+        "w_scale": zeros(np.float32, 64),
+    }
     held = {name: np.asarray(array) for name, array in held.items()}
     found = measure(write(tmp_path / "m", nodes, held))
     assert found["bits_per_quantized_weight"] == pytest.approx((64 * 64 * 8 + 64 * 32) / 4096)
@@ -138,7 +156,9 @@ def test_int4_tensors_and_embeddings_in_blocks(tmp_path: Path) -> None:
 def test_an_embedding_that_shares_the_codes_of_lm_head(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("GatherBlockQuantized", ["e", "x", "s"], ["g"], domain="com.microsoft", bits=4, block_size=32),
-        helper.make_node("MatMulNBits", ["g", "e", "s"], ["y"], domain="com.microsoft", K=64, N=100, bits=4, block_size=32),
+        helper.make_node(
+            "MatMulNBits", ["g", "e", "s"], ["y"], domain="com.microsoft", K=64, N=100, bits=4, block_size=32
+        ),
     ]
     found = measure(write(tmp_path / "m", nodes, {"e": zeros(np.uint8, 100, 32), "s": zeros(np.float32, 100, 2)}))
     assert found["bits_per_weight"] == pytest.approx(4 + 1)
@@ -147,7 +167,11 @@ def test_an_embedding_that_shares_the_codes_of_lm_head(tmp_path: Path) -> None:
 def test_a_layout_that_is_not_known(tmp_path: Path) -> None:
     node = helper.make_node("MatMulSecret", ["x", "w"], ["y"], domain="com.secret")
     directory = write(tmp_path / "m", [node], {"w": zeros(np.uint8, 64, 64)})
-    with pytest.raises(EvalError, match=r"w, uint8 \[64, 64\], is read by MatMulSecret. Bits per weight can be recounted for MatMulNBits"):
+    with pytest.raises(
+        EvalError,
+        match=r"w, uint8 \[64, 64\], is read by MatMulSecret. "
+        r"Bits per weight can be recounted for MatMulNBits",
+    ):
         measure(directory)
 
 

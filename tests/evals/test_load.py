@@ -26,7 +26,9 @@ TASK = SilentTask()
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock that the session and sleeping move: 1 s for the first token of a batch, 0.25 s for each further one."""
+    """A clock that the session and sleeping move: 1 s for the first token of a batch, 0.25 s for
+    each further one.
+    """
     clock = SimpleNamespace(now=100.0, batches=[])
 
     def tick(batch: int, index: int) -> None:
@@ -54,20 +56,31 @@ def test_arrivals_are_a_seeded_poisson_process() -> None:
     gaps = [later.arrival_s - earlier.arrival_s for earlier, later in pairwise(found)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(0.25, rel=0.05)
-    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)  # as of an exponential
+    # as of an exponential
+    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
     assert found[0].arrival_s == random.Random(1).expovariate(4.0)
-    assert [each.arrival_s for each in poisson_requests(session, 4.0, 5, 3, seed=1)] == [each.arrival_s for each in found[:5]]
+    assert [each.arrival_s for each in poisson_requests(session, 4.0, 5, 3, seed=1)] == [
+        each.arrival_s for each in found[:5]
+    ]
     assert found[0].tokens.shape == (1, 3)
     assert not found[0].tokens.equal(found[1].tokens)
 
 
 def test_a_static_batch_ends_before_the_next_begins(clock: SimpleNamespace) -> None:
     served = serve_static(clock.session, requests_at(0.5, 0.6, 1.4, 1.45, 1.5, 9.0), 3, 2, TASK)
-    # alone at 0.5 until 2.0; two of the four that wait until 3.5; the others until 5.0; the last one comes to an idle machine
+    # alone at 0.5 until 2.0; two of the four that wait until 3.5; the others until 5.0; the last
+    # one comes to an idle machine
     assert clock.batches == [1, 2, 2, 1]
     assert [each.token_times_s for each in served] == [
         pytest.approx(times)
-        for times in ((1.5, 1.75, 2.0), (3.0, 3.25, 3.5), (3.0, 3.25, 3.5), (4.5, 4.75, 5.0), (4.5, 4.75, 5.0), (10.0, 10.25, 10.5))
+        for times in (
+            (1.5, 1.75, 2.0),
+            (3.0, 3.25, 3.5),
+            (3.0, 3.25, 3.5),
+            (4.5, 4.75, 5.0),
+            (4.5, 4.75, 5.0),
+            (10.0, 10.25, 10.5),
+        )
     ]
     assert [each.first_token_s for each in served] == pytest.approx([1.0, 2.4, 1.6, 3.05, 3.0, 1.0])
 
@@ -90,7 +103,9 @@ def test_every_rate_has_its_rows(clock: SimpleNamespace) -> None:
     metrics = eval.run(clock.session, EvalContext())
     assert {metric.name for metric in metrics} == set(Load.metrics)
     rows = [tuple(metric.labels.values()) for metric in metrics if metric.name == "load_tokens_per_s"]
-    assert rows == [tuple(row.values()) for row in eval.row_labels()] == [("0.001", 4, 3, "static"), (2, 4, 3, "static")]
+    assert (
+        rows == [tuple(row.values()) for row in eval.row_labels()] == [("0.001", 4, 3, "static"), (2, 4, 3, "static")]
+    )
     slow, fast = (metric for metric in metrics if metric.name == "load_first_token_p95_s")
     assert slow.value == pytest.approx(1.0)
     assert len(slow.samples) == 8
@@ -160,7 +175,10 @@ def test_continuous_batching_under_load(tiny_model: Callable[[str], Path], monke
     assert context.progress.warnings == []
     monkeypatch.setattr(session, "generate", lambda tokens, new: torch.zeros(1, 9, dtype=torch.int64))
     eval._warm_up(session, context)
-    assert "load: transformers' engine generates other tokens than the model alone, from token 1 of 3 on" in context.progress.warnings[0]
+    assert (
+        "load: transformers' engine generates other "
+        "tokens than the model alone, from token 1 of 3 on" in context.progress.warnings[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,23 +188,37 @@ def test_continuous_batching_under_load(tiny_model: Callable[[str], Path], monke
         ((Speculative(prompt_lookup=2),), "It would decode token by token"),
     ],
 )
-def test_settings_that_the_engine_would_leave_out_are_refused(tiny_model: Callable[[str], Path], settings: tuple, why: str) -> None:
+def test_settings_that_the_engine_would_leave_out_are_refused(
+    tiny_model: Callable[[str], Path], settings: tuple, why: str
+) -> None:
     session = open_session(tiny_model("llama"), settings)
-    with pytest.raises(EvalError, match=rf"^load: continuous batching does not apply to this session\. {why}\. Set batching: static"):
+    with pytest.raises(
+        EvalError,
+        match=r"^load: continuous batching does not apply to "
+        rf"this session\. {why}\. Set batching: static",
+    ):
         Load(requests=2, prompt=4, new_tokens=2, batching="continuous").run(session, EvalContext())
 
 
 def test_paged_attention_without_a_soft_cap_is_refused(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(EvalError, match=r"The paged attention of transformers leaves out the soft cap of the scores\. Set batching"):
+    with pytest.raises(
+        EvalError,
+        match=r"The paged attention of transformers leaves "
+        r"out the soft cap of the scores\. Set batching",
+    ):
         serving.refuse_other_engines(open_session(tiny_model("gemma2")))
     for kind in ("llama", "gpt_oss"):
         serving.refuse_other_engines(open_session(tiny_model(kind)))
 
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "bamba"])
-def test_models_that_keep_something_else_than_keys_and_values_are_refused(tiny_model: Callable[[str], Path], kind: str) -> None:
+def test_models_that_keep_something_else_than_keys_and_values_are_refused(
+    tiny_model: Callable[[str], Path], kind: str
+) -> None:
     with pytest.raises(
-        EvalError, match=r"Its pages hold keys and values, and the model keeps a state of another kind\. Set batching: static"
+        EvalError,
+        match=r"Its pages hold keys and values, and the model "
+        r"keeps a state of another kind\. Set batching: static",
     ):
         serving.refuse_other_engines(open_session(tiny_model(kind)))
 
@@ -203,7 +235,11 @@ def test_other_engines_are_refused() -> None:
 
 def test_an_engine_that_stops_is_an_error() -> None:
     status = SimpleNamespace(fatal_error=RuntimeError("no blocks"))
-    with pytest.raises(EvalError, match=r"transformers' continuous batching has stopped\. RuntimeError: no blocks\. Set batching: static"):
+    with pytest.raises(
+        EvalError,
+        match=r"transformers' continuous batching has stopped\. "
+        r"RuntimeError: no blocks\. Set batching: static",
+    ):
         serving._check_running(SimpleNamespace(background_thread_status=status, is_running=lambda: True))
     ended = SimpleNamespace(background_thread_status=SimpleNamespace(fatal_error=None), is_running=lambda: False)
     with pytest.raises(EvalError, match="Its thread has ended"):
@@ -211,7 +247,14 @@ def test_an_engine_that_stops_is_an_error() -> None:
 
 
 def test_fields_that_mean_nothing_are_refused() -> None:
-    for fields in ({"rates": ()}, {"rates": (0,)}, {"requests": 1}, {"batch": 0}, {"batching": "dynamic"}, {"repeats": 1}):
+    for fields in (
+        {"rates": ()},
+        {"rates": (0,)},
+        {"requests": 1},
+        {"batch": 0},
+        {"batching": "dynamic"},
+        {"repeats": 1},
+    ):
         with pytest.raises(ValueError, match="Input should be|at least|greater"):
             Load(**fields)
     assert load.UNITS.keys() == set(Load.metrics)

@@ -51,7 +51,8 @@ def test_all_windows_by_hand(text):
     assert metric.value == pytest.approx(math.exp(sum(losses) / 7), abs=1e-5)
     assert metric.pairing == "paired_log"
     error = torch.tensor(losses, dtype=torch.float64).std().item() / math.sqrt(7)
-    added = 2 * sum((1 - lag / 7) * 0.4**lag for lag in range(1, 7))  # what a correlation of 0.4 between neighbours adds
+    # what a correlation of 0.4 between neighbours adds
+    added = 2 * sum((1 - lag / 7) * 0.4**lag for lag in range(1, 7))
     half = 2.4469 * error * math.sqrt((1 + added) / (1 - added / 6))
     assert metric.interval == pytest.approx((metric.value * math.exp(-half), metric.value * math.exp(half)), rel=1e-4)
 
@@ -101,13 +102,22 @@ def test_the_tokens_that_a_tokenizer_adds_at_the_end_are_not_measured(text):
 
 def test_each_window_begins_with_bos_where_the_tokenizer_puts_it_before_a_text(text):
     session = BigramSession(before="!")
-    assert Perplexity(dataset=text, window=32).cut(session, EvalContext()).tokens[:, 0].unique().tolist() == tokens_of(session, "!")
-    assert Perplexity(dataset=text, window=32).cut(BigramSession(), EvalContext()).protocol.count("tokenizer adds no BOS") == 1
+    assert Perplexity(dataset=text, window=32).cut(session, EvalContext()).tokens[:, 0].unique().tolist() == tokens_of(
+        session, "!"
+    )
+    assert (
+        Perplexity(dataset=text, window=32).cut(BigramSession(), EvalContext()).protocol.count("tokenizer adds no BOS")
+        == 1
+    )
 
 
 def test_bos_that_the_tokenizer_does_not_add(text):
     session = BigramSession()
-    with pytest.raises(SourceError, match=r"bos is `window`, and the tokenizer has no such token. Set bos to tokenizer or none"):
+    with pytest.raises(
+        SourceError,
+        match=r"bos is `window`, and the tokenizer has no "
+        r"such token. Set bos to tokenizer or none",
+    ):
         Perplexity(dataset=text, window=32, bos="window").run(session, EvalContext())
     session.tokenizer = SimpleNamespace(bos_token_id=7)
     windows = Perplexity(dataset=text, window=32, bos="window").cut(session, EvalContext())
@@ -116,14 +126,19 @@ def test_bos_that_the_tokenizer_does_not_add(text):
     assert "BOS in each window" in windows.protocol
 
 
-@pytest.mark.parametrize(("kind", "before", "warned"), [("gemma3_text", "", True), ("gemma", "!", False), ("llama", "", False)])
+@pytest.mark.parametrize(
+    ("kind", "before", "warned"), [("gemma3_text", "", True), ("gemma", "!", False), ("llama", "", False)]
+)
 def test_a_family_that_needs_bos_and_gets_none(text, tmp_path, kind, before, warned):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     session, context = BigramSession(before=before), EvalContext()
     session.directory = tmp_path
     for eval_ in (Perplexity(dataset=text, window=32), Perplexity(dataset=text, window=16)):
         eval_.cut(session, context)
-    said = f"{text}: windows of a {kind} model begin without BOS, which its family needs: its numbers are worse than the model."
+    said = (
+        f"{text}: windows of a {kind} model begin without BOS, which its family needs: its "
+        "numbers are worse than the model."
+    )
     said += " Set bos: window"
     assert context.notes == ([said] if warned else [])
     Perplexity(dataset=text, window=32, bos="none").cut(session, context)
@@ -136,7 +151,11 @@ def test_more_before_a_text_than_a_window_holds(text):
 
 
 def test_a_window_longer_than_the_model(text):
-    with pytest.raises(EvalError, match=r"a window of 65 tokens is longer than the model's 64 positions.*Set window to 64 or less"):
+    with pytest.raises(
+        EvalError,
+        match=r"a window of 65 tokens is longer than the "
+        r"model's 64 positions.*Set window to 64 or less",
+    ):
         Perplexity(dataset=text, window=65).run(BigramSession(), EvalContext())
 
 
@@ -163,7 +182,11 @@ def test_text_that_was_calibrated_on_is_refused(text, tmp_path):
 def test_logits_that_are_not_finite(text, damage):
     session = BigramSession()
     session.table[:, tokens_of(session, "e")[0]] = damage
-    with pytest.raises(EvalError, match=r"bigram: the mean loss of a window is (nan|inf) nats.*the weights are damaged"):
+    with pytest.raises(
+        EvalError,
+        match=r"bigram: the mean loss of a window is "
+        r"(nan|inf) nats.*the weights are damaged",
+    ):
         Perplexity(dataset=text, window=32).run(session, EvalContext())
 
 

@@ -46,7 +46,10 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
     session, context = open_session(tiny_model("llama")), EvalContext()
     timed = Roofline(batch_sizes=(1, 3), prompts=(8,), new_tokens=4, repeats=2, limit_s=1)
     found = timed.run(session, context)
-    pooled = {(metric.name, metric.labels["batch"]): metric for metric in timed.pool([found, timed.run(session, context)], context)}
+    pooled = {
+        (metric.name, metric.labels["batch"]): metric
+        for metric in timed.pool([found, timed.run(session, context)], context)
+    }
     limit, share, decode = (pooled[f"decode_{name}", 1] for name in ("limit_tokens_per_s", "of_limit", "tokens_per_s"))
     assert (limit.interval, limit.samples, len(share.samples)) == (None, (), 2)
     assert share.interval == pytest.approx([min(1.0, edge / limit.value) for edge in decode.interval])
@@ -76,14 +79,25 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
         note.startswith("roofline, batch 1, prompt 8, 4 new tokens: prefill is bound by compute, decode by weights")
         for note in context.notes
     )
-    assert "roofline: Abacus was not quiet when it was measured (fp32 by 50%): optkit roofline MODEL --remeasure" in context.notes
+    assert (
+        "roofline: Abacus was not quiet when it was measured "
+        "(fp32 by 50%): optkit roofline MODEL --remeasure" in context.notes
+    )
     assert len({metric.protocol for metric in found}) == 2
 
 
 def test_a_row_that_failed_has_no_share(tiny_model: TinyModel, roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = {"batch": 1, "prompt": 8, "new_tokens": 4}
     rows = [
-        Metric(name=name, labels=labels, value=0, unit="tokens/s", higher_is_better=True, protocol="p", failure="memory ran out")
+        Metric(
+            name=name,
+            labels=labels,
+            value=0,
+            unit="tokens/s",
+            higher_is_better=True,
+            protocol="p",
+            failure="memory ran out",
+        )
         for name in ("prefill_tokens_per_s", "decode_tokens_per_s")
     ]
     monkeypatch.setattr(Throughput, "run", lambda self, session, context: list(rows))
@@ -106,7 +120,9 @@ def test_packed_weights_are_read_as_they_are_held(tiny_model: TinyModel, tmp_pat
 
 
 @pytest.mark.parametrize(("mode", "name"), [("fp32", "fp32"), ("bf16", "bf16"), ("autocast", "bf16")])
-def test_products_are_counted_at_the_rate_of_what_they_are_computed_in(tiny_model: TinyModel, mode: str, name: str) -> None:
+def test_products_are_counted_at_the_rate_of_what_they_are_computed_in(
+    tiny_model: TinyModel, mode: str, name: str
+) -> None:
     session = open_session(tiny_model("llama"), [Precision(mode=mode)])
     work = work_of(Checkpoint(tiny_model("llama")).shape)
     limit = session_limits(session, work, DEVICE, 1, 8, 10)[0]
@@ -125,4 +141,6 @@ def test_tf32_is_found_where_it_is_allowed(tiny_model: TinyModel, monkeypatch: p
 def test_the_baseline_is_timed_in_turns_as_throughput_is() -> None:
     assert Roofline.timed
     assert set(Throughput.metrics) < set(Roofline.metrics)
-    assert Roofline(batch_sizes=(2,), prompts=(8,), new_tokens=4).row_labels() == ({"batch": 2, "prompt": 8, "new_tokens": 4},)
+    assert Roofline(batch_sizes=(2,), prompts=(8,), new_tokens=4).row_labels() == (
+        {"batch": 2, "prompt": 8, "new_tokens": 4},
+    )

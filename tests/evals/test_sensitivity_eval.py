@@ -1,4 +1,6 @@
-"""The eval `sensitivity`: its numbers against those of models in which one layer alone, or all of them, are quantized."""
+"""The eval `sensitivity`: its numbers against those of models in which one layer alone, or all of
+them, are quantized.
+"""
 
 import shutil
 from pathlib import Path
@@ -83,7 +85,11 @@ def test_what_cannot_be_predicted_is_refused(tiny_model: TinyModel, tmp_path: Pa
     shutil.copytree(artifact, adapted)
     (adapted / "adapter").mkdir()
     (adapted / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(EvalError, match=r"adapted: an adapter lies beside its packed weights\. It makes up for the errors of all layers"):
+    with pytest.raises(
+        EvalError,
+        match=r"adapted: an adapter lies beside its packed "
+        r"weights\. It makes up for the errors of all layers",
+    ):
         quantized_alone(Checkpoint(tiny_model("llama")), Checkpoint(adapted))
     calibrated = {**evaluation.pinned(None).identity()}
     with pytest.raises(EvalError, match="was calibrated on"):
@@ -94,10 +100,15 @@ def test_an_adapter_is_refused_where_the_recipe_names_the_eval() -> None:
     quantize, recover = {"rtn": {"bits": 4}}, {"lora_recover": {"texts": ["c4"]}}
 
     def recipe(*stages: object) -> dict[str, object]:
-        return {"model": "smollm2-135m", "stages": [*stages, "sdpa"], "evals": [{"sensitivity": {"dataset": "wikitext2"}}]}
+        return {
+            "model": "smollm2-135m",
+            "stages": [*stages, "sdpa"],
+            "evals": [{"sensitivity": {"dataset": "wikitext2"}}],
+        }
 
     assert problems_of(recipe(quantize, recover)) == [
-        "sensitivity says what each layer does alone, and the adapter of lora_recover makes up for all of them together. "
+        "sensitivity says what each layer does alone, and the adapter of lora_recover makes "
+        "up for all of them together. "
         "Take it out, or put it in a recipe that ends before lora_recover."
     ]
     load_recipe(recipe(quantize))

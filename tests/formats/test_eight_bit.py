@@ -77,8 +77,12 @@ def test_bytes_and_scales_equal_compressed_tensors(number: str, granularity: str
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
     seed=st.integers(0, 99),
 )
-def test_what_was_on_the_grid_comes_back(rows: int, columns: int, granularity: Any, number: str, dtype: torch.dtype, seed: int) -> None:
-    """Codes times scales are rounded to the very same codes again, and no value moves by more than half a step."""
+def test_what_was_on_the_grid_comes_back(
+    rows: int, columns: int, granularity: Any, number: str, dtype: torch.dtype, seed: int
+) -> None:
+    """Codes times scales are rounded to the very same codes again, and no value moves by more than
+    half a step.
+    """
     values, tile, numbers = weight(rows, columns, seed), tile_of(granularity, (rows, columns)), FORMATS[number]
     scales = amax_scales(values, tile, numbers, dtype)
     assert torch.equal(scales, scales.to(dtype).float())
@@ -174,5 +178,7 @@ def test_tensors_are_as_described(number: Any, scales: Any) -> None:
 
 
 def test_labels() -> None:
-    assert EightBitFormat("float", "channel", "dynamic").label == "8-bit floats, a scale per channel, dynamic activations"
+    assert (
+        EightBitFormat("float", "channel", "dynamic").label == "8-bit floats, a scale per channel, dynamic activations"
+    )
     assert EightBitFormat("int", "tensor", "none").label == "8-bit integers, a scale per tensor, float activations"

@@ -1,4 +1,6 @@
-"""Which checkpoints optkit opens with layers of its own, and which group of a config each of their layers has."""
+"""Which checkpoints optkit opens with layers of its own, and which group of a config each of their
+layers has.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def checkpoint(directory: Path, **quantization: Any) -> Checkpoint:
     return Checkpoint(directory)
 
 
-PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": {"num_bits": 4}}}}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"g": {"weights": {"num_bits": 4}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,10 @@ def test_float_weights_have_no_layers_of_ours(tiny_model: TinyModel) -> None:
 
 @pytest.mark.parametrize("targets", [["a"], ["re:.*a$"], ["Linear"], None])
 def test_a_layer_is_of_the_group_that_names_it_best(targets: list[str] | None, tmp_path: Path) -> None:
-    groups = {"other": {"targets": ["re:^b"], "tag": 0}, "all": {"targets": targets, "tag": 1} if targets else {"tag": 1}}
+    groups = {
+        "other": {"targets": ["re:^b"], "tag": 0},
+        "all": {"targets": targets, "tag": 1} if targets else {"tag": 1},
+    }
     if targets == ["a"]:
         groups = {"class": {"targets": ["Linear"], "tag": 0}, "pattern": {"targets": ["re:a"], "tag": 0}, **groups}
     layers = quantized_layers(checkpoint(tmp_path / "m", **{**PACKED, "config_groups": groups}))
@@ -80,12 +89,18 @@ def test_a_layer_is_of_the_group_that_names_it_best(targets: list[str] | None, t
 
 def test_a_layer_that_no_group_names(tmp_path: Path) -> None:
     groups = {"g": {"targets": ["re:.*mlp.*"]}}
-    with pytest.raises(SourceError, match=r"m: a: it is quantized and no group of config_groups names it.*belong together"):
+    with pytest.raises(
+        SourceError,
+        match=r"m: a: it is quantized and no group of "
+        r"config_groups names it.*belong together",
+    ):
         quantized_layers(checkpoint(tmp_path / "m", **{**PACKED, "config_groups": groups}))
 
 
 def test_groups_of_different_bits_in_one_model(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Half of the layers of a 4-bit model are taken from its 8-bit sister, each half under a group of its own."""
+    """Half of the layers of a 4-bit model are taken from its 8-bit sister, each half under a group
+    of its own.
+    """
     source = tiny_model("llama")
     directories = {bits: tmp_path / str(bits) for bits in (4, 8)}
     for bits, directory in directories.items():
@@ -104,13 +119,21 @@ def test_groups_of_different_bits_in_one_model(tiny_model: TinyModel, tmp_path: 
     tokens = torch.arange(5, 30)[None]
     session = open_session(directories[4])
     assert near(session.logits(tokens), open_session(tmp_path / "plain4").logits(tokens), 1e-4)
-    assert {note.split(" layers")[0] for note in session.notes if " layers " in note} == {"int4: 12 of 21", "int8: 9 of 21"}
+    assert {note.split(" layers")[0] for note in session.notes if " layers " in note} == {
+        "int4: 12 of 21",
+        "int8: 9 of 21",
+    }
 
 
 def test_formats_of_different_kinds_in_one_model(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Feed-forward layers in 8-bit floats, attention in 4-bit integers: each is opened by the class of its own group."""
+    """Feed-forward layers in 8-bit floats, attention in 4-bit integers: each is opened by the class
+    of its own group.
+    """
     source = tiny_model("llama")
-    stages = {"float": Fp8(activations="none", include=("*.mlp.*",)), "packed": Rtn(group_size=32, include=("*.self_attn.*",))}
+    stages = {
+        "float": Fp8(activations="none", include=("*.mlp.*",)),
+        "packed": Rtn(group_size=32, include=("*.self_attn.*",)),
+    }
     tensors = load_file(source / "model.safetensors")
     plain, groups = dict(tensors), {}
     for name, stage in stages.items():
@@ -136,4 +159,7 @@ def test_formats_of_different_kinds_in_one_model(tiny_model: TinyModel, tmp_path
     (tmp_path / "mixed" / "config.json").write_text(json.dumps(config))
     session, tokens = open_session(tmp_path / "mixed"), torch.arange(5, 30)[None]
     assert near(session.logits(tokens), open_session(tmp_path / "plain").logits(tokens), 1e-4)
-    assert sorted(note.split(" layers")[0] for note in session.notes if " layers " in note) == ["fp8: 9 of 21", "int4: 12 of 21"]
+    assert sorted(note.split(" layers")[0] for note in session.notes if " layers " in note) == [
+        "fp8: 9 of 21",
+        "int4: 12 of 21",
+    ]

@@ -25,14 +25,21 @@ compiled = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_n
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
-def example(outputs: int, inputs: int, group_size: int, bits: int, symmetric: bool, shuffled: bool = False) -> tuple[PackedWeight, Tensor]:
+def example(
+    outputs: int, inputs: int, group_size: int, bits: int, symmetric: bool, shuffled: bool = False
+) -> tuple[PackedWeight, Tensor]:
     order = torch.randperm(inputs) if shuffled else None
     grid, dense = random_grid((outputs, inputs), bits, group_size, symmetric, order)
     group = torch.arange(inputs) // group_size
     if order is not None:
         group[order] = torch.arange(inputs) // group_size
     return PackedWeight(
-        pack(grid.codes, bits, 1), grid.scales, None if symmetric else grid.zeros, group if shuffled else None, bits, inputs
+        pack(grid.codes, bits, 1),
+        grid.scales,
+        None if symmetric else grid.zeros,
+        group if shuffled else None,
+        bits,
+        inputs,
     ), dense
 
 
@@ -49,7 +56,8 @@ def check(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = Non
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "group_size"), [(64, 128, 32), (1, 64, 64), (7, 192, 96), (33, 128, 128), (40, 48, 16), (16, 80, 80)]
+    ("outputs", "inputs", "group_size"),
+    [(64, 128, 32), (1, 64, 64), (7, 192, 96), (33, 128, 128), (40, 48, 16), (16, 80, 80)],
 )
 def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs: int, group_size: int) -> None:
     for shuffled in (False, True):
@@ -132,7 +140,10 @@ def test_reasons_against_coded() -> None:
     assert why_not_coded(example(8, 60, 20, 4, True)[0], "cpu") == "groups of 20 inputs do not fill words of 8 codes"
     weight = example(8, 64, 32, 4, True)[0]
     uneven = torch.cat([torch.zeros(40), torch.ones(24)]).long()
-    assert why_not_coded(PackedWeight(weight.words, weight.scales, None, uneven, 4, 64), "cpu") == "its groups differ in size"
+    assert (
+        why_not_coded(PackedWeight(weight.words, weight.scales, None, uneven, 4, 64), "cpu")
+        == "its groups differ in size"
+    )
 
 
 def test_reasons_against_float() -> None:
@@ -183,7 +194,9 @@ def test_a_compiler_that_fails(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert fresh() == "my-g++ does not compile optkit's CPU kernels (linear.cpp:9: fatal error: no such header)"
 
 
-def test_a_library_that_cannot_be_loaded_or_is_wrong(fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_or_is_wrong(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(path: Path) -> None:
         raise OSError("wrong ELF class")
 
@@ -242,7 +255,8 @@ def test_weights_move_into_one_stretch_of_memory(monkeypatch: pytest.MonkeyPatch
     before = embedding.weight.clone()
     monkeypatch.setattr(huge_pages, "PAGE_BYTES", 1 << 20)
     huge_pages.into_huge_pages_(model)
-    assert model["layer"].codes.untyped_storage().data_ptr() != model["head"].weight.untyped_storage().data_ptr()  # too small to be moved
+    # too small to be moved
+    assert model["layer"].codes.untyped_storage().data_ptr() != model["head"].weight.untyped_storage().data_ptr()
     monkeypatch.setattr(huge_pages, "PAGE_BYTES", 64)
     huge_pages.into_huge_pages_(model)
     layer = model["layer"]

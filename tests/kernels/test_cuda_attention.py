@@ -1,4 +1,6 @@
-"""The attention kernel of the decode step against float64, in every shape class: heads, groups, shares of the past, lengths."""
+"""The attention kernel of the decode step against float64, in every shape class: heads, groups,
+shares of the past, lengths.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,31 @@ def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtyp
     macros |= {"QK_NORM": 1} if case.norms else {}
     macros |= {"BF16": 1} if dtype == torch.bfloat16 else {}
     kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(value)) for key, value in macros.items())), 0)
-    arguments = (qkv, cache[0], cache[1], cosines, sines, position, capacity, size**-0.5, *norms, EPSILON, partial, arrived, output)
+    arguments = (
+        qkv,
+        cache[0],
+        cache[1],
+        cosines,
+        sines,
+        position,
+        capacity,
+        size**-0.5,
+        *norms,
+        EPSILON,
+        partial,
+        arrived,
+        output,
+    )
     for _ in range(2):  # the counters are as they were
         kernel((kv_heads, shares, batch), 128, arguments)
     query, key, value = qkv.double().view(batch, -1, size).split([heads, kv_heads, kv_heads], dim=1)
-    query, key = (turned(x, norm, cosines[past].double(), sines[past].double()) for x, norm in zip((query, key), norms, strict=True))
-    keys, values = (torch.cat([old.double(), new[:, :, None]], dim=2) for old, new in zip(known, (key, value), strict=True))
+    query, key = (
+        turned(x, norm, cosines[past].double(), sines[past].double())
+        for x, norm in zip((query, key), norms, strict=True)
+    )
+    keys, values = (
+        torch.cat([old.double(), new[:, :, None]], dim=2) for old, new in zip(known, (key, value), strict=True)
+    )
     group = heads // kv_heads
     scores = torch.einsum("bhgc,bhkc->bhgk", query.view(batch, kv_heads, group, size), keys) * size**-0.5
     expected = torch.einsum("bhgk,bhkc->bhgc", scores.softmax(-1), values).reshape(batch, heads * size)

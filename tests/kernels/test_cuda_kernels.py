@@ -1,4 +1,6 @@
-"""Our own CUDA kernels: their layout and their refusals anywhere, their numbers on a GPU against float64."""
+"""Our own CUDA kernels: their layout and their refusals anywhere, their numbers on a GPU against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,16 @@ from tests.support.packed_models import random_grid
 LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
 
-def example(outputs: int, inputs: int, group_size: int, symmetric: bool, device: str = "cpu") -> tuple[PackedWeight, Tensor]:
+def example(
+    outputs: int, inputs: int, group_size: int, symmetric: bool, device: str = "cpu"
+) -> tuple[PackedWeight, Tensor]:
     """A packed weight and its codes, uint8 [outputs, inputs]."""
     torch.manual_seed(outputs + inputs)
     grid, _ = random_grid((outputs, inputs), 4, group_size, symmetric, None)
     zeros = None if symmetric else grid.zeros.to(device)
-    return PackedWeight(pack(grid.codes, 4, 1).to(device), grid.scales.to(device), zeros, None, 4, inputs), grid.codes.to(device)
+    return PackedWeight(
+        pack(grid.codes, 4, 1).to(device), grid.scales.to(device), zeros, None, 4, inputs
+    ), grid.codes.to(device)
 
 
 def dense(weight: PackedWeight, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,7 +68,9 @@ def difference(ours: Tensor, reference: Tensor) -> float:
     return float((ours.double() - reference).norm() / reference.norm())
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(40, 576, 64), (16, 128, 32), (33, 256, 128), (16, 136, 136)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group_size"), [(40, 576, 64), (16, 128, 32), (33, 256, 128), (16, 136, 136)]
+)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_each_code_lies_where_its_lane_reads_it(outputs: int, inputs: int, group_size: int, symmetric: bool) -> None:
     weight, codes = example(outputs, inputs, group_size, symmetric)
@@ -86,7 +94,9 @@ def test_each_code_lies_where_its_lane_reads_it(outputs: int, inputs: int, group
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_matrices_of_the_same_inputs_are_one_and_parts_of_it(symmetric: bool) -> None:
-    single = [tiled(example(outputs, 128, 32, symmetric)[0], torch.float16, torch.randn(outputs)) for outputs in (32, 16, 24)]
+    single = [
+        tiled(example(outputs, 128, 32, symmetric)[0], torch.float16, torch.randn(outputs)) for outputs in (32, 16, 24)
+    ]
     assert can_stack(single)
     whole = stacked(single)
     assert whole.outputs == 72
@@ -111,17 +121,29 @@ def test_float_matrices_are_stacked_too() -> None:
 
 def test_what_a_matrix_of_4_bits_is_not_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _ = example(16, 128, 32, True)
-    assert why_not_tiled(weight, torch.bfloat16, "cpu") == "optkit's int4 kernel needs an NVIDIA GPU of compute capability 8.0"
+    assert (
+        why_not_tiled(weight, torch.bfloat16, "cpu") == "optkit's int4 kernel needs an "
+        "NVIDIA GPU of compute capability 8.0"
+    )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0" in str(why_not_tiled(weight, torch.bfloat16, "cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert why_not_tiled(weight, torch.bfloat16, "cuda") is None
-    assert why_not_tiled(weight, torch.float32, "cuda") == "optkit's int4 kernel computes in bfloat16 and float16, and the model is float32"
+    assert (
+        why_not_tiled(weight, torch.float32, "cuda") == "optkit's int4 kernel computes in bfloat16 "
+        "and float16, and the model is float32"
+    )
     assert why_not_tiled(replace(weight, bits=8), torch.float16, "cuda") == "optkit's int4 kernel has no 8 bits"
-    assert why_not_tiled(replace(weight, inputs=100), torch.float16, "cuda") == "optkit's int4 kernel takes multiples of 8 inputs, not 100"
+    assert (
+        why_not_tiled(replace(weight, inputs=100), torch.float16, "cuda") == "optkit's int4 kernel takes "
+        "multiples of 8 inputs, not 100"
+    )
     odd, _ = example(16, 192, 96, True)
-    assert why_not_tiled(odd, torch.float16, "cuda") == "optkit's int4 kernel has groups of 32, 64 and multiples of 128 inputs, not 96"
+    assert (
+        why_not_tiled(odd, torch.float16, "cuda") == "optkit's int4 kernel has groups of 32, "
+        "64 and multiples of 128 inputs, not 96"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,12 +151,21 @@ def test_what_a_matrix_of_4_bits_is_not_made_of(monkeypatch: pytest.MonkeyPatch)
     [
         ({"model_type": "gpt2"}, "gpt2 is not of the families that it is known for (llama, mistral, qwen2, qwen3)"),
         ({"head_dim": 72}, "72 channels a head are no multiple of 16 up to 256"),
-        ({"num_key_value_heads": 1}, "32 queries of 128 channels share a head of keys (at most 16, and 2,048 channels)"),
-        ({"num_key_value_heads": 2, "head_dim": 256}, "16 queries of 256 channels share a head of keys (at most 16, and 2,048 channels)"),
+        (
+            {"num_key_value_heads": 1},
+            "32 queries of 128 channels share a head of keys (at most 16, and 2,048 channels)",
+        ),
+        (
+            {"num_key_value_heads": 2, "head_dim": 256},
+            "16 queries of 256 channels share a head of keys (at most 16, and 2,048 channels)",
+        ),
         ({"hidden_act": "gelu"}, "the MLP's activation is gelu, not silu"),
         ({"sliding_window": 4096}, "its attention has a sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "its attention has a sliding window"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "its rotary embeddings (dynamic) change with the length of the text"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "its rotary embeddings (dynamic) change with the length of the text",
+        ),
     ],
 )
 def test_models_with_another_step_are_refused_before_anything_runs(changed: dict[str, Any], reason: str) -> None:
@@ -162,7 +193,9 @@ OTHERS: list[Setting] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_one_thing_decides_how_a_token_is_decoded_whatever_the_order(other: Setting, tiny_model: Callable[[str], Path]) -> None:
+def test_one_thing_decides_how_a_token_is_decoded_whatever_the_order(
+    other: Setting, tiny_model: Callable[[str], Path]
+) -> None:
     for order in ([CudaGraphs(), other], [other, CudaGraphs()]):
         with pytest.raises(StageError, match="exclude each other") as error:
             open_session(tiny_model("llama"), order)
@@ -170,7 +203,9 @@ def test_one_thing_decides_how_a_token_is_decoded_whatever_the_order(other: Sett
         assert str(error.value).endswith("Take one of the two out of the recipe.")
 
 
-def test_settings_that_exclude_each_other_are_refused_at_their_line(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_settings_that_exclude_each_other_are_refused_at_their_line(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     stages: list[Any] = [{"speculative": {"prompt_lookup": 3}}, "cuda_graphs"]
     for order in (stages, stages[::-1]):
         with pytest.raises(
@@ -178,7 +213,9 @@ def test_settings_that_exclude_each_other_are_refused_at_their_line(tiny_model: 
         ) as error:
             load_recipe({"model": str(tiny_model("llama")), "stages": order})
         assert "Take one of the two out." in str(error.value)
-    recipe = load_recipe({"model": str(tiny_model("llama")), "stages": [{"compile": {"mode": "default"}}, stages[0]]}).pinned(None)
+    recipe = load_recipe(
+        {"model": str(tiny_model("llama")), "stages": [{"compile": {"mode": "default"}}, stages[0]]}
+    ).pinned(None)
     make_plan(recipe, Store(tmp_path), "cpu")
     with pytest.raises(StageError, match="^speculative: compile and speculative exclude each other"):
         make_plan(recipe, Store(tmp_path), "cuda")
@@ -186,7 +223,9 @@ def test_settings_that_exclude_each_other_are_refused_at_their_line(tiny_model: 
 
 def test_a_cache_of_codes_in_the_checkpoint_is_refused() -> None:
     session: Any = SimpleNamespace(codes_cache=True)
-    with pytest.raises(StageError, match="the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats"):
+    with pytest.raises(
+        StageError, match="the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats"
+    ):
         _graph_decoder(session)
 
 
@@ -203,7 +242,8 @@ def test_batches_that_the_graph_does_not_take_are_noted() -> None:
         with decoder.steps(batch, 10) as steps:
             assert isinstance(steps, ModelSteps)
     assert decoder.notes == (
-        "cuda_graphs: off for batches of 257, 512, which the model decodes by its own step: the graph takes up to 256 sequences",
+        "cuda_graphs: off for batches of 257, 512, which the model decodes by its own step: the "
+        "graph takes up to 256 sequences",
     )
 
 
@@ -217,11 +257,14 @@ def test_it_is_off_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "group_size"), [(64, 256, 32), (4096, 4096, 128), (72, 576, 64), (96, 14336, 128), (32, 136, 136)]
+    ("outputs", "inputs", "group_size"),
+    [(64, 256, 32), (4096, 4096, 128), (72, 576, 64), (96, 14336, 128), (32, 136, 136)],
 )
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_are_those_of_float64(outputs: int, inputs: int, group_size: int, symmetric: bool, dtype: torch.dtype) -> None:
+def test_products_are_those_of_float64(
+    outputs: int, inputs: int, group_size: int, symmetric: bool, dtype: torch.dtype
+) -> None:
     limit = 8e-3 if dtype == torch.bfloat16 else 1e-3
     weight, codes = example(outputs, inputs, group_size, symmetric, "cuda")
     exact = dense(weight, codes, dtype)
@@ -240,7 +283,10 @@ def test_products_are_those_of_float64(outputs: int, inputs: int, group_size: in
             assert difference(added, before.double() + x.double() @ reference.T) < limit
             assert difference(wide, normed @ reference.T) < limit
             if outputs % 32 == 0:
-                gated, full = torch.full((tokens, outputs // 2), torch.nan, dtype=dtype, device="cuda"), normed @ reference.T
+                gated, full = (
+                    torch.full((tokens, outputs // 2), torch.nan, dtype=dtype, device="cuda"),
+                    normed @ reference.T,
+                )
                 multiply(chosen, x, gated, norm=norm, epsilon=1e-5, gated=True)
                 expected = F.silu(full[:, : outputs // 2]) * full[:, outputs // 2 :]
                 assert difference(gated, expected) < 2 * limit
@@ -257,7 +303,12 @@ def test_every_schedule_gives_the_same_product() -> None:
             for row_tiles in (1, 2):
                 for blocks in (1, 4):
                     y = torch.full((5, 208), torch.nan, dtype=torch.bfloat16, device="cuda")
-                    multiply(matrix, x, y, schedule=replace(usual, warps=warps, depth=depth, row_tiles=row_tiles, blocks=blocks))
+                    multiply(
+                        matrix,
+                        x,
+                        y,
+                        schedule=replace(usual, warps=warps, depth=depth, row_tiles=row_tiles, blocks=blocks),
+                    )
                     assert difference(y, expected) < 8e-3
 
 
@@ -285,7 +336,13 @@ FAMILY: dict[str, dict[str, object]] = {
     "llama": CONFIGS["llama"],
     "qwen2": CONFIGS["qwen2"],
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 32, "num_hidden_layers": 3},
-    "mistral": {"model_type": "mistral", **SIZES, "sliding_window": None, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mistral": {
+        "model_type": "mistral",
+        **SIZES,
+        "sliding_window": None,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
 }
 
 
@@ -293,7 +350,9 @@ FAMILY: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", FAMILY)
-def test_the_graph_says_what_the_model_says(kind: str, mode: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_says_what_the_model_says(
+    kind: str, mode: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(CONFIGS, kind, FAMILY[kind])
     directory = save_tiny_model(kind, tmp_path / "model")
     if packed:
@@ -319,7 +378,10 @@ def test_the_graph_says_what_the_model_says(kind: str, mode: str, packed: bool, 
 @pytest.mark.gpu
 def test_more_sequences_than_the_graph_takes_run_through_the_model(tiny_model: Callable[[str], Path]) -> None:
     settings = [Precision(mode="bf16"), CudaGraphs()]
-    graph, own = open_session(tiny_model("llama"), settings, device="cuda"), open_session(tiny_model("llama"), settings[:1], device="cuda")
+    graph, own = (
+        open_session(tiny_model("llama"), settings, device="cuda"),
+        open_session(tiny_model("llama"), settings[:1], device="cuda"),
+    )
     tokens = torch.randint(0, 90, (MOST_SEQUENCES + 1, 6))
     assert graph.generate(tokens, 5).equal(own.generate(tokens, 5))  # type: ignore[union-attr]
 

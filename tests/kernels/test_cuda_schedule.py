@@ -1,4 +1,6 @@
-"""How optkit's CUDA kernels for matrices are launched: no block asks for more shared memory than its GPU has."""
+"""How optkit's CUDA kernels for matrices are launched: no block asks for more shared memory than
+its GPU has.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,21 @@ import pytest
 import torch
 
 from optkit.kernels.cuda import matrix
-from optkit.kernels.cuda.schedule import CHUNK, SHARED_BYTES, Form, choose_tiles, default_schedule, ordered_bytes, sums_bytes
+from optkit.kernels.cuda.schedule import (
+    CHUNK,
+    SHARED_BYTES,
+    Form,
+    choose_tiles,
+    default_schedule,
+    ordered_bytes,
+    sums_bytes,
+)
 
 KIB = 1 << 10
 LIMITS = {"8.0": 163 * KIB, "8.6": 99 * KIB, "8.9": 99 * KIB, "9.0": 227 * KIB, "10.0": 227 * KIB, "12.0": 99 * KIB}
-"""Shared memory of a block by compute capability (CUDA C++ programming guide, technical specifications)."""
+"""Shared memory of a block by compute capability (CUDA C++ programming guide, technical
+specifications).
+"""
 SHAPES = {  # outputs, inputs, gated
     "8B qkv": (6144, 4096, False),
     "8B o_proj": (4096, 4096, False),
@@ -35,10 +47,14 @@ def form(name: str, bits: int = 4, group_size: int = 32) -> tuple[Form, bool]:
 
 
 def asked_for(shape: Form, rows: int, shared: bool, warps: int, row_tiles: int) -> int:
-    """The shared memory that linear.cu takes, as its source says it: x and its sums where SHARED, [WARPS] floats, two places of sums."""
+    """The shared memory that linear.cu takes, as its source says it: x and its sums where SHARED,
+    [WARPS] floats, two places of sums.
+    """
     tiles = {1: 1, 2: 2}.get(-(-rows // 8), 4)
     chunks = -(-shape.inputs // CHUNK)
-    x = rows * (chunks * 128 + 32) * 2 + (0 if shape.bits == 16 else chunks * max(1, 128 // shape.group_size) * tiles * 8 * 4)
+    x = rows * (chunks * 128 + 32) * 2 + (
+        0 if shape.bits == 16 else chunks * max(1, 128 // shape.group_size) * tiles * 8 * 4
+    )
     return (x if shared else 0) + 4 * warps + 2 * 4 * warps * row_tiles * tiles * 8 * 16
 
 

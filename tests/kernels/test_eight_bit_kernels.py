@@ -1,4 +1,6 @@
-"""Layers of 8-bit weights compute what their codes, scales and rounded inputs say, and checkpoints that do not fit are refused."""
+"""Layers of 8-bit weights compute what their codes, scales and rounded inputs say, and checkpoints
+that do not fit are refused.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_integers_are_exact_and_their_emulation_is_too(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("module", [int8_linear, float8_linear])
 def test_a_product_that_is_wrong_is_not_used(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_product", lambda codes, weight, *_: torch.zeros(len(codes), len(weight), dtype=torch.int32))
+    monkeypatch.setattr(
+        module, "_product", lambda codes, weight, *_: torch.zeros(len(codes), len(weight), dtype=torch.int32)
+    )
     if module is float8_linear:
         monkeypatch.setattr(module, "_is_capable", lambda device: True)
     assert "does not compute here what it is documented to" in str(module._why_unavailable.__wrapped__("cpu"))
@@ -137,7 +141,9 @@ def test_what_is_not_known_is_left_to_transformers(tiny_model: TinyModel, tmp_pa
         ("input_activations", {"dynamic": "local"}),
     ]
     for part, change in unknown:
-        group["input_activations"] = {**inputs, "strategy": "tensor", "dynamic": False} if change.get("strategy") == "block" else inputs
+        group["input_activations"] = (
+            {**inputs, "strategy": "tensor", "dynamic": False} if change.get("strategy") == "block" else inputs
+        )
         changed = {**group, part: {**group[part], **change}}
         config["quantization_config"]["config_groups"] = {"group_0": changed}
         (directory / "config.json").write_text(json.dumps(config))
@@ -151,12 +157,18 @@ def test_tensors_that_do_not_fit(tiny_model: TinyModel, tmp_path: Path) -> None:
 
     def broken(**changed: Tensor | None) -> Path:
         kept = {**tensors, **{f"{layer}.{leaf}": tensor for leaf, tensor in changed.items()}}
-        save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, directory / "model.safetensors")
+        save_file(
+            {name: tensor for name, tensor in kept.items() if tensor is not None}, directory / "model.safetensors"
+        )
         return directory
 
     with pytest.raises(SourceError, match=r"up_proj: there is no weight_scale"):
         open_session(broken(weight_scale=None))
-    with pytest.raises(SourceError, match=r"up_proj: scales \[3, 1\] are not those of 128 x 1 tiles of a weight \[128, 64\]\. Make the"):
+    with pytest.raises(
+        SourceError,
+        match=r"up_proj: scales \[3, 1\] are not those of 128 "
+        r"x 1 tiles of a weight \[128, 64\]\. Make the",
+    ):
         open_session(broken(weight_scale=torch.ones(3, 1)))
     broken()
     group = config["quantization_config"]["config_groups"]["group_0"]
@@ -184,7 +196,8 @@ def test_notes_say_what_computes(fields: dict[str, Any], note: str, tiny_model: 
     plain = open_session(tiny_model("llama"))
     layers = 3 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
     scales = 3 * (64 + 2 * 32 + 64 + 2 * 128 + 64) * 4
-    assert plain.decode_bytes(1, 1) - session.decode_bytes(1, 1) == 3 * layers - scales  # a byte and a scale instead of four bytes
+    # a byte and a scale instead of four bytes
+    assert plain.decode_bytes(1, 1) - session.decode_bytes(1, 1) == 3 * layers - scales
     assert torch.equal(session.generate(torch.arange(5, 9)[None], 4)[:, :4], torch.arange(5, 9)[None])
 
 
@@ -196,7 +209,11 @@ def test_on_a_gpu(kind: Any, dtype: torch.dtype) -> None:
     codes, scales, weight = parts(numbers, (1, INPUTS))
     bias = torch.randn(OUTPUTS)
     layer = kind(codes.cuda(), scales.cuda(), None, bias.cuda(), dtype)
-    assert layer.integers if kind is Int8Linear else layer.scaled or torch.cuda.get_device_capability() < float8_linear.CAPABILITY
+    assert (
+        layer.integers
+        if kind is Int8Linear
+        else layer.scaled or torch.cuda.get_device_capability() < float8_linear.CAPABILITY
+    )
     for rows in (1, 17, 300):
         hidden = (torch.randn(2, rows, INPUTS) * 3).to(dtype)
         expected = rounded(hidden, numbers, None, None) @ weight.T + bias.double()

@@ -12,7 +12,9 @@ from optkit.kernels.integer import packed_layer
 from optkit.kernels.packed import PackedLinear, PackedWeight, unpack_words
 from tests.support.packed_models import random_grid
 
-has_int4 = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in int4.CPU_TILES, reason="torch's int4 kernel needs AVX2")
+has_int4 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in int4.CPU_TILES, reason="torch's int4 kernel needs AVX2"
+)
 has_bags = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
 
 
@@ -41,7 +43,9 @@ def error(layer: nn.Module, hidden: Tensor, dense: Tensor, bias: Tensor) -> floa
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs", "group_size"), [(64, 128, 32), (12, 60, 20), (40, 96, 96)])
-def test_float32_is_exact(bits: int, symmetric: bool, shuffled: bool, outputs: int, inputs: int, group_size: int) -> None:
+def test_float32_is_exact(
+    bits: int, symmetric: bool, shuffled: bool, outputs: int, inputs: int, group_size: int
+) -> None:
     weight, dense = example(outputs, inputs, group_size, bits, symmetric, shuffled)
     bias = torch.randn(outputs)
     layers: list[nn.Module] = [PackedLinear(weight, bias, torch.float32)]
@@ -74,14 +78,20 @@ def test_int4_codes_are_read_back() -> None:
 
 @has_int4
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4, "_product", lambda rows, codes, group_size, scales: torch.zeros(len(rows), 128, dtype=rows.dtype))
+    monkeypatch.setattr(
+        int4, "_product", lambda rows, codes, group_size, scales: torch.zeros(len(rows), 128, dtype=rows.dtype)
+    )
     assert "does not compute here" in str(int4._why_unavailable.__wrapped__("cpu"))
 
 
 def test_no_layer_keeps_a_float_copy() -> None:
     weight, _ = example(128, 256, 64)
     codes = 128 * 256 // 2
-    for layer in (PackedLinear(weight, None, torch.float32), BagLinear(weight, None, torch.float32), Int4Linear(weight, None)):
+    for layer in (
+        PackedLinear(weight, None, torch.float32),
+        BagLinear(weight, None, torch.float32),
+        Int4Linear(weight, None),
+    ):
         held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
         assert codes <= held <= codes + 128 * 4 * 4 + 256 * 4
 
@@ -112,13 +122,19 @@ def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         PackedLinear,
         "are dequantized at each call, because FBGEMM has no kernel for 3 bits",
     )
-    assert chosen(torch.float32, 7, 64, 32) == (PackedLinear, "are dequantized at each call, because 7 outputs do not fill whole bytes")
+    assert chosen(torch.float32, 7, 64, 32) == (
+        PackedLinear,
+        "are dequantized at each call, because 7 outputs do not fill whole bytes",
+    )
 
 
 @has_int4
 def test_reasons_against_int4() -> None:
     weight, _ = example(64, 64, 16)
-    assert why_not_int4(weight, torch.bfloat16, "cpu") == "torch's int4 kernel has groups of 32, 64, 128 or 256 inputs, not 16"
+    assert (
+        why_not_int4(weight, torch.bfloat16, "cpu") == "torch's int4 kernel has groups of "
+        "32, 64, 128 or 256 inputs, not 16"
+    )
     weight, _ = example(8, 64, 32)
     assert "8 x 64" in str(why_not_int4(weight, torch.bfloat16, "cpu"))
     assert "the model is float32" in str(why_not_int4(weight, torch.float32, "cpu"))
@@ -171,7 +187,9 @@ def test_buffers_are_where_the_words_are() -> None:
 def test_packed_on_a_gpu(bits: int) -> None:
     weight, dense = example(40, 96, 96, bits, False, True)
     layer, phrase = packed_layer(
-        PackedWeight(weight.words.cuda(), weight.scales.cuda(), weight.zeros.cuda(), weight.group_of_input.cuda(), bits, 96),  # type: ignore[union-attr]
+        PackedWeight(
+            weight.words.cuda(), weight.scales.cuda(), weight.zeros.cuda(), weight.group_of_input.cuda(), bits, 96
+        ),  # type: ignore[union-attr]
         None,
         torch.float32,
         "cuda",

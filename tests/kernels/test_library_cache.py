@@ -1,4 +1,6 @@
-"""Compiled kernels are kept where nobody else writes, loaded only as they were compiled, and tried in another process first."""
+"""Compiled kernels are kept where nobody else writes, loaded only as they were compiled, and tried
+in another process first.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Keep a library as if it had been compiled, and return the directory; whoever compiles again finds out that nothing can."""
+    """Keep a library as if it had been compiled, and return the directory; whoever compiles again
+    finds out that nothing can.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = private_directory(native._directory())
     (tmp_path / "new.so").write_bytes(b"library")
@@ -34,7 +38,9 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 class TestCache:
-    """A library is loaded only if its bytes are those that were compiled, from a directory that nobody else writes to."""
+    """A library is loaded only if its bytes are those that were compiled, from a directory that
+    nobody else writes to.
+    """
 
     def test_a_whole_one_is_found(self, built: Path) -> None:
         found = kept_library(built, "a" * 32)
@@ -77,11 +83,15 @@ class TestCache:
 
 
 @compiled
-def test_a_crash_while_loading_costs_the_kernels_alone(fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_crash_while_loading_costs_the_kernels_alone(
+    fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "crash.cpp").write_text("#include <csignal>\nstatic const int crash = raise(SIGBUS);\n")
     command = [str(native._compiler()), "-shared", "-fPIC", str(tmp_path / "crash.cpp"), "-o"]
     monkeypatch.setattr(native, "_command", lambda compiler, made: [*command, str(made)])
-    assert fresh() == "optkit's CPU kernels cannot be compiled and loaded (a process that tried them was ended by SIGBUS)"
+    assert (
+        fresh() == "optkit's CPU kernels cannot be compiled and loaded (a process that tried them was ended by SIGBUS)"
+    )
     assert not list((tmp_path / "optkit" / "kernels").iterdir())
 
 

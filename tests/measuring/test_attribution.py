@@ -1,4 +1,6 @@
-"""What each stage added: which directories are measured, that numbers are shared with shorter recipes, and the table."""
+"""What each stage added: which directories are measured, that numbers are shared with shorter
+recipes, and the table.
+"""
 
 import json
 import math
@@ -66,7 +68,9 @@ def test_what_was_measured_once_is_not_measured_again(
     assert second.attribution == first.attribution
 
 
-def test_a_pruned_step_between_is_told_of_by_the_one_after_it(tiny_model: TinyModel, tmp_path: Path, text: Path) -> None:
+def test_a_pruned_step_between_is_told_of_by_the_one_after_it(
+    tiny_model: TinyModel, tmp_path: Path, text: Path
+) -> None:
     stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
     wanted = recipe(tiny_model("llama"), text, stages)
     first = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
@@ -84,12 +88,16 @@ def test_without_memory_it_is_left_out_and_the_scorecard_stands(
 
     monkeypatch.setattr("optkit.measuring.attribution._measure", full)
     stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
-    scorecard = optkit.run(recipe(tiny_model("llama"), text, stages), out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    scorecard = optkit.run(
+        recipe(tiny_model("llama"), text, stages), out=tmp_path / "out", store=tmp_path / "store", device="cpu"
+    )
     assert scorecard.attribution == ()
     assert scorecard.rows
 
 
-def test_numbers_stay_while_others_prune(tiny_model: TinyModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_stay_while_others_prune(
+    tiny_model: TinyModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep, store, evals = Bench.keep, Store(tmp_path / "store"), tmp_path / "evals.yaml"
 
     def keep_while_another_prunes(bench: Bench, *given: Any) -> None:
@@ -108,7 +116,13 @@ def test_numbers_stay_while_others_prune(tiny_model: TinyModel, tmp_path: Path, 
 
 def losses(*values: float) -> Metric:
     mean = math.exp(sum(values) / len(values))
-    fields = {"unit": "perplexity", "higher_is_better": False, "protocol": "p", "samples": values, "pairing": "paired_log"}
+    fields = {
+        "unit": "perplexity",
+        "higher_is_better": False,
+        "protocol": "p",
+        "samples": values,
+        "pairing": "paired_log",
+    }
     return Metric(name="perplexity", value=mean, **fields)  # type: ignore[arg-type]
 
 

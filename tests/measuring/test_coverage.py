@@ -1,4 +1,6 @@
-"""Every 95% interval holds the truth in 93 of 100 simulated measurements or more, at the sizes that evals and recipes have by default."""
+"""Every 95% interval holds the truth in 93 of 100 simulated measurements or more, at the sizes that
+evals and recipes have by default.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ WINDOWS = 12
 COMPARED = 4
 """Of divergence in the recipes."""
 SEEN = 0.4
-"""Correlation of neighbouring windows' losses and divergences (`optkit.common.statistics.NEIGHBOURS`)."""
+"""Correlation of neighbouring windows' losses and divergences
+(`optkit.common.statistics.NEIGHBOURS`).
+"""
 SEEN_PAIRED = 0.15
 """That of the differences of two models' losses."""
 Draw = NDArray[numpy.float64]
@@ -40,7 +44,9 @@ def coverage(estimates: Iterable[Estimate], truth: float) -> float:
 
 
 def neighbours(chance: numpy.random.Generator, draws: int, count: int, correlation: float) -> Draw:
-    """Return normal numbers of variance 1 [draws, count] that depend on the one before, from their stationary state on."""
+    """Return normal numbers of variance 1 [draws, count] that depend on the one before, from their
+    stationary state on.
+    """
     found = chance.normal(size=(draws, count))
     for index in range(1, count):
         found[:, index] = correlation * found[:, index - 1] + math.sqrt(1 - correlation**2) * found[:, index]
@@ -59,11 +65,18 @@ def test_perplexity_of_windows_that_correlate(chance: numpy.random.Generator, co
 def test_the_ratio_of_perplexities(chance: numpy.random.Generator, count: int, correlation: float) -> None:
     shared = 0.3 * neighbours(chance, 2000, count, SEEN)
     changed = shared + 0.33 + 0.04 * neighbours(chance, 2000, count, correlation)
-    assert coverage((paired_log_ratio(*pair) for pair in zip(changed.tolist(), shared.tolist(), strict=True)), math.exp(0.33)) >= LEAST
+    assert (
+        coverage(
+            (paired_log_ratio(*pair) for pair in zip(changed.tolist(), shared.tolist(), strict=True)), math.exp(0.33)
+        )
+        >= LEAST
+    )
 
 
 def divergences(chance: numpy.random.Generator, draws: int, windows: int, tokens: int = 1023) -> Draw:
-    """Return divergences [draws, windows, tokens] with the spread, the tail and the correlations of those of an INT4 SmolLM2-135M."""
+    """Return divergences [draws, windows, tokens] with the spread, the tail and the correlations of
+    those of an INT4 SmolLM2-135M.
+    """
     text = 0.1 * neighbours(chance, draws, windows, SEEN)
     within = neighbours(chance, draws * windows, tokens, 0.2).reshape(draws, windows, tokens)
     return numpy.exp(text[..., None] + 0.85 * within)
@@ -94,8 +107,16 @@ def pooled(eval: TimedEval, turns: list[Metric]) -> Metric:
     return metric
 
 
-def metric(value: float, pairing: str = "paired_turns", trials: tuple[int, ...] = (), samples: tuple[float, ...] = ()) -> Metric:
-    fields = {"name": "m", "unit": "fraction" if trials else "s", "higher_is_better": True, "protocol": "p", "pairing": pairing}
+def metric(
+    value: float, pairing: str = "paired_turns", trials: tuple[int, ...] = (), samples: tuple[float, ...] = ()
+) -> Metric:
+    fields = {
+        "name": "m",
+        "unit": "fraction" if trials else "s",
+        "higher_is_better": True,
+        "protocol": "p",
+        "pairing": pairing,
+    }
     return Metric(value=value, trials=trials, samples=samples, **fields)  # type: ignore[arg-type]
 
 
@@ -105,18 +126,28 @@ def test_agreement_of_a_few_prompts(chance: numpy.random.Generator, rate: float)
     assert eval.windows
     each = eval.windows // eval.turns()
     draws = (chance.random((1500, eval.turns(), each)) < rate).astype(float)
-    found = [pooled(eval, [metric(sum(row) / each, "independent", (1,) * each, tuple(row)) for row in turns]) for turns in draws.tolist()]
+    found = [
+        pooled(eval, [metric(sum(row) / each, "independent", (1,) * each, tuple(row)) for row in turns])
+        for turns in draws.tolist()
+    ]
     assert coverage((Estimate(one.value, one.interval) for one in found), rate) >= LEAST
 
 
 def served(chance: numpy.random.Generator, runs: int, requests: int, batch: int, seconds: float) -> tuple[Draw, Draw]:
-    """Return the first tokens' times [runs, requests] under static batching, a batch taking `seconds`, and how long each run took."""
+    """Return the first tokens' times [runs, requests] under static batching, a batch taking
+    `seconds`, and how long each run took.
+    """
     arrivals = numpy.cumsum(chance.exponential(size=(runs, requests)), axis=1)
     first, begun, free = numpy.zeros((runs, requests)), numpy.zeros(runs, dtype=int), numpy.zeros(runs)
     places, rows = numpy.arange(requests), numpy.arange(runs)
     while (open_ := begun < requests).any():
         start = numpy.maximum(free, arrivals[rows, numpy.minimum(begun, requests - 1)])
-        together = (places >= begun[:, None]) & (arrivals <= start[:, None]) & (places < (begun + batch)[:, None]) & open_[:, None]
+        together = (
+            (places >= begun[:, None])
+            & (arrivals <= start[:, None])
+            & (places < (begun + batch)[:, None])
+            & open_[:, None]
+        )
         first = numpy.where(together, start[:, None] + seconds / 10 - arrivals, first)
         begun, free = begun + together.sum(axis=1), numpy.where(open_, start + seconds, free)
     return first * numpy.exp(chance.normal(0, 0.02, first.shape)), free - arrivals[:, 0]
@@ -124,7 +155,9 @@ def served(chance: numpy.random.Generator, runs: int, requests: int, batch: int,
 
 @pytest.mark.parametrize("seconds", [0.5, 0.9, 0.95, 1.3, 2.5])
 def test_goodput_and_latencies_under_load(chance: numpy.random.Generator, seconds: float) -> None:
-    """Of a median that is nearly always the same, and seldom far from it, no few runs tell: it is left out at the lowest load."""
+    """Of a median that is nearly always the same, and seldom far from it, no few runs tell: it is
+    left out at the lowest load.
+    """
     eval = Load()
     draws, turns, each = 1000, eval.turns(), eval.repeats // eval.turns()
     first, took = served(chance, draws * turns * each, eval.requests, eval.batch, seconds)
@@ -134,7 +167,10 @@ def test_goodput_and_latencies_under_load(chance: numpy.random.Generator, second
     runs = ([metric(sum(row) / each, "independent", trials, tuple(row)) for row in run] for run in shares.tolist())
     fractions = [pooled(eval, run) for run in runs]
     assert coverage((Estimate(one.value, one.interval) for one in fractions), float(shares.mean())) >= LEAST
-    for measured in (good / took, *(numpy.quantile(first, fraction, axis=1) for fraction in (0.5, 0.95)[seconds == 0.5 :])):
+    for measured in (
+        good / took,
+        *(numpy.quantile(first, fraction, axis=1) for fraction in (0.5, 0.95)[seconds == 0.5 :]),
+    ):
         values = measured.reshape(draws, turns, each).mean(axis=2)
         found = [pooled(eval, [metric(value) for value in row]) for row in values.tolist()]
         assert coverage((Estimate(one.value, one.interval) for one in found), float(values.mean())) >= LEAST
@@ -143,16 +179,25 @@ def test_goodput_and_latencies_under_load(chance: numpy.random.Generator, second
 TimedPair = tuple[list[Metric], list[Metric]]
 
 
-def timed(chance: numpy.random.Generator, eval: TimedEval, process: float, drift: Callable[[Draw], Draw], ratio: float = 1.0) -> TimedPair:
-    """Return 1500 simulated measurements of two models in turns: repeats 1% apart, processes `process` apart, while the machine drifts."""
+def timed(
+    chance: numpy.random.Generator, eval: TimedEval, process: float, drift: Callable[[Draw], Draw], ratio: float = 1.0
+) -> TimedPair:
+    """Return 1500 simulated measurements of two models in turns: repeats 1% apart, processes
+    `process` apart, while the machine drifts.
+    """
     draws, turns, repeats = 1500, eval.turns(), 2
     order = [model for index in range(turns) for model in ((0, 1) if index % 2 == 0 else (1, 0))]
     places = [[place for place, model in enumerate(order) if model == wanted] for wanted in (0, 1)]
     moved = drift(chance.normal(size=(draws, 2 * turns)))
-    spread = process * chance.normal(size=(draws, 2 * turns, 1)) + 0.01 * chance.normal(size=(draws, 2 * turns, repeats))
+    spread = process * chance.normal(size=(draws, 2 * turns, 1)) + 0.01 * chance.normal(
+        size=(draws, 2 * turns, repeats)
+    )
     seconds = numpy.exp(moved[..., None] + spread)
     baseline, artifact = seconds[:, places[0]], ratio * seconds[:, places[1]]
-    found = [[[metric(sum(row) / repeats, samples=tuple(row)) for row in run] for run in model.tolist()] for model in (artifact, baseline)]
+    found = [
+        [[metric(sum(row) / repeats, samples=tuple(row)) for row in run] for run in model.tolist()]
+        for model in (artifact, baseline)
+    ]
     return [pooled(eval, run) for run in found[0]], [pooled(eval, run) for run in found[1]]
 
 
@@ -167,7 +212,9 @@ DRIFTS: dict[str, Callable[[Draw], Draw]] = {
 @pytest.mark.parametrize("drift", DRIFTS)
 @pytest.mark.parametrize("process", [0.0, 0.01, 0.02])
 def test_the_ratio_of_timings(chance: numpy.random.Generator, process: float, drift: str) -> None:
-    """At a ratio of 1 this is an A/A comparison: it finds nothing in 93 of 100 or more, and neither model looks better more often."""
+    """At a ratio of 1 this is an A/A comparison: it finds nothing in 93 of 100 or more, and neither
+    model looks better more often.
+    """
     for ratio in (1.0, 0.25):
         ours, theirs = timed(chance, Throughput(), process, DRIFTS[drift], ratio)
         found = [ratio_to_baseline(*pair) for pair in zip(ours, theirs, strict=True)]

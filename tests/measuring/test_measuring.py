@@ -74,7 +74,9 @@ def fakes(monkeypatch):
     for kind in evals:
         monkeypatch.setitem(registry.EVALS, kind, "here")
     for module in ("entries", "problems"):
-        monkeypatch.setattr(f"optkit.recipe.{module}.eval_class", lambda kind: evals.get(kind) or registry.eval_class(kind))
+        monkeypatch.setattr(
+            f"optkit.recipe.{module}.eval_class", lambda kind: evals.get(kind) or registry.eval_class(kind)
+        )
     monkeypatch.setattr("optkit.session.open_session", lambda directory, *args, **kwargs: FakeSession(directory))
 
 
@@ -83,7 +85,9 @@ def measured(tiny_model, tmp_path):
     store = Store(tmp_path / "store")
 
     def run(*evals, stages=("bf16",), forget=(), gates=None, retime=False):
-        recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages), "evals": list(evals), "gates": gates or {}})
+        recipe = load_recipe(
+            {"model": str(tiny_model("llama")), "stages": list(stages), "evals": list(evals), "gates": gates or {}}
+        )
         plan = make_plan(recipe.pinned(None), store, "cpu")
         for index, key in forget:
             (store.root / "metrics" / f"{getattr(plan.evals[index], key)}.json").unlink()
@@ -108,7 +112,9 @@ def test_timings_come_first_in_turns_then_each_model_then_both(measured):
 
 def test_without_a_pair_the_two_models_are_never_open_together(measured, monkeypatch):
     together = []
-    monkeypatch.setattr(FakeSession, "close", lambda self: (together.append(len(OPEN)), OPEN.remove(self.directory.name)))
+    monkeypatch.setattr(
+        FakeSession, "close", lambda self: (together.append(len(OPEN)), OPEN.remove(self.directory.name))
+    )
     measured("plain", "timed")
     assert together == [1] * 10
 
@@ -119,8 +125,17 @@ def test_the_models_take_turns_and_each_turn_is_one_sample(measured, monkeypatch
     def run(self, session, context):
         turns.append((session.directory.name, context.turn))
         context.warn(f"noise in turn {len(turns)}")
-        fields = {"unit": "s", "higher_is_better": False, "protocol": "p", "value": len(turns), "pairing": "paired_turns"}
-        return [Metric(name="t", samples=(len(turns) - 0.5, len(turns) + 0.5), **fields), Metric(name="memory", **fields)]
+        fields = {
+            "unit": "s",
+            "higher_is_better": False,
+            "protocol": "p",
+            "value": len(turns),
+            "pairing": "paired_turns",
+        }
+        return [
+            Metric(name="t", samples=(len(turns) - 0.5, len(turns) + 0.5), **fields),
+            Metric(name="memory", **fields),
+        ]
 
     monkeypatch.setattr(Timed, "run", run)
     found = measured({"timed": {"processes": 3}})
@@ -158,7 +173,9 @@ def test_shares_of_all_turns_are_one_share_and_limits_have_no_error(measured, mo
 def test_what_failed_in_one_turn_has_failed(measured, monkeypatch):
     def run(self, session, context):
         failure = "memory ran out" if context.turn.index == 1 else ""
-        return [Metric(name="t", value=1, unit="s", higher_is_better=False, protocol="p", samples=(1,), failure=failure)]
+        return [
+            Metric(name="t", value=1, unit="s", higher_is_better=False, protocol="p", samples=(1,), failure=failure)
+        ]
 
     monkeypatch.setattr(Timed, "run", run)
     (metric,) = measured("timed").metrics
@@ -217,11 +234,18 @@ def test_what_was_measured_before_this_run_says_so_and_the_environment_is_this_r
     assert first.notes == first.baseline_notes == ("said by the session",)
     for path in (tmp_path / "store" / "metrics").iterdir():
         entry = json.loads(path.read_text())["value"]
-        entry |= {"created": "2001-01-01T00:00:00+00:00", "environment": {**entry["environment"], "torch": "0.1", "device_name": "Abacus"}}
+        entry |= {
+            "created": "2001-01-01T00:00:00+00:00",
+            "environment": {**entry["environment"], "torch": "0.1", "device_name": "Abacus"},
+        }
         Store(tmp_path / "store").put_json(path.stem, entry)
     then = "2001-01-01T00:00:00+00:00, with device_name Abacus, torch 0.1"
     again = measured("plain", "timed")
-    assert again.notes == ("said by the session", f"plain: measured earlier, {then}", f"timed: measured earlier, {then}")
+    assert again.notes == (
+        "said by the session",
+        f"plain: measured earlier, {then}",
+        f"timed: measured earlier, {then}",
+    )
     assert again.baseline_notes == again.notes
     assert again.environment == first.environment
     assert measured("plain", "timed", retime=True).notes == ("said by the session", f"plain: measured earlier, {then}")
@@ -255,13 +279,21 @@ def test_a_session_is_closed_when_an_eval_fails(measured, monkeypatch):
 
 
 def test_an_unmodified_model_has_nothing_to_compare_with(measured):
-    with pytest.raises(EvalError, match=r"pair: there is nothing to compare with\. Nothing was done to .*its own baseline"):
+    with pytest.raises(
+        EvalError,
+        match=r"pair: there is nothing to compare with\. "
+        r"Nothing was done to .*its own baseline",
+    ):
         measured("pair", stages=())
     assert RAN == []
 
 
 def test_an_unmodified_model_has_no_ratio_to_limit(measured):
-    with pytest.raises(EvalError, match=r"gate plain: the limit is relative to the baseline\..*Set an absolute limit, without x"):
+    with pytest.raises(
+        EvalError,
+        match=r"gate plain: the limit is relative to the "
+        r"baseline\..*Set an absolute limit, without x",
+    ):
         measured("plain", stages=(), gates={"plain": "<= 1.1x"})
     assert RAN == []
 

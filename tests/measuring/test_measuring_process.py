@@ -1,4 +1,6 @@
-"""A turn in a process of its own: what goes there and what comes back, how it ends, and that the numbers are those of a turn here."""
+"""A turn in a process of its own: what goes there and what comes back, how it ends, and that the
+numbers are those of a turn here.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,7 @@ from optkit_evals.throughput import Throughput
 
 from optkit.errors import EvalError, MissingPackageError, RecipeError, ResourceError, StageError
 from optkit.measure import EvalContext
-from optkit.measuring import child
-from optkit.measuring import parent
+from optkit.measuring import child, parent
 from optkit.measuring.parent import described, heard_error, measure_apart, restored, told_error
 from optkit.pipeline import evaluate
 from optkit.processes.crashes import ChildError
@@ -72,7 +73,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def turn(directory: Path, context: EvalContext, evals: int = 1) -> list[parent.Answer]:
-    return measure_apart(directory, [Attention(implementation="eager")], [Throughput()] * evals, "cpu", True, context, 1)
+    return measure_apart(
+        directory, [Attention(implementation="eager")], [Throughput()] * evals, "cpu", True, context, 1
+    )
 
 
 def is_there(pid: int) -> bool:
@@ -103,7 +106,16 @@ def test_what_goes_there_and_comes_back(stand_in: None, tmp_path: Path) -> None:
         "trust_remote_code": True,
         "calibrated_on": [{"dataset": "d"}],
     }
-    assert progress.lines == ["opened", "outer of 2 runs", "inner of 1", "+1", "+2 there", "end", "end", "warning: slow"]
+    assert progress.lines == [
+        "opened",
+        "outer of 2 runs",
+        "inner of 1",
+        "+1",
+        "+2 there",
+        "end",
+        "end",
+        "warning: slow",
+    ]
 
 
 def test_its_errors_are_ours(stand_in: None, tmp_path: Path) -> None:
@@ -113,15 +125,27 @@ def test_its_errors_are_ours(stand_in: None, tmp_path: Path) -> None:
     with pytest.raises(MissingPackageError, match=r"^there: the package `torch` is not installed") as package:
         turn(tmp_path / "no package", EvalContext())
     assert package.value.package == "torch"
-    with pytest.raises(ChildError, match=r"^the process that measured failed with ZeroDivisionError at x\.py:3: so") as crash:
+    with pytest.raises(
+        ChildError,
+        match=r"^the process that measured failed "
+        r"with ZeroDivisionError at x\.py:3: so",
+    ) as crash:
         turn(tmp_path / "bug", EvalContext())
     assert crash.value.__notes__ == ["\nIn the process that measured:\nTraceback: all"]
 
 
 def test_a_process_that_dies(stand_in: None, tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"^throughput: the process that measured was ended by the system\. .*memory runs out\. Lower"):
+    with pytest.raises(
+        ResourceError,
+        match=r"^throughput: the process that measured was "
+        r"ended by the system\. .*memory runs out\. Lower",
+    ):
         turn(tmp_path / "killed", EvalContext())
-    with pytest.raises(EvalError, match=r"^throughput: the process that measured ended with status 7 and without a result"):
+    with pytest.raises(
+        EvalError,
+        match=r"^throughput: the process that measured "
+        r"ended with status 7 and without a result",
+    ):
         turn(tmp_path / "lost", EvalContext())
     assert "by SIGSEGV" in str(parent._ended(-11, "load"))
 
@@ -150,7 +174,12 @@ def test_it_ends_with_the_process_that_waits() -> None:
 
 
 def test_settings_and_evals_survive_as_json() -> None:
-    for value in (Attention(implementation="sdpa"), Speculative(prompt_lookup=2), Throughput(batch_sizes=(1, 2)), Load(rates=(0.5, 2))):
+    for value in (
+        Attention(implementation="sdpa"),
+        Speculative(prompt_lookup=2),
+        Throughput(batch_sizes=(1, 2)),
+        Load(rates=(0.5, 2)),
+    ):
         assert restored(json.loads(json.dumps(described(value)))) == value
 
 
@@ -165,8 +194,19 @@ def test_a_turn_there_is_a_turn_here(tiny_model: Callable[[str], Path]) -> None:
     order = {
         "directory": str(tiny_model("llama")),
         "settings": [described(Speculative(prompt_lookup=2))],
-        "evals": [described(Throughput.model_validate(QUICK)), described(Load(requests=2, prompt=4, new_tokens=2, repeats=2, rates=(50,)))],
-        **{"device": "cpu", "trust_remote_code": False, "seed": 0, "data": None, "calibrated_on": [], "turn": 0, "threads": 1},
+        "evals": [
+            described(Throughput.model_validate(QUICK)),
+            described(Load(requests=2, prompt=4, new_tokens=2, repeats=2, rates=(50,))),
+        ],
+        **{
+            "device": "cpu",
+            "trust_remote_code": False,
+            "seed": 0,
+            "data": None,
+            "calibrated_on": [],
+            "turn": 0,
+            "threads": 1,
+        },
     }
     throughput, load = child.run(order, child.Channel(said))
     assert {metric["name"] for metric in load["metrics"]} == set(Load.metrics)
@@ -182,7 +222,9 @@ def test_which_evals_ask_for_it() -> None:
     assert Load().apart()
     assert Encoding().apart()
     assert Speculation(dataset="wikitext2").apart()
-    assert "mean of 4 turns, each in a fresh process, alternating" in Throughput()._protocol(type("Session", (), {"device": "cpu"})(), 0)  # type: ignore[arg-type]
+    assert "mean of 4 turns, each in a fresh process, alternating" in Throughput()._protocol(
+        type("Session", (), {"device": "cpu"})(), 0
+    )  # type: ignore[arg-type]
 
 
 def test_throughput_is_measured_in_a_fresh_process(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -45,14 +45,29 @@ def test_it_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def here(directory: Path, settings: object, evals: list, device: str, trusted: bool, context: EvalContext, index: int) -> list[Answer]:
+    def here(
+        directory: Path, settings: object, evals: list, device: str, trusted: bool, context: EvalContext, index: int
+    ) -> list[Answer]:
         session = open_session(directory, device=device)
         context = EvalContext(turn=Turn(index, evals[0].turns()))
         return [Answer(tuple(evals[0].run(session, context)), (), (), describe_environment(device))]
 
     monkeypatch.setattr(script, "measure_apart", here)
     kept = tmp_path / "samples.json"
-    few = ["--device", "cpu", "--processes", "8", "--prompt", "4", "--new-tokens", "3", "--limit-s", "1", "--samples", str(kept)]
+    few = [
+        "--device",
+        "cpu",
+        "--processes",
+        "8",
+        "--prompt",
+        "4",
+        "--new-tokens",
+        "3",
+        "--limit-s",
+        "1",
+        "--samples",
+        str(kept),
+    ]
     monkeypatch.setattr(sys, "argv", ["process_effect", str(tiny_model("llama")), *few])
     assert script.main() == 0
     assert kept.is_file()

@@ -1,4 +1,6 @@
-"""An adapter beside packed weights: read, applied where the artifact is opened, and the same as peft's own."""
+"""An adapter beside packed weights: read, applied where the artifact is opened, and the same as
+peft's own.
+"""
 
 import json
 import shutil
@@ -80,7 +82,8 @@ def test_what_is_opened_computes_what_peft_computes(tiny_model: TinyModel, tmp_p
     with torch.no_grad():
         theirs = opened_by_peft(directory)(tokens()).logits
     assert (ours - before).abs().max() > 0.1
-    assert (ours - theirs).abs().max() < (2e-5 if isinstance(stage, Rtn) else 0.05)  # bitsandbytes multiplies in bfloat16 here
+    # bitsandbytes multiplies in bfloat16 here
+    assert (ours - theirs).abs().max() < (2e-5 if isinstance(stage, Rtn) else 0.05)
     assert any(note.startswith("adapter: LoRA of rank 2 and 4 beside 2 layers") for note in session.notes)
 
 
@@ -128,8 +131,12 @@ DAMAGES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]
     r"lora_A.weight \[3, 64\], lora_B.weight \[64, 4\] are no product": lambda held: held | {A: held[A][:3].clone()},
     "weights of the adapter are NaN or Inf": lambda held: held | {A: torch.full_like(held[A], torch.nan)},
     "lm_head.weight is no half of a LoRA": lambda held: held | {"base_model.model.lm_head.weight": held[A].clone()},
-    "a layer of 64 x 128, which is not there": lambda held: {name.replace("layers.1", "layers.7"): each for name, each in held.items()},
-    "a layer of 64 x 64, which is 32 x 64 there": lambda held: {name.replace("q_proj", "k_proj"): each for name, each in held.items()},
+    "a layer of 64 x 128, which is not there": lambda held: {
+        name.replace("layers.1", "layers.7"): each for name, each in held.items()
+    },
+    "a layer of 64 x 64, which is 32 x 64 there": lambda held: {
+        name.replace("q_proj", "k_proj"): each for name, each in held.items()
+    },
 }
 
 

@@ -13,10 +13,13 @@ from tests.support.skeletons import some_tokens
 
 
 def test_no_list_of_blocks() -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64)
+    )
     model.config.n_layer = 5
     message = (
-        r"gpt2: unsupported architecture GPT2LMHeadModel: no list of 5 decoder blocks\. .*num_hidden_layers = 5.* transformer\.h with 2"
+        r"gpt2: unsupported architecture GPT2LMHeadModel: no list of 5 decoder blocks\. .*num_hidden_layers "
+        r"= 5.* transformer\.h with 2"
     )
     with pytest.raises(SourceError, match=message):
         blocks.find_blocks(model)
@@ -30,18 +33,26 @@ class TupleBlock(nn.Linear):
 
 
 class Custom(nn.Module):
-    """A base model of the kind that custom code has: tuples between the blocks, hidden states by keyword."""
+    """A base model of the kind that custom code has: tuples between the blocks, hidden states by
+    keyword.
+    """
 
     config = AutoConfig.for_model("llama")
 
     def __init__(self, between: float) -> None:
         super().__init__()
-        self.embed, self.layers, self.between = nn.Embedding(512, 8), nn.ModuleList(TupleBlock(8, 8) for _ in range(3)), between
+        self.embed, self.layers, self.between = (
+            nn.Embedding(512, 8),
+            nn.ModuleList(TupleBlock(8, 8) for _ in range(3)),
+            between,
+        )
 
     def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
         hidden = self.embed(input_ids)
         for layer in self.layers:
-            hidden = layer(hidden_states=hidden)[0] * self.between if self.between != 1 else layer(hidden_states=hidden)[0]
+            hidden = (
+                layer(hidden_states=hidden)[0] * self.between if self.between != 1 else layer(hidden_states=hidden)[0]
+            )
         return hidden
 
 

@@ -83,7 +83,10 @@ def test_header_that_is_not_json(model: Path) -> None:
 
 
 def test_missing_shard_is_named(model: Path) -> None:
-    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "metadata": {},
+        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+    }
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"a": torch.zeros(2)}, model / "model-00001-of-00002.safetensors")
     with pytest.raises(SourceError, match="1 of 2 shards are missing: model-00002-of-00002"):

@@ -1,4 +1,6 @@
-"""Which files of a model directory reach an artifact: those that lie in it, and of them the kinds that travel with weights."""
+"""Which files of a model directory reach an artifact: those that lie in it, and of them the kinds
+that travel with weights.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,10 @@ def test_no_file_of_others_is_published(kind: str, model: Path, tmp_path: Path) 
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
     said = [note for note in scorecard.notes if "the artifact does not have" in note]
     assert said == [
-        "files beside the model that the artifact does not have: .env (of no kind that travels with a model), README.md (leads out of the"
-        " directory), gone.json (leads out of the directory), modeling.py (code, and the recipe does not trust the model's) and 3 more"
+        "files beside the model that the artifact does not have: .env (of no kind that travels with a "
+        "model), README.md (leads out of the"
+        " directory), gone.json (leads out of the directory), modeling.py (code, and the recipe does "
+        "not trust the model's) and 3 more"
     ]
 
 
@@ -72,7 +76,9 @@ def test_an_ordinary_model_leaves_nothing_out(tiny_model: Callable[[str], Path])
     assert set(published_files(tiny_model("llama"), False)) == {path.name for path in tiny_model("llama").iterdir()}
 
 
-def test_what_optkit_leaves_beside_an_artifact_is_not_spoken_of(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_optkit_leaves_beside_an_artifact_is_not_spoken_of(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
     (model / "optkit.json").write_text("{}")
     (model / ".gitattributes").write_text("")
@@ -99,7 +105,9 @@ def snapshot_of(model: Path, cache: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_of_the_hub_consists_of_links(tiny_model: Callable[[str], Path], tmp_path: Path, secret: Path) -> None:
+def test_a_snapshot_of_the_hub_consists_of_links(
+    tiny_model: Callable[[str], Path], tmp_path: Path, secret: Path
+) -> None:
     snapshot = snapshot_of(tiny_model("llama"), tmp_path / "hub")
     assert set(published_files(snapshot, False)) == {path.name for path in tiny_model("llama").iterdir()}
     Checkpoint(snapshot)
@@ -121,13 +129,20 @@ class TestWeights:
         with pytest.raises(SourceError) as caught:
             Checkpoint(model)
         assert str(caught.value) == (
-            f"{model}: {INDEX} names {named}, outside of the directory. A model's files lie in its directory; others would reach the"
+            f"{model}: {INDEX} names {named}, outside of the directory. A model's files lie in its "
+            "directory; others would reach the"
             " artifact. Copy the file into the directory, or name the directory that it lies in."
         )
 
     def test_modules_of_an_encoder(self, model: Path) -> None:
-        (model / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "../elsewhere"}]')
-        with pytest.raises(SourceError, match=r'modules\.json: is no list of modules\. "\.\./elsewhere" is no file inside the directory\.'):
+        (model / "modules.json").write_text(
+            '[{"type": "sentence_transformers.models.Pooling", "path": "../elsewhere"}]'
+        )
+        with pytest.raises(
+            SourceError,
+            match=r"modules\.json: is no list of modules\. "
+            r'"\.\./elsewhere" is no file inside the directory\.',
+        ):
             missing_modules(model)
 
     def test_an_index_names_files_by_text(self, model: Path) -> None:
@@ -139,7 +154,11 @@ class TestWeights:
     def test_links_out_of_the_directory(self, name: str, model: Path, tmp_path: Path) -> None:
         shutil.move(model / name, tmp_path / "elsewhere" / name)
         (model / name).symlink_to(tmp_path / "elsewhere" / name)
-        with pytest.raises(SourceError, match=rf"{name} leads out of the directory\. A model's files lie in its directory"):
+        with pytest.raises(
+            SourceError,
+            match=rf"{name} leads out of the directory\. "
+            r"A model's files lie in its directory",
+        ):
             Checkpoint(model)
 
     def test_a_directory_may_itself_be_a_link(self, model: Path, tmp_path: Path) -> None:

@@ -8,11 +8,37 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.model.experts import Expert, Experts, unfuse_experts_
 from tests.support.near import near
 
-SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
-LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+LATENT |= {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+}
 GATED = ["gate_proj", "up_proj", "down_proj"]
 KINDS = {
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2}, ["w1", "w3", "w2"]),
@@ -27,7 +53,9 @@ KINDS = {
 
 def make(kind: str, extra: dict[str, object]) -> nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | extra)), experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **(SIZES | extra)), experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
@@ -80,14 +108,19 @@ def test_experts_that_cannot_be_taken_apart_are_reported(tiny_model) -> None:
     fused = unfuse_experts_(model)
     assert set(model.state_dict()) == before
     assert set(fused) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
-    assert all("the fused experts have more than their matrices (gate_up_proj [4, 64, 256]" in reason for reason in fused.values())
+    assert all(
+        "the fused experts have more than their matrices (gate_up_proj [4, 64, 256]" in reason
+        for reason in fused.values()
+    )
 
 
 def test_experts_that_the_checkpoint_stores_joined_stay_so(tiny_model) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("mixtral"))
     fused = unfuse_experts_(model, {"model.layers.1.mlp.experts.down_proj"})
     assert list(fused) == ["model.layers.1.mlp.experts"]
-    assert fused["model.layers.1.mlp.experts"].startswith("the checkpoint stores the experts joined (gate_up_proj [4, 256, 64]")
+    assert fused["model.layers.1.mlp.experts"].startswith(
+        "the checkpoint stores the experts joined (gate_up_proj [4, 256, 64]"
+    )
     assert "model.layers.0.mlp.experts.3.w2.weight" in model.state_dict()
 
 

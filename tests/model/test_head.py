@@ -1,4 +1,6 @@
-"""What stands behind the blocks, run alone, against the whole model; and block gradients against those of the whole model."""
+"""What stands behind the blocks, run alone, against the whole model; and block gradients against
+those of the whole model.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,9 @@ def test_the_head_alone_gives_the_logits_of_the_model(tiny_model: TinyModel, kin
     skeleton.load_("", "cpu")
     left: list[torch.Tensor] = []
     last = skeleton.blocks[-1].module
-    handle = last.register_forward_hook(lambda _module, _inputs, output: left.append(output[0] if isinstance(output, tuple) else output))
+    handle = last.register_forward_hook(
+        lambda _module, _inputs, output: left.append(output[0] if isinstance(output, tuple) else output)
+    )
     with torch.no_grad():
         expected = skeleton.model(tokens).logits
         handle.remove()
@@ -40,9 +44,13 @@ def test_the_head_alone_gives_the_logits_of_the_model(tiny_model: TinyModel, kin
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
-def test_gradients_block_by_block_are_those_of_the_whole_model(tiny_model: TinyModel, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_block_by_block_are_those_of_the_whole_model(
+    tiny_model: TinyModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe = torch.randn(20, 512, generator=torch.Generator().manual_seed(4))
-    monkeypatch.setattr("optkit.stages.sensitivity.gradients.fisher_probe", lambda logits, _generator: probe[None].to(logits.dtype))
+    monkeypatch.setattr(
+        "optkit.stages.sensitivity.gradients.fisher_probe", lambda logits, _generator: probe[None].to(logits.dtype)
+    )
     source, tokens = tiny_model(kind), random_tokens(2)
     skeleton = Skeleton(Checkpoint(source))
     passes = BlockGradients(skeleton, tokens, "cpu", probes=1, seed=0)
@@ -66,7 +74,9 @@ def test_gradients_block_by_block_are_those_of_the_whole_model(tiny_model: TinyM
         (whole.model(sequence[None]).logits[0] * probe).sum().backward()
         for name, module in modules.items():
             gradient = found[name][number].gradients[0].T @ found[name][number].inputs
-            expected = module.weight.grad if gradient.shape == module.weight.shape and kind != "gpt2" else module.weight.grad.T
+            expected = (
+                module.weight.grad if gradient.shape == module.weight.shape and kind != "gpt2" else module.weight.grad.T
+            )
             assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -95,6 +105,7 @@ def test_a_model_that_does_not_hand_its_blocks_to_its_head_is_refused() -> None:
     with pytest.raises(SourceError) as caught:
         logits_behind(model, blocks, torch.zeros(1, 3, 1))
     assert str(caught.value) == (
-        "odd: unsupported architecture Odd: what stands behind its blocks cannot be run alone. the hidden states that enter a block are not"
+        "odd: unsupported architecture Odd: what stands behind its blocks cannot be run alone. the hidden "
+        "states that enter a block are not"
         " those that the block before it returned."
     )

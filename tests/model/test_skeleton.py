@@ -81,7 +81,9 @@ def test_blocks_and_outside_are_every_tensor_of_the_file(tiny_model, kind: str) 
 
 
 def test_each_block_gets_its_own_arguments(tiny_model) -> None:
-    """Gemma 3: two blocks with a sliding window of 8 and local rotary embeddings, then one with full attention and global ones."""
+    """Gemma 3: two blocks with a sliding window of 8 and local rotary embeddings, then one with
+    full attention and global ones.
+    """
     inputs = Skeleton(Checkpoint(tiny_model("gemma3")), attention="eager").capture_inputs(some_tokens(), "cpu", 2)
     local, _, full = inputs.batches[0].calls
     visible = [(call.keywords["attention_mask"][0, 0, -1] == 0).sum().item() for call in (local, full)]
@@ -95,7 +97,9 @@ def test_batches_share_what_is_equal(tiny_model) -> None:
     assert second.calls[0].keywords["position_embeddings"][0] is first.calls[2].keywords["position_embeddings"][0]
 
 
-def test_capturing_loads_no_block_and_no_head_and_releases_the_rest(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_loads_no_block_and_no_head_and_releases_the_rest(
+    tiny_model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = Checkpoint(tiny_model("qwen2"))
     skeleton, read = Skeleton(checkpoint), list[str]()
     finite = checkpoint.read_finite
@@ -123,7 +127,15 @@ def test_tied_weights_share_memory_when_both_are_loaded(tiny_model) -> None:
             "llama",
             [
                 f"model.layers.1.{name}_proj"
-                for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+                for name in (
+                    "self_attn.q",
+                    "self_attn.k",
+                    "self_attn.v",
+                    "self_attn.o",
+                    "mlp.gate",
+                    "mlp.up",
+                    "mlp.down",
+                )
             ],
         ),
         ("gpt2", [f"transformer.h.1.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]),
@@ -187,8 +199,16 @@ def growth_over_the_blocks(directory: Path, tokens: Tensor) -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_blocks_leave_no_memory_behind(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "max_position_embeddings": 512}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=30, **sizes)).save_pretrained(tmp_path)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=30, **sizes)).save_pretrained(
+        tmp_path
+    )
     assert growth_over_the_blocks(tmp_path, some_tokens(4, 128)) < 0.15
 
 

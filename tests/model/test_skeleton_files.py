@@ -15,7 +15,16 @@ from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from tests.support.near import near
-from tests.support.skeletons import Change, changed_copy, logits_of, reference, replacing, run_all_blocks, some_tokens, without
+from tests.support.skeletons import (
+    Change,
+    changed_copy,
+    logits_of,
+    reference,
+    replacing,
+    run_all_blocks,
+    some_tokens,
+    without,
+)
 
 
 def test_old_gpt2_files_without_the_prefix_and_with_buffers(tiny_model, tmp_path: Path) -> None:
@@ -54,7 +63,10 @@ def test_other_ways_to_store_the_same_model(tiny_model, tmp_path: Path, change: 
 def test_experts_joined_in_the_file_stay_fused(tiny_model, tmp_path: Path) -> None:
     joined = {name: tensor.clone() for name, tensor in reference(tiny_model("mixtral")).state_dict().items()}
     directory = changed_copy(tiny_model("mixtral"), tmp_path, lambda _: joined)
-    assert "the checkpoint stores the experts joined" in Skeleton(Checkpoint(directory)).fused["model.layers.0.mlp.experts"]
+    assert (
+        "the checkpoint stores "
+        "the experts joined" in Skeleton(Checkpoint(directory)).fused["model.layers.0.mlp.experts"]
+    )
     assert near(logits_of(directory), logits_of(tiny_model("mixtral")))
 
 
@@ -63,7 +75,9 @@ def test_experts_joined_in_the_file_stay_fused(tiny_model, tmp_path: Path) -> No
 
 def test_missing_and_extra_tensors_are_counted_and_named(tiny_model, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in tensors.items() if ".0.self_attn." not in name} | {"model.extra": torch.ones(2)}
+        return {name: tensor for name, tensor in tensors.items() if ".0.self_attn." not in name} | {
+            "model.extra": torch.ones(2)
+        }
 
     message = (
         r"the weights are not those of LlamaForCausalLM: parameters that the files lack: 4 "
@@ -78,7 +92,11 @@ def test_missing_and_extra_tensors_are_counted_and_named(tiny_model, tmp_path: P
 def test_an_expert_that_is_missing_is_named(tiny_model, tmp_path: Path) -> None:
     lost = "model.layers.1.mlp.experts.2.up_proj.weight"
     directory = changed_copy(tiny_model("qwen2_moe"), tmp_path, without(lost))
-    with pytest.raises(SourceError, match=rf"parameters that the files lack: 1 \({lost}\); tensors that the model has no place for: 0"):
+    with pytest.raises(
+        SourceError,
+        match=rf"parameters that the files lack: 1 \({lost}\); "
+        r"tensors that the model has no place for: 0",
+    ):
         Skeleton(Checkpoint(directory))
 
 
@@ -90,7 +108,11 @@ def test_shapes_that_differ_from_the_config(tiny_model, tmp_path: Path) -> None:
 
 def test_a_tied_tensor_of_another_shape_is_named_once(tiny_model, tmp_path: Path) -> None:
     directory = changed_copy(tiny_model("llama"), tmp_path, vocab_size=600)
-    with pytest.raises(SourceError, match=r"says: model.embed_tokens.weight is \[512, 64\], not \[600, 64\]\. See that"):
+    with pytest.raises(
+        SourceError,
+        match=r"says: model.embed_tokens.weight is "
+        r"\[512, 64\], not \[600, 64\]\. See that",
+    ):
         Skeleton(Checkpoint(directory))
 
 
@@ -114,12 +136,18 @@ def test_quantized_models_are_refused(tiny_model, tmp_path: Path) -> None:
 
 
 def test_an_attention_that_the_architecture_does_not_have(tiny_model) -> None:
-    with pytest.raises(SourceError, match=r"transformers cannot build GptOssForCausalLM\. .*scaled_dot_product_attention"):
+    with pytest.raises(
+        SourceError,
+        match=r"transformers cannot build GptOssForCausalLM\. "
+        r".*scaled_dot_product_attention",
+    ):
         Skeleton(Checkpoint(tiny_model("gpt_oss")), attention="sdpa")
 
 
 def test_an_architecture_that_transformers_does_not_know(tiny_model, tmp_path: Path) -> None:
-    directory = changed_copy(tiny_model("llama"), tmp_path, model_type="not_a_model", architectures=["NotAModelForCausalLM"])
+    directory = changed_copy(
+        tiny_model("llama"), tmp_path, model_type="not_a_model", architectures=["NotAModelForCausalLM"]
+    )
     with pytest.raises(SourceError, match=r"transformers cannot build NotAModelForCausalLM\. .*not_a_model"):
         Skeleton(Checkpoint(directory))
 
@@ -128,7 +156,11 @@ def test_weights_that_transformers_rewrites_are_refused(tiny_model, tmp_path: Pa
     rule = WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Transpose(0, 1)])
     register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)
     try:
-        with pytest.raises(SourceError, match=r"llama is not supported: transformers rewrites model\.layers\.0\.mlp\.up_proj\.weight"):
+        with pytest.raises(
+            SourceError,
+            match=r"llama is not supported: transformers rewrites "
+            r"model\.layers\.0\.mlp\.up_proj\.weight",
+        ):
             Skeleton(Checkpoint(tiny_model("llama")))
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache.pop("LlamaForCausalLM")

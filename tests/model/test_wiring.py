@@ -26,7 +26,10 @@ EXPECTED = {
     "llama": LLAMA,
     "qwen2": LLAMA,
     "gemma": LLAMA,
-    "gemma3": {("pre_feedforward_layernorm" if norm.startswith("post") else norm): consumers for norm, consumers in LLAMA.items()},
+    "gemma3": {
+        ("pre_feedforward_layernorm" if norm.startswith("post") else norm): consumers
+        for norm, consumers in LLAMA.items()
+    },
     "gpt2": {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",), "attn.c_attn": ("attn.c_proj",)},
     "gptj": {"ln_1": ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in"), "attn.v_proj": ("attn.out_proj",)},
     "opt": {
@@ -140,7 +143,9 @@ def test_only_the_values_of_a_joined_projection_are_scaled(tiny_model: TinyModel
     assert torch.equal(group.rows, torch.arange(128, 192))
 
 
-def test_joined_gate_and_up_and_joined_queries_keys_and_fewer_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_gate_and_up_and_joined_queries_keys_and_fewer_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(CONFIGS, "phi3", {"model_type": "phi3", **SIZES, "tie_word_embeddings": False})
     loaded = Loaded(save_tiny_model("phi3", tmp_path / "phi3"))
     before, groups = loaded.run(), loaded.wiring().groups
@@ -159,8 +164,13 @@ def test_joined_gate_and_up_and_joined_queries_keys_and_fewer_values(tmp_path: P
 
 
 def test_a_norm_of_heads_gives_each_of_them_its_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = {f"linear_{which}_head_dim": 16 for which in ("key", "value")} | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    monkeypatch.setitem(CONFIGS, "hybrid", {"model_type": "qwen3_5_text", **SIZES, "head_dim": 16, "num_hidden_layers": 4, **heads})
+    heads = {f"linear_{which}_head_dim": 16 for which in ("key", "value")} | {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    monkeypatch.setitem(
+        CONFIGS, "hybrid", {"model_type": "qwen3_5_text", **SIZES, "head_dim": 16, "num_hidden_layers": 4, **heads}
+    )
     loaded = Loaded(save_tiny_model("hybrid", tmp_path / "hybrid"))
     before, group = loaded.run(), loaded.group("linear_attn.norm")
     assert [loaded.short(name) for name in group.consumers] == ["linear_attn.out_proj"]
@@ -219,7 +229,11 @@ def test_scales_that_cannot_be_folded_are_an_error(tiny_model: TinyModel) -> Non
     scales[3] = 0
     with pytest.raises(ValueError, match=r"^model.layers.1.input_layernorm: a scale is not a positive, finite number$"):
         fold_(loaded.skeleton, loaded.group("input_layernorm"), scales)
-    with pytest.raises(ValueError, match=r"^model.layers.1.self_attn.v_proj: channels of one row have different scales$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^model.layers.1.self_attn.v_proj: "
+        r"channels of one row have different scales$",
+    ):
         fold_(loaded.skeleton, loaded.group("self_attn.v_proj"), torch.arange(1.0, 65.0))
 
 

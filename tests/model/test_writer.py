@@ -51,7 +51,9 @@ def test_shards_stay_under_the_limit_and_the_index_names_them(tmp_path: Path) ->
             writer.add(name, tensor)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 7 * 400 + 4000}
-    assert sorted(set(index["weight_map"].values())) == [f"model-{number:05d}-of-00005.safetensors" for number in range(1, 6)]
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-{number:05d}-of-00005.safetensors" for number in range(1, 6)
+    ]
     for name, file in index["weight_map"].items():
         held = load_file(tmp_path / file)
         assert torch.equal(held[name], tensors[name])
@@ -120,7 +122,9 @@ def test_a_full_disk_says_how_much_was_needed(tmp_path: Path, monkeypatch: pytes
     writer = CheckpointWriter(tmp_path)
     writer.add("a", torch.ones(1000))
     with pytest.raises(
-        ResourceError, match=r"\.shard-00001\.partial: the disk is full: 4,000 bytes were to be written and [\d,]+ are free"
+        ResourceError,
+        match=r"\.shard-00001\.partial: the disk is full: 4,000 "
+        r"bytes were to be written and [\d,]+ are free",
     ):
         writer.finish()
 
@@ -153,12 +157,25 @@ def test_other_system_errors_pass_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trusted", [True, False])
 def test_companions_are_of_stated_kinds(trusted: bool, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    kept = ["LICENSE", "README.md", "tokenizer.json", "chat_template.jinja", "generation_config.json", "1_Pooling/config.json"]
+    kept = [
+        "LICENSE",
+        "README.md",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "1_Pooling/config.json",
+    ]
     kept += ["modeling_custom.py"] * trusted
     if not trusted:
         (source / "x").mkdir(parents=True)
         (source / "x" / "modeling.py").write_text("code")
-    left = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"]
+    left = [
+        "config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ]
     left += [
         *OWN_FILES,
         "pytorch_model.bin.index.json",

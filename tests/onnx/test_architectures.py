@@ -1,4 +1,6 @@
-"""What a config says of windows, rotary embeddings and norms is in the exported graph, where the builder alone would miss it."""
+"""What a config says of windows, rotary embeddings and norms is in the exported graph, where the
+builder alone would miss it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 KINDS: dict[str, dict[str, Any]] = {
-    "local and global rotary embeddings": {"model_type": "gemma3_text", "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 8},
+    "local and global rotary embeddings": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "head_dim": 16,
+        "sliding_window": 8,
+    },
     "windows in the even layers, a soft cap": {
         "model_type": "gemma2",
         "head_dim": 16,
@@ -28,7 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "attn_logit_softcapping": 0.5,
     },
-    "windows in the last layer alone": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "windows in the last layer alone": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
     "half of a head rotated, layer norms": {"model_type": "phi", "hidden_size": 128},
     "a layer without rotary embedding": {"model_type": "smollm3", "num_hidden_layers": 4},
     "a stretched rotary embedding": {"model_type": "llama", "head_dim": 64, "rope_parameters": YARN},
@@ -59,11 +71,16 @@ def test_the_graph_is_what_the_config_says(kind: str, tmp_path: Path) -> None:
 
 
 def test_names_of_transformers_4() -> None:
-    flat = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, layer_norm_eps=1e-3)
+    flat = SimpleNamespace(
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, layer_norm_eps=1e-3
+    )
     older_names_(flat)
     assert (flat.rope_theta, flat.partial_rotary_factor, flat.rms_norm_eps) == (5e5, 0.5, 1e-3)
     assert flat.rope_scaling == {**flat.rope_parameters, "type": "default"}
-    local = {"full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_theta": 1e4}}
+    local = {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 1e4},
+    }
     nested = SimpleNamespace(rope_parameters=local, rms_norm_eps=1e-6)
     older_names_(nested)
     assert (nested.rope_theta, nested.rope_local_base_freq, nested.rms_norm_eps) == (1e6, 1e4, 1e-6)

@@ -51,7 +51,10 @@ def toy(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_it_prints_is_heard_and_not_shown(toy: Toy, capfd: pytest.CaptureFixture[str]) -> None:
     heard = Heard()
-    order = toy("import os; print('Reading embedding layer\\nReading layer 0'); print('Reading layer 1'); os.write(2, b'100%|####|')")
+    order = toy(
+        "import os; print('Reading embedding layer\\nReading layer 0'); print('Reading layer "
+        "1'); os.write(2, b'100%|####|')"
+    )
     capfd.readouterr()
     build(order, heard)
     assert heard.notes == ["embedding layer", "layer 0", "layer 1"]
@@ -61,7 +64,10 @@ def test_what_it_prints_is_heard_and_not_shown(toy: Toy, capfd: pytest.CaptureFi
 
 
 def test_it_has_no_network_and_no_gpu(toy: Toy) -> None:
-    build(toy("import os; assert (os.environ['HF_HUB_OFFLINE'], os.environ['CUDA_VISIBLE_DEVICES']) == ('1', '')"), Heard())
+    build(
+        toy("import os; assert (os.environ['HF_HUB_OFFLINE'], os.environ['CUDA_VISIBLE_DEVICES']) == ('1', '')"),
+        Heard(),
+    )
 
 
 def test_the_exporter_sees_the_model_without_its_quantization(toy: Toy) -> None:
@@ -75,19 +81,41 @@ def test_the_exporter_sees_the_model_without_its_quantization(toy: Toy) -> None:
         (
             "raise NotImplementedError('The toy is not supported.\\nand more')",
             StageError,
-            "^onnx: exporter genai: NotImplementedError: The toy is not supported. ONNX Runtime GenAI's model builder stopped there.",
+            "^onnx: exporter genai: NotImplementedError: The toy is not supported. ONNX Runtime GenAI's "
+            "model builder stopped there.",
         ),
         ("assert 1 == 2", StageError, r"AssertionError: .*\(<string>, line 1\)"),
         (
-            "from optkit.errors import SourceError; raise SourceError('it is odd', where='there', why='So it is', remedy='Leave it')",
+            "from optkit.errors import SourceError; raise SourceError('it is odd', where='there', "
+            "why='So it is', remedy='Leave it')",
             SourceError,
             "^there: it is odd. So it is. Leave it.$",
         ),
-        ("raise OSError(28, 'No space left on device')", ResourceError, "onnx: the disk is full. Free some space, or put the store on"),
-        ("raise MemoryError", ResourceError, "^onnx: memory ran out while the model was exported. Use a machine with more memory.$"),
-        ("raise RuntimeError('DefaultCPUAllocator: not enough memory')", ResourceError, "memory ran out while the model was exported"),
-        ("import os; os.kill(os.getpid(), 9)", ResourceError, "memory ran out .* ended by SIGKILL, as the system does where memory runs"),
-        ("import os; os.kill(os.getpid(), 11)", StageError, "its process was ended by SIGSEGV and without a result. It said nothing."),
+        (
+            "raise OSError(28, 'No space left on device')",
+            ResourceError,
+            "onnx: the disk is full. Free some space, or put the store on",
+        ),
+        (
+            "raise MemoryError",
+            ResourceError,
+            "^onnx: memory ran out while the model was exported. Use a machine with more memory.$",
+        ),
+        (
+            "raise RuntimeError('DefaultCPUAllocator: not enough memory')",
+            ResourceError,
+            "memory ran out while the model was exported",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            ResourceError,
+            "memory ran out .* ended by SIGKILL, as the system does where memory runs",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 11)",
+            StageError,
+            "its process was ended by SIGSEGV and without a result. It said nothing.",
+        ),
         (
             "import os; [os.write(2, f'{n}\\n'.encode()) for n in range(5)]; os._exit(3)",
             StageError,
@@ -142,7 +170,11 @@ builder.build(builder.Order(Path({str(order.source)!r}), Path({str(order.target)
 
 
 def test_a_model_that_the_builder_does_not_know() -> None:
-    with pytest.raises(StageError, match=r"^onnx: the exporter genai does not know GPT2LMHeadModel. It knows Ernie4_5ForCausalLM, Gemma2F"):
+    with pytest.raises(
+        StageError,
+        match=r"^onnx: the exporter genai does not know "
+        r"GPT2LMHeadModel. It knows Ernie4_5ForCausalLM, Gemma2F",
+    ):
         refuse_architecture("GPT2LMHeadModel")
 
 
@@ -157,6 +189,9 @@ def test_another_version_of_the_builder_is_told() -> None:
     from optkit.onnx.adapted_builder import REPLACED, _methods
 
     partial = type("Model", (), dict.fromkeys(REPLACED[2:]))
-    said = "^onnx: exporter genai: the builder of the installed ONNX Runtime GenAI has no has_lm_head, load_weights. optkit changes "
+    said = (
+        "^onnx: exporter genai: the builder of the installed ONNX Runtime GenAI has no has_lm_head, "
+        "load_weights. optkit changes "
+    )
     with pytest.raises(StageError, match=said):
         _methods(partial)

@@ -1,4 +1,6 @@
-"""onnx.checker is asked about what it can judge: not about data with hard links, nor about ONNX Runtime's own operators."""
+"""onnx.checker is asked about what it can judge: not about data with hard links, nor about ONNX
+Runtime's own operators.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,25 @@ def test_operators_of_onnx_runtime_in_onnx_domain() -> None:
 
 @pytest.mark.parametrize(("opset", "own"), [(16, 1), (17, 0)])
 def test_layer_normalization_is_onnx_own_since_17(opset: int, own: int) -> None:
-    model = made(helper.make_node("LayerNormalization", ["x", "scale"], ["y"]), opset=opset, initializers=(external("scale"),))
+    model = made(
+        helper.make_node("LayerNormalization", ["x", "scale"], ["y"]), opset=opset, initializers=(external("scale"),)
+    )
     assert (problem_of_graph(model), own_nodes(model)) == ("", own)
 
 
 def test_inside_the_branches_of_a_node_too() -> None:
     out = helper.make_tensor_value_info("z", FLOAT, [2, 4])
     inner = helper.make_graph(
-        [helper.make_node("SimplifiedLayerNormalization", ["x", "scale"], ["z"])], "inner", [], [out], [external("scale")]
+        [helper.make_node("SimplifiedLayerNormalization", ["x", "scale"], ["z"])],
+        "inner",
+        [],
+        [out],
+        [external("scale")],
     )
     choose = helper.make_tensor("choose", onnx.TensorProto.BOOL, [], [True])
-    model = made(helper.make_node("If", ["choose"], ["y"], then_branch=inner, else_branch=inner), initializers=(choose,))
+    model = made(
+        helper.make_node("If", ["choose"], ["y"], then_branch=inner, else_branch=inner), initializers=(choose,)
+    )
     assert own_nodes(model) == 2
     broken = made(helper.make_node("If", ["choose"], ["y"], then_branch=inner), initializers=(choose,))
     assert problem_of_graph(broken).startswith("Required attribute 'else_branch' is missing.")
@@ -52,4 +62,6 @@ def test_inside_the_branches_of_a_node_too() -> None:
 
 def test_a_problem_is_one_line() -> None:
     problem = problem_of_graph(made(helper.make_node("Rellu", ["x"], ["y"], name="first")))
-    assert problem.startswith("No Op registered for Rellu with domain_version of 21 ==> Context: Bad node spec for node. Name: first")
+    assert problem.startswith(
+        "No Op registered for Rellu with domain_version of 21 ==> Context: Bad node spec for node. Name: first"
+    )

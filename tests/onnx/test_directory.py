@@ -34,7 +34,11 @@ def copied(tiny_onnx: TinyOnnx, tmp_path: Path) -> Path:
 def small_graph(path: Path, *nodes: onnx.NodeProto, **held: np.ndarray) -> Path:
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 2]) for name in ("x", "y")]
     graph = helper.make_graph(
-        list(nodes), "made", [ends[0]], [ends[1]], [numpy_helper.from_array(array, name) for name, array in held.items()]
+        list(nodes),
+        "made",
+        [ends[0]],
+        [ends[1]],
+        [numpy_helper.from_array(array, name) for name, array in held.items()],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
     return path
@@ -74,7 +78,11 @@ def test_a_past_without_a_present_is_refused(copied: Path) -> None:
         model.graph.output[1].name = "other"
 
     change_graph(copied, rename)
-    with pytest.raises(SourceError, match=r"the input past_key_values\.\d\.(key|value) has no output that would take its place"):
+    with pytest.raises(
+        SourceError,
+        match=r"the input past_key_values\.\d\.(key|value) "
+        r"has no output that would take its place",
+    ):
         _ = OnnxDirectory(copied).cache
 
 
@@ -84,7 +92,11 @@ def test_a_past_without_a_present_is_refused(copied: Path) -> None:
         (lambda root: (root / "model.onnx").unlink(), "there is no model.onnx"),
         (lambda root: (root / "model.onnx").write_bytes(b""), r"not a whole ONNX file \(0 bytes\)"),
         (lambda root: (root / "model.onnx").write_bytes(b"\x08\x0a" + b"x" * 99), "not a whole ONNX file"),
-        (lambda root: (root / "model.onnx.data").unlink(), r"1 of 1 files with its weights are missing: model.onnx.data"),
+        (
+            lambda root: (root / "model.onnx.data").unlink(),
+            r"1 of 1 files with its weights "
+            r"are missing: model.onnx.data",
+        ),
         (lambda root: (root / "genai_config.json").write_text("{"), "genai_config.json: cannot be read as JSON"),
         (lambda root: (root / "config.json").write_text("[]"), "config.json: is not a JSON object"),
         (lambda root: shutil.rmtree(root), "no such directory"),
@@ -100,7 +112,11 @@ def test_a_graph_or_data_that_was_cut_off(copied: Path) -> None:
     data, graph = copied / "model.onnx.data", copied / "model.onnx"
     size = data.stat().st_size
     data.write_bytes(data.read_bytes()[: size // 2])
-    with pytest.raises(SourceError, match=rf"model.onnx.data: the file has {size // 2:,} bytes and the graph asks for .* It was cut off"):
+    with pytest.raises(
+        SourceError,
+        match=rf"model.onnx.data: the file has {size // 2:,} "
+        r"bytes and the graph asks for .* It was cut off",
+    ):
         OnnxDirectory(copied)
     graph.write_bytes(graph.read_bytes()[:-1000])
     with pytest.raises(SourceError, match="not a whole ONNX file"):
@@ -151,7 +167,11 @@ def test_constants_and_inner_graphs_count(tmp_path: Path) -> None:
         helper.make_node("If", ["flag"], ["y"], then_branch=inner, else_branch=inner),
     ]
     found = OnnxFile(small_graph(tmp_path / "model.onnx", *nodes, flag=np.array(True)))
-    assert {name: each.shape for name, each in found.initializers.items()} == {"flag": (), "deep": (2, 2), "three": (3,)}
+    assert {name: each.shape for name, each in found.initializers.items()} == {
+        "flag": (),
+        "deep": (2, 2),
+        "three": (3,),
+    }
     assert [node.kind for node in found.nodes] == ["Constant", "If", "Identity", "Identity"]
 
 
@@ -175,7 +195,11 @@ def test_its_shape_and_digest(copied: Path, tmp_path: Path) -> None:
 
 def test_a_directory_with_both_is_a_checkpoint(copied: Path) -> None:
     assert is_onnx(copied)
-    with pytest.raises(SourceError, match=r"the weights are in ONNX. .* Name the checkpoint that the ONNX model was exported from"):
+    with pytest.raises(
+        SourceError,
+        match=r"the weights are in ONNX. .* Name the "
+        r"checkpoint that the ONNX model was exported from",
+    ):
         Checkpoint(copied)
     (copied / "model.safetensors").write_bytes(b"")
     assert not is_onnx(copied)

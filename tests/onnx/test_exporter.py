@@ -1,4 +1,6 @@
-"""The field `exporter` of the stage `onnx`: what is chosen where it is left out, and what the exporter torch takes."""
+"""The field `exporter` of the stage `onnx`: what is chosen where it is left out, and what the
+exporter torch takes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "exporter"), [("LlamaForCausalLM", "genai"), ("GPT2LMHeadModel", "torch"), ("BertModel", "torch"), (None, "torch")]
+    ("architecture", "exporter"),
+    [("LlamaForCausalLM", "genai"), ("GPT2LMHeadModel", "torch"), ("BertModel", "torch"), (None, "torch")],
 )
 def test_what_is_chosen(architecture: str | None, exporter: str) -> None:
     assert exporter_for({"architectures": [architecture]} if architecture else {}) == exporter
@@ -54,13 +57,22 @@ def test_what_was_asked_for_is_not_explained(bert: Path, tmp_path: Path) -> None
 
 def test_another_version_of_the_exporter_is_another_key() -> None:
     genai, torch = Onnx(exporter="genai").made_with()["packages"], Onnx(exporter="torch").made_with()["packages"]
-    assert [each.partition("==")[0] for each in (*genai, *torch)] == ["onnxruntime-genai", "torch", "transformers", "onnxscript"]
+    assert [each.partition("==")[0] for each in (*genai, *torch)] == [
+        "onnxruntime-genai",
+        "torch",
+        "transformers",
+        "onnxscript",
+    ]
     assert Onnx().made_with() == {"packages": [*genai, *torch]}
 
 
 IDLE = [
     ({"target": "cuda"}, "target", "a graph of the exporter torch is the same for every provider. Leave it out"),
-    ({"dtype": "float16"}, "dtype", "the exporter torch writes float32. Put onnx_optimize with float16: true behind it"),
+    (
+        {"dtype": "float16"},
+        "dtype",
+        "the exporter torch writes float32. Put onnx_optimize with float16: true behind it",
+    ),
     ({"lm_head": 8}, "lm_head", "the exporter torch rounds nothing. Leave it out, and put onnx_quantize behind it"),
     ({"embedding": "shared"}, "embedding", "the exporter torch rounds nothing"),
     ({"activations": "int8"}, "activations", "the exporter torch rounds nothing"),
@@ -79,7 +91,8 @@ def test_codes_are_not_for_torch(bert: Path) -> None:
     shape = Checkpoint(bert).shape
     quantized = replace(shape, config={**shape.config, "quantization_config": {"quant_method": "gptq"}})
     said = (
-        r"^onnx: the exporter torch writes float weights, and the model is quantized already \(gptq\). Export the float checkpoint, and put"
+        r"^onnx: the exporter torch writes float weights, and the model is quantized already \(gptq\). "
+        r"Export the float checkpoint, and put"
     )
     with pytest.raises(StageError, match=said):
         Onnx().predict(quantized, "cpu")

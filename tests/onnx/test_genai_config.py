@@ -1,4 +1,6 @@
-"""genai_config.json beside what torch exported: ONNX Runtime GenAI generates with it, in a process of its own, what transformers does."""
+"""genai_config.json beside what torch exported: ONNX Runtime GenAI generates with it, in a process
+of its own, what transformers does.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TOKENS = list(range(40, 60))
 
 @pytest.fixture(scope="module")
 def exported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the tiny GPT-2 as torch exports it: neither its architecture nor its config's words are GenAI's."""
+    """Return the tiny GPT-2 as torch exports it: neither its architecture nor its config's words
+    are GenAI's.
+    """
     target = tmp_path_factory.mktemp("gpt2")
     Onnx().run(tiny_model("gpt2"), target, Context())
     return target
@@ -37,7 +41,13 @@ def exported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
 def test_it_generates_what_transformers_does(exported: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    request = {"directory": str(exported), "tokens": TOKENS, "new_tokens": 6, "device": "cpu", "logits": str(tmp_path / "logits.f32")}
+    request = {
+        "directory": str(exported),
+        "tokens": TOKENS,
+        "new_tokens": 6,
+        "device": "cpu",
+        "logits": str(tmp_path / "logits.f32"),
+    }
     answer = ask(ONNXRUNTIME_GENAI, sys.executable, request, tmp_path, 120)
     assert answer.problem == ""
     model = AutoModelForCausalLM.from_pretrained(tiny_model("gpt2"))
@@ -45,7 +55,10 @@ def test_it_generates_what_transformers_does(exported: Path, tiny_model: TinyMod
     with torch.no_grad():
         ours = model(tokens).logits[0]
         going_on = model.generate(tokens, do_sample=False, max_new_tokens=6, pad_token_id=1)
-    assert compare_logits(ours, read_logits(tmp_path / "logits.f32", answer.said["logits_shape"])).max_logit_difference < 1e-4
+    assert (
+        compare_logits(ours, read_logits(tmp_path / "logits.f32", answer.said["logits_shape"])).max_logit_difference
+        < 1e-4
+    )
     wanted = going_on[0, len(TOKENS) :].tolist()
     assert len(wanted) > 3
     assert answer.said["generated"][: len(wanted)] == wanted
@@ -55,8 +68,15 @@ def test_what_it_says(exported: Path) -> None:
     assert problems_of_genai(OnnxDirectory(exported)) == []
     model = json.loads((exported / "genai_config.json").read_text())["model"]
     config = json.loads((exported / "config.json").read_text())
-    assert (model["type"], model["vocab_size"], model["context_length"]) == ("decoder", config["vocab_size"], config["n_positions"])
-    assert (model["decoder"]["num_attention_heads"], model["decoder"]["hidden_size"]) == (config["n_head"], config["n_embd"])
+    assert (model["type"], model["vocab_size"], model["context_length"]) == (
+        "decoder",
+        config["vocab_size"],
+        config["n_positions"],
+    )
+    assert (model["decoder"]["num_attention_heads"], model["decoder"]["hidden_size"]) == (
+        config["n_head"],
+        config["n_embd"],
+    )
     assert "position_ids" not in model["decoder"]["inputs"]
 
 

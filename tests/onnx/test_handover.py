@@ -57,10 +57,15 @@ def weights_of_source(directory: Path) -> dict[str, Tensor]:
 
 
 def weights_of_graph(directory: Path) -> dict[str, Tensor]:
-    """Return layer -> float32 [out, in] of each MatMulNBits; q, k and v together are named qkv_proj."""
+    """Return layer -> float32 [out, in] of each MatMulNBits; q, k and v together are named
+    qkv_proj.
+    """
     graph = ModelFile(directory)
     nodes = [node.name for node in graph.proto.graph.node if node.op_type == "MatMulNBits"]
-    names = {node: node.strip("/").replace("/MatMulNBits", "").replace("/", ".").replace(".attn.", ".self_attn.") for node in nodes}
+    names = {
+        node: node.strip("/").replace("/MatMulNBits", "").replace("/", ".").replace(".attn.", ".self_attn.")
+        for node in nodes
+    }
     return {names[node]: stored_codes(graph, node).dequantize() for node in nodes}
 
 
@@ -85,14 +90,18 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
         ("gemma", {"bits": 8, "group_size": 64, "symmetric": True}),
     ],
 )
-def test_every_weight_is_the_sources_bit_for_bit(tiny_model: TinyModel, tmp_path: Path, kind: str, form: dict[str, Any]) -> None:
+def test_every_weight_is_the_sources_bit_for_bit(
+    tiny_model: TinyModel, tmp_path: Path, kind: str, form: dict[str, Any]
+) -> None:
     save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", **form)
     report = run(Onnx(lm_head="keep", activations="float"), tmp_path / "packed", tmp_path / "onnx")
     assert same(weights_of_graph(tmp_path / "onnx"), joined_attention(weights_of_source(tmp_path / "packed")))
     assert max(report.details["logits_apart"].values()) < 2e-6
     nodes = [node for node in ModelFile(tmp_path / "onnx").proto.graph.node if node.op_type == "MatMulNBits"]
     assert {len(node.input) for node in nodes} == {3 if form["symmetric"] else 4}
-    assert {(attributes(node)["bits"], attributes(node)["block_size"]) for node in nodes} == {(form["bits"], form["group_size"])}
+    assert {(attributes(node)["bits"], attributes(node)["block_size"]) for node in nodes} == {
+        (form["bits"], form["group_size"])
+    }
     assert {attributes(node)["accuracy_level"] for node in nodes} == {0}
     config = json.loads((tmp_path / "onnx" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -109,13 +118,19 @@ def test_awq_and_a_head_in_8_bits(tiny_model: TinyModel, tmp_path: Path) -> None
     head = found.pop("lm_head")
     assert same(found, joined_attention(weights_of_source(tmp_path / "awq")))
     embedding = source.read("model.embed_tokens.weight")
-    assert float((head - embedding).norm() / embedding.norm()) == pytest.approx(report.details["lm_head_error"], rel=1e-3)
+    assert float((head - embedding).norm() / embedding.norm()) == pytest.approx(
+        report.details["lm_head_error"], rel=1e-3
+    )
     assert report.details["lm_head_error"] < 0.01
     assert 0 < report.details["divergence"] < 0.1
     assert report.notes[0].startswith(
         "lm_head is rounded to 8 bits for the export; ONNX Runtime rounds the inputs of quantized layers to 8 "
     )
-    assert (report.details["lm_head"], report.details["embedding"], report.details["activations"]) == ("8 bits", "as in the source", "int8")
+    assert (report.details["lm_head"], report.details["embedding"], report.details["activations"]) == (
+        "8 bits",
+        "as in the source",
+        "int8",
+    )
     assert stage.predict(source.shape, "cpu")[0].disk_bytes == (tmp_path / "onnx" / "model.onnx.data").stat().st_size
 
 
@@ -127,11 +142,17 @@ def test_layers_of_many_forms_and_a_quantized_head(tiny_model: TinyModel, tmp_pa
         "*.1.mlp.down_proj": "keep",
         "*.mlp.up_proj": {"group_size": -1, "symmetric": True},
     }
-    run(Rtn(bits=4, group_size=32, symmetric=False, lm_head=True, overrides=overrides), tiny_model("llama"), tmp_path / "rtn")
+    run(
+        Rtn(bits=4, group_size=32, symmetric=False, lm_head=True, overrides=overrides),
+        tiny_model("llama"),
+        tmp_path / "rtn",
+    )
     report = run(Onnx(), tmp_path / "rtn", tmp_path / "onnx")
     wanted, found = weights_of_source(tmp_path / "rtn"), weights_of_graph(tmp_path / "onnx")
     assert torch.equal(found["lm_head"], wanted["lm_head"])
-    assert torch.equal(found["model.layers.0.self_attn.qkv_proj"], joined_attention(wanted)["model.layers.0.self_attn.qkv_proj"])
+    assert torch.equal(
+        found["model.layers.0.self_attn.qkv_proj"], joined_attention(wanted)["model.layers.0.self_attn.qkv_proj"]
+    )
     assert torch.equal(found["model.layers.1.self_attn.v_proj"], wanted["model.layers.1.self_attn.v_proj"])
     assert torch.equal(found["model.layers.2.mlp.up_proj"], wanted["model.layers.2.mlp.up_proj"])
     assert report.details["nodes"]["MatMul"] == 2
@@ -143,7 +164,9 @@ def test_the_embedding_reads_the_codes_of_the_head(tiny_model: TinyModel, tmp_pa
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=False)
     stage = Onnx()
     report = run(stage, tmp_path / "packed", tmp_path / "onnx")
-    assert report.notes[0].startswith("lm_head and the embedding that is tied to it are rounded to 8 bits for the export; ")
+    assert report.notes[0].startswith(
+        "lm_head and the embedding that is tied to it are rounded to 8 bits for the export; "
+    )
     kinds = report.details["nodes"]
     assert (kinds["GatherBlockQuantized"], kinds.get("MatMul", 0)) == (1, 0)
     assert "model.embed_tokens.weight" not in ModelFile(tmp_path / "onnx").initializers
@@ -152,12 +175,16 @@ def test_the_embedding_reads_the_codes_of_the_head(tiny_model: TinyModel, tmp_pa
     assert max(report.details["logits_apart"].values()) < 2e-6
 
 
-def test_a_head_in_4_bits_can_cost_too_much(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_in_4_bits_can_cost_too_much(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("optkit.onnx.parity.DIVERGENCE_LIMIT", 1e-3)
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
     said = (
-        r"^onnx: the divergence from the source is 0.\d+ nats a token, and 0.001 is the limit. The export itself agrees; what is rounded "
-        r"beside it costs that: lm_head in 4 bits and inputs of layers in 8 bits. Set lm_head: keep or activations: float.$"
+        r"^onnx: the divergence from the source is 0.\d+ nats a token, and 0.001 is the limit. The export "
+        r"itself agrees; what is rounded "
+        r"beside it costs that: lm_head in 4 bits and inputs of layers in 8 bits. Set lm_head: "
+        r"keep or activations: float.$"
     )
     with pytest.raises(StageError, match=said):
         run(Onnx(lm_head=4), tmp_path / "packed", tmp_path / "onnx")

@@ -1,4 +1,6 @@
-"""What onnx_quantize and onnx_optimize say that they will leave and need, beside what they leave and need."""
+"""What onnx_quantize and onnx_optimize say that they will leave and need, beside what they leave
+and need.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from optkit.stages.onnx_quantize import OnnxQuantize
 from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.exported import exported
 
-WIDE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 PEAK = """
 import json, sys, tempfile, threading
 from pathlib import Path
@@ -43,7 +51,9 @@ def run(source):
 run(sys.argv[3])
 print(run(sys.argv[4]))
 """
-"""Prints the bytes that a stage holds beside what its libraries do, which a run on a tiny model has loaded."""
+"""Prints the bytes that a stage holds beside what its libraries do, which a run on a tiny model has
+loaded.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +79,17 @@ STAGES: dict[str, Transform] = {
     "some": OnnxQuantize(include=("*.mlp.*",), exclude=("*down_proj*",), lm_head="keep"),
     "dynamic": OnnxQuantize(method="dynamic"),
     "dynamic, embedding": OnnxQuantize(method="dynamic", op_types=("MatMul", "Gather"), per_channel=False),
-    "static": OnnxQuantize(method="static", calibration=Calibration(dataset="python-reference", samples=2, sequence_length=16)),
+    "static": OnnxQuantize(
+        method="static", calibration=Calibration(dataset="python-reference", samples=2, sequence_length=16)
+    ),
     "basic": OnnxOptimize(),
     "float16": OnnxOptimize(level="none", float16=True),
 }
 
 
 @pytest.mark.parametrize(
-    ("stage", "tied"), [*((stage, True) for stage in STAGES), ("symmetric", False), ("dynamic", False), ("basic", False)]
+    ("stage", "tied"),
+    [*((stage, True) for stage in STAGES), ("symmetric", False), ("dynamic", False), ("basic", False)],
 )
 def test_the_size_that_is_left(wide_onnx: Callable[[bool], Path], tmp_path: Path, stage: str, tied: bool) -> None:
     source = wide_onnx(tied)
@@ -114,7 +127,9 @@ def test_float16_is_said_in_the_config(wide_onnx: Callable[[bool], Path]) -> Non
     ],
 )
 def test_the_memory(tmp_path: Path, tiny_onnx: Callable[[str, str], Path], kind: str, fields: str) -> None:
-    """On a model of 100 MB, most of it in an embedding that is lm_head too: large enough to outweigh what libraries hold by the way."""
+    """On a model of 100 MB, most of it in an embedding that is lm_head too: large enough to
+    outweigh what libraries hold by the way.
+    """
     from optkit.recipe.registry import stage_class
 
     with pytest.MonkeyPatch.context() as patch:
@@ -124,5 +139,7 @@ def test_the_memory(tmp_path: Path, tiny_onnx: Callable[[str, str], Path], kind:
     shutil.rmtree(tmp_path / "source")
     command = [sys.executable, "-c", PEAK, kind, fields, str(tiny_onnx("llama", "fp32")), str(source)]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-    predicted = stage_class(kind).model_validate_json(fields).predict(onnx_shape(source), "cpu")[0].ram_bytes - LIBRARY_BYTES  # type: ignore[attr-defined]
+    predicted = (
+        stage_class(kind).model_validate_json(fields).predict(onnx_shape(source), "cpu")[0].ram_bytes - LIBRARY_BYTES
+    )  # type: ignore[attr-defined]
     assert peak <= predicted <= 2.2 * peak

@@ -1,4 +1,6 @@
-"""Decoders on ONNX Runtime: whole sequences, prompts and steps say the same, whatever their KV cache is like."""
+"""Decoders on ONNX Runtime: whole sequences, prompts and steps say the same, whatever their KV
+cache is like.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ TOLERANCE = {"float": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
 
 
 class LargeTensors(TorchDispatchMode):
-    """Names the operations of torch that make a tensor of at least `least` elements, as those do that wake its threads."""
+    """Names the operations of torch that make a tensor of at least `least` elements, as those do
+    that wake its threads.
+    """
 
     def __init__(self, least: int) -> None:
         super().__init__()
@@ -40,7 +44,9 @@ class LargeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, _types: Any, given: tuple[Any, ...] = (), options: Any = None) -> Any:
         made = operation(*given, **(options or {}))
-        views = isinstance(made, Tensor) and made.data_ptr() in {each.data_ptr() for each in given if isinstance(each, Tensor)}
+        views = isinstance(made, Tensor) and made.data_ptr() in {
+            each.data_ptr() for each in given if isinstance(each, Tensor)
+        }
         if isinstance(made, Tensor) and made.numel() >= self.least and not views:
             self.names.add(str(operation))
         return made
@@ -97,8 +103,12 @@ def test_a_model_without_a_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "growing"])
-def test_long_sequences_go_in_parts(tiny_onnx: TinyOnnx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    directory, vocabulary = (tiny_onnx("llama", "fp32"), 512) if kind == "shared" else (handmade(tmp_path / "m"), VOCABULARY)
+def test_long_sequences_go_in_parts(
+    tiny_onnx: TinyOnnx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    directory, vocabulary = (
+        (tiny_onnx("llama", "fp32"), 512) if kind == "shared" else (handmade(tmp_path / "m"), VOCABULARY)
+    )
     runner = OnnxRunner(directory)
     tokens = some_tokens(3, 50, vocabulary)
     whole = runner.logits(tokens)
@@ -111,7 +121,10 @@ def test_long_sequences_go_in_parts(tiny_onnx: TinyOnnx, tmp_path: Path, monkeyp
 def test_inputs_that_are_rounded_together_are_computed_together(tmp_path: Path) -> None:
     directory = handmade(tmp_path / "m")
     assert OnnxRunner(directory).sliceable
-    change_graph(directory, lambda model: model.graph.node.append(onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["a", "b", "c"])))
+    change_graph(
+        directory,
+        lambda model: model.graph.node.append(onnx.helper.make_node("DynamicQuantizeLinear", ["x"], ["a", "b", "c"])),
+    )
     assert not OnnxRunner(directory).sliceable
 
 
@@ -133,7 +146,9 @@ def test_threads_follow_torch(tiny_onnx: TinyOnnx) -> None:
     finally:
         torch.set_num_threads(before)
     assert runner.opened.session.get_session_options().intra_op_num_threads == 3
-    assert OnnxRunner(tiny_onnx("llama", "fp32"), threads=2).opened.session.get_session_options().intra_op_num_threads == 2
+    assert (
+        OnnxRunner(tiny_onnx("llama", "fp32"), threads=2).opened.session.get_session_options().intra_op_num_threads == 2
+    )
 
 
 def test_what_computes_is_told(tiny_onnx: TinyOnnx) -> None:
@@ -147,12 +162,18 @@ def test_what_computes_is_told(tiny_onnx: TinyOnnx) -> None:
 
 @pytest.mark.parametrize(
     ("device", "providers", "package"),
-    [("cuda", (), "onnxruntime-gpu"), ("cuda:1", ["tensorrt", "cuda"], "onnxruntime-gpu"), ("cpu", ["openvino"], "onnxruntime-openvino")],
+    [
+        ("cuda", (), "onnxruntime-gpu"),
+        ("cuda:1", ["tensorrt", "cuda"], "onnxruntime-gpu"),
+        ("cpu", ["openvino"], "onnxruntime-openvino"),
+    ],
 )
 def test_a_provider_that_is_not_installed(tiny_onnx: TinyOnnx, device: str, providers: list[str], package: str) -> None:
     if device.startswith("cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(MissingPackageError, match=f"ExecutionProvider of ONNX Runtime: the package `{package}` is not installed"):
+    with pytest.raises(
+        MissingPackageError, match=f"ExecutionProvider of ONNX Runtime: the package `{package}` is not installed"
+    ):
         OnnxRunner(tiny_onnx("llama", "fp32"), device, providers=providers)
 
 
@@ -166,10 +187,14 @@ def test_a_provider_that_nobody_knows_or_of_another_device(tiny_onnx: TinyOnnx) 
 def test_a_provider_that_does_not_start(tiny_onnx: TinyOnnx, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
     with (
         pytest.warns(UserWarning, match="not in available provider"),
-        pytest.raises(OptkitError, match="could not start CUDAExecutionProvider and fell back to CPUExecutionProvider. A library"),
+        pytest.raises(
+            OptkitError, match="could not start CUDAExecutionProvider and fell back to CPUExecutionProvider. A library"
+        ),
     ):
         opening.open_model(tiny_onnx("llama", "fp32") / "model.onnx", "cuda")
 
@@ -214,7 +239,11 @@ def cut(model: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_ir, r"the graph is newer than onnxruntime [\d.]+. Unsupported model IR version: 99, max supported IR version: \d+"),
+        (
+            set_ir,
+            r"the graph is newer than onnxruntime [\d.]+. Unsupported model IR version: 99, "
+            r"max supported IR version: \d+",
+        ),
         (set_opset, r"the graph is newer than onnxruntime [\d.]+. .*Opset 99 is under development"),
         (widen, "the graph wants images, which optkit cannot fill in"),
         (rename_logits, "the graph has no output 'logits' but embeddings.* It is not a causal language model"),
@@ -250,7 +279,11 @@ def test_a_dtype_without_a_kernel(tmp_path: Path) -> None:
         model.graph.node.insert(index + 1, onnx.helper.make_node("Cast", ["flat"], ["wide"], to=onnx.TensorProto.FLOAT))
 
     change_graph(directory, compute_in_bfloat16)
-    with pytest.raises(SourceError, match=r"ONNX Runtime has no kernel of \w+\(\d+\) for the dtypes that it gets here on cpu"):
+    with pytest.raises(
+        SourceError,
+        match=r"ONNX Runtime has no kernel of \w+\(\d+\) "
+        r"for the dtypes that it gets here on cpu",
+    ):
         OnnxRunner(directory)
 
 
@@ -266,7 +299,11 @@ def test_memory_that_runs_out(tmp_path: Path, tiny_onnx: TinyOnnx) -> None:
         model.graph.output.append(onnx.helper.make_tensor_value_info("more", onnx.TensorProto.FLOAT, None))
 
     change_graph(huge, blow_up)
-    with pytest.raises(ResourceError, match=r"out of memory in the logits of 1 x 1 tokens on cpu. Expand .*Lower the window or the batch"):
+    with pytest.raises(
+        ResourceError,
+        match=r"out of memory in the logits of 1 x 1 tokens "
+        r"on cpu. Expand .*Lower the window or the batch",
+    ):
         OnnxRunner(huge).logits(some_tokens(1, 1, VOCABULARY))
 
 
@@ -274,7 +311,8 @@ def test_the_bytes_of_a_step(tiny_onnx: TinyOnnx, tmp_path: Path) -> None:
     tied, untied = OnnxDirectory(tiny_onnx("llama", "fp32")), OnnxDirectory(tiny_onnx("qwen2", "fp32"))
     cache = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, bytes
     assert decode_bytes(tied, 1, 101) - decode_bytes(tied, 1, 100) == cache
-    assert decode_bytes(tied, 2, 100) - decode_bytes(tied, 1, 100) == 100 * cache + 2 * 8 * 4  # one row more of cosines and sines
+    # one row more of cosines and sines
+    assert decode_bytes(tied, 2, 100) - decode_bytes(tied, 1, 100) == 100 * cache + 2 * 8 * 4
     assert decode_bytes(tied, 1, 0) > 512 * 64 * 4  # the embedding is lm_head too
     table = next(each for name, each in untied.graph.initializers.items() if "embed" in name)
     weights = sum(each.size_bytes for each in untied.graph.initializers.values())

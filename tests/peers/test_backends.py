@@ -1,4 +1,6 @@
-"""The real libraries, in environments that are built here (network, minutes), quantize a tiny model that optkit then opens."""
+"""The real libraries, in environments that are built here (network, minutes), quantize a tiny model
+that optkit then opens.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny llama whose layers all have multiples of 64 outputs, as AutoAWQ asks for, and whose positions turn slowly."""
+    """Return a tiny llama whose layers all have multiples of 64 outputs, as AutoAWQ asks for, and
+    whose positions turn slowly.
+    """
     rope = {"rope_type": "default", "rope_theta": 100000.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONFIGS, "wide", {**CONFIGS["llama"], "num_key_value_heads": 4, "rope_parameters": rope})
@@ -56,8 +60,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("awq", {"backend": "gptqmodel", "calibration": CALIBRATION}, "awq"),
     ],
 )
-def test_a_library_quantizes_in_its_own_environment(kind: str, fields: dict[str, Any], method: str, wide: Path, tmp_path: Path) -> None:
-    report = stage_class(kind).model_validate_json(json.dumps({"group_size": 32, **fields})).run(wide, tmp_path, Context())  # type: ignore[attr-defined]
+def test_a_library_quantizes_in_its_own_environment(
+    kind: str, fields: dict[str, Any], method: str, wide: Path, tmp_path: Path
+) -> None:
+    report = (
+        stage_class(kind).model_validate_json(json.dumps({"group_size": 32, **fields})).run(wide, tmp_path, Context())
+    )  # type: ignore[attr-defined]
     assert report.details["backend"] == fields["backend"]
     assert report.details["logits_apart"] < 1e-3
     assert 4 < report.details["quantized_bits_per_weight"] < 6
@@ -72,7 +80,10 @@ def test_a_library_quantizes_in_its_own_environment(kind: str, fields: dict[str,
 @pytest.mark.parametrize("name", ["autoawq", "gptqmodel", "llmcompressor"])
 def test_an_environment_has_our_torch_and_not_our_transformers(name: str) -> None:
     environment = Environments().require(name, SilentProgress())
-    program = "import torch, transformers, json; print(json.dumps([torch.__version__, transformers.__file__, torch.ones(2).sum().item()]))"
+    program = (
+        "import torch, transformers, json; print(json.dumps([torch.__version__, transformers.__file__, "
+        "torch.ones(2).sum().item()]))"
+    )
     said = subprocess.run([environment.interpreter, "-c", program], capture_output=True, text=True, check=True)
     version, place, two = json.loads(said.stdout)
     assert version == torch.__version__

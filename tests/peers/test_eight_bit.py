@@ -30,14 +30,17 @@ TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
         ("llama", Smoothquant(activations="static", calibration=TEXT), 0.02),  # the same
         ("qwen2", Fp8(), 1e-4),
         ("gemma3", Fp8(), 1e-4),
-        # compressed-tensors gives tokens in two dimensions (the feed-forward of OPT, experts) one scale for all of them; vLLM does not
+        # compressed-tensors gives tokens in two dimensions (the feed-forward of OPT, experts) one
+        # scale for all of them; vLLM does not
         ("opt", Fp8(activations="static", calibration=TEXT), 1e-4),
         ("opt", Smoothquant(activations="static", calibration=TEXT), 1e-4),
         # transformers opens experts in bfloat16, their inputs never rounded
         ("mixtral", Fp8(activations="none"), 5e-3),
     ],
 )
-def test_transformers_gives_the_same_logits(kind: str, stage: Transform, tolerance: float, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_transformers_gives_the_same_logits(
+    kind: str, stage: Transform, tolerance: float, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     pytest.importorskip("compressed_tensors")
     (tmp_path / "eight").mkdir()
     stage.run(tiny_model(kind), tmp_path / "eight", Context())

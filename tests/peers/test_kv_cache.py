@@ -1,4 +1,6 @@
-"""vLLM takes the float8 cache and its scales from an artifact by itself; OPTKIT_VLLM_PYTHON names an interpreter that has vllm."""
+"""vLLM takes the float8 cache and its scales from an artifact by itself; OPTKIT_VLLM_PYTHON names
+an interpreter that has vllm.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,16 @@ def test_vllm_reads_the_scales_and_writes_sensible_text(python: str, smol: Path,
         source.mkdir()
         Rtn(group_size=32).run(smol, source, Context())
     target.mkdir()
-    KvScales(calibration=Calibration(dataset="python-reference", samples=8, sequence_length=256)).run(source, target, Context())
+    KvScales(calibration=Calibration(dataset="python-reference", samples=8, sequence_length=256)).run(
+        source, target, Context()
+    )
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     command = [python, str(tmp_path / "program.py"), str(target), str(tmp_path / "said.json")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -1,4 +1,6 @@
-"""The same packed directory, opened by optkit and by transformers with compressed-tensors: the same model."""
+"""The same packed directory, opened by optkit and by transformers with compressed-tensors: the same
+model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.peers
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize(("bits", "symmetric", "group_size"), [(4, True, 32), (4, False, 64), (8, True, 64), (3, False, 32)])
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "group_size"), [(4, True, 32), (4, False, 64), (8, True, 64), (3, False, 32)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compressed_tensors_gives_the_same_logits(
     kind: str, bits: int, symmetric: bool, group_size: int, dtype: torch.dtype, tiny_model: TinyModel, tmp_path: Path

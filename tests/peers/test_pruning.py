@@ -1,4 +1,6 @@
-"""llm-compressor itself, in its own environment, prunes the very weights that optkit prunes where both do what the papers say."""
+"""llm-compressor itself, in its own environment, prunes the very weights that optkit prunes where
+both do what the papers say.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "pruning.py"
 
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the Python of llm-compressor's environment, built where it is not there; $OPTKIT_ENVS keeps it for the next run."""
+    """Return the Python of llm-compressor's environment, built where it is not there; $OPTKIT_ENVS
+    keeps it for the next run.
+    """
     os.environ.setdefault("OPTKIT_ENVS", str(tmp_path_factory.mktemp("envs")))
     return str(Environments().require("llmcompressor", SilentProgress()).interpreter)
 
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
 @pytest.mark.parametrize("method", PAPER)
-def test_the_same_weights_go(tiny_model: TinyModel, tmp_path: Path, interpreter: str, method: str, pattern: str) -> None:
+def test_the_same_weights_go(
+    tiny_model: TinyModel, tmp_path: Path, interpreter: str, method: str, pattern: str
+) -> None:
     source = tiny_model("qwen2")
     request = {
         "method": method,
@@ -47,12 +53,19 @@ def test_the_same_weights_go(tiny_model: TinyModel, tmp_path: Path, interpreter:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "ours").mkdir()
     (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    subprocess.run([interpreter, str(SCRIPT), "--worker", str(tmp_path / "request.json")], check=True, capture_output=True)
+    subprocess.run(
+        [interpreter, str(SCRIPT), "--worker", str(tmp_path / "request.json")], check=True, capture_output=True
+    )
     Prune.model_validate({"method": method, "pattern": pattern, "calibration": CALIBRATION, **PAPER[method]}).run(
         source, tmp_path / "ours", Context()
     )
     ours, theirs = (load_file(tmp_path / whose / "model.safetensors") for whose in ("ours", "theirs"))
     for name, weight in ours.items():
-        # llm-compressor's SparseGPT takes one weight more from each block of 128 inputs: all that are not above a threshold.
-        assert ((weight == 0) != (theirs[name] == 0)).float().mean() <= (0.002 if (method, pattern) == ("sparsegpt", "unstructured") else 0)
-        assert torch.linalg.norm(weight - theirs[name]) <= (0.05 if pattern == "unstructured" else 1e-5) * torch.linalg.norm(theirs[name])
+        # llm-compressor's SparseGPT takes one weight more from each block of 128 inputs: all that
+        # are not above a threshold.
+        assert ((weight == 0) != (theirs[name] == 0)).float().mean() <= (
+            0.002 if (method, pattern) == ("sparsegpt", "unstructured") else 0
+        )
+        assert torch.linalg.norm(weight - theirs[name]) <= (
+            0.05 if pattern == "unstructured" else 1e-5
+        ) * torch.linalg.norm(theirs[name])

@@ -1,6 +1,8 @@
-"""What other programs make of packed directories: gptqmodel's logits and vLLM's text, each in its own environment.
+"""What other programs make of packed directories: gptqmodel's logits and vLLM's text, each in its
+own environment.
 
-Set OPTKIT_PEERS_PYTHON (an interpreter with gptqmodel) and OPTKIT_VLLM_PYTHON (one with vLLM) to run these.
+Set OPTKIT_PEERS_PYTHON (an interpreter with gptqmodel) and OPTKIT_VLLM_PYTHON (one with vLLM) to
+run these.
 """
 
 import json
@@ -37,7 +39,8 @@ from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.utils.backend import BACKEND
 given = torch.load(sys.argv[1])
 outputs, inputs = given["weight"].shape
-layer = TorchLinear(bits=given["bits"], group_size=32, sym=False, desc_act=False, in_features=inputs, out_features=outputs, bias=False,
+layer = TorchLinear(bits=given["bits"], group_size=32, sym=False, desc_act=False, in_features=inputs,
+    out_features=outputs, bias=False,
                     pack_dtype=torch.int32, backend=BACKEND.TORCH, adapter=None, register_buffers=True)
 linear = torch.nn.Linear(inputs, outputs, bias=False)
 linear.weight.data = given["weight"]
@@ -72,7 +75,12 @@ def interpreter(variable: str) -> str:
 def run(python: str, program: str, directory: Path, *arguments: Path) -> None:
     """Run a program with an interpreter."""
     (directory / "program.py").write_text(program, encoding="utf-8")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     command = [python, str(directory / "program.py"), *map(str, arguments)]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -89,7 +97,8 @@ def test_bytes_equal_gptqmodel(peers: str, bits: int, tmp_path: Path) -> None:
     run(peers, GPTQMODEL_PACK, tmp_path, tmp_path / "given.pt", tmp_path / "packed.pt")
     theirs = torch.load(tmp_path / "packed.pt")
     assert torch.equal(theirs["qweight"], pack(codes.to(torch.uint8), bits, 1).T)
-    assert torch.equal(theirs["qzeros"], pack(zeros.T.to(torch.uint8), bits, 1))  # in memory it does not subtract the one
+    # in memory it does not subtract the one
+    assert torch.equal(theirs["qzeros"], pack(zeros.T.to(torch.uint8), bits, 1))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,9 @@ def test_bytes_equal_gptqmodel(peers: str, bits: int, tmp_path: Path) -> None:
         ("gpt2", {}),
     ],
 )
-def test_gptqmodel_gives_the_same_logits(peers: str, tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_gptqmodel_gives_the_same_logits(
+    peers: str, tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
     source, packed = tiny_model(kind), tmp_path / "packed"
     packed.mkdir()
     Rtn(format="gptq", **fields).run(source, packed, Context())
@@ -119,7 +130,11 @@ def test_gptqmodel_gives_the_same_logits(peers: str, tiny_model: TinyModel, tmp_
     assert (ours - theirs).norm() / ours.norm() < 0.02  # bfloat16 there, float32 here
 
 
-MIXED = {"*.down_proj": {"group_size": 64}, "model.layers.0.*": "keep", "model.layers.3.self_attn.*": {"group_size": 64}}
+MIXED = {
+    "*.down_proj": {"group_size": 64},
+    "model.layers.0.*": "keep",
+    "model.layers.3.self_attn.*": {"group_size": 64},
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What went wrong in another process is said in a line, with `--debug` in full; and a system that optkit does not run on."""
+"""What went wrong in another process is said in a line, with `--debug` in full; and a system that
+optkit does not run on.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,15 @@ def test_an_exception_that_was_not_raised_has_no_place() -> None:
     ("error", "said"),
     [
         (MemoryError(), "out of memory."),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory."),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
+            "out of memory.",
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "the output: the disk is full."),
-        (OSError(errno.EFBIG, "File too large", "model.safetensors"), "larger than this process may write (ulimit -f)."),
+        (
+            OSError(errno.EFBIG, "File too large", "model.safetensors"),
+            "larger than this process may write (ulimit -f).",
+        ),
         (ValueError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full."),
     ],
 )
@@ -54,7 +62,9 @@ def test_memory_and_room_that_ran_out_over_there_are_no_bug(error: Exception, sa
         assert failure_of(each).kind == "ResourceError"
 
 
-def test_the_whole_traceback_is_shown_for_debug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_traceback_is_shown_for_debug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(**_arguments: object) -> None:
         raise heard_crash(told_crash(raised(ZeroDivisionError("so"))), "the process that measured")
 

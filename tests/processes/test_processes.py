@@ -22,12 +22,27 @@ from optkit.verification.engines import versions_in
 from tests.support.rank_stages import Together
 
 ROOT = Path(optkit.__file__).parents[1]
-DECOYS = ("optkit", "torch", "accelerate", "transformers", "json", "venv", "pip", "multiprocessing", "pickle", "socket", "vllm", "onnx")
+DECOYS = (
+    "optkit",
+    "torch",
+    "accelerate",
+    "transformers",
+    "json",
+    "venv",
+    "pip",
+    "multiprocessing",
+    "pickle",
+    "socket",
+    "vllm",
+    "onnx",
+)
 
 
 @pytest.fixture
 def witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in a directory with modules that nobody asked for; return the file that any of them makes when it is imported."""
+    """Stand in a directory with modules that nobody asked for; return the file that any of them
+    makes when it is imported.
+    """
     desk, witness = tmp_path / "desk", tmp_path / "witness"
     desk.mkdir()
     for name in DECOYS:
@@ -64,7 +79,10 @@ def test_making_an_environment(witness: Path, tmp_path: Path) -> None:
     installing._run(python_command("-m", "venv", "--without-pip", str(tmp_path / "env")), "here", "it failed")
     python = installing.python_of(tmp_path / "env")
     assert python.exists()
-    assert installing._run(python_command("-c", "import json; print(json.dumps(1))", python=python), "here", "it failed") == "1\n"
+    assert (
+        installing._run(python_command("-c", "import json; print(json.dumps(1))", python=python), "here", "it failed")
+        == "1\n"
+    )
     installing._run([str(python), "-c", "import json"], "here", "it failed")  # what an installer starts by itself
     assert not witness.exists()
 
@@ -93,18 +111,30 @@ def test_places_to_import_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_other_place_starts_python() -> None:
-    """`sys.executable` begins no command elsewhere, and `-c` and `-m` belong to `python_command`; engines have Pythons of any version."""
+    """`sys.executable` begins no command elsewhere, and `-c` and `-m` belong to `python_command`;
+    engines have Pythons of any version.
+    """
     known = {ROOT / "optkit/processes/start.py", ROOT / "optkit/verification/engines.py"}
     sources = {path for part in ("optkit", "cli", "evals") for path in (ROOT / part).rglob("*.py")}
-    found = {path: lines for path in sources - known if (lines := starts_of_python(ast.parse(path.read_text(encoding="utf-8"))))}
+    found = {
+        path: lines
+        for path in sources - known
+        if (lines := starts_of_python(ast.parse(path.read_text(encoding="utf-8"))))
+    }
     assert not found, f"use optkit.processes.start.python_command: {found}"
     assert len(sources) > 300
 
 
 def starts_of_python(tree: ast.Module) -> list[int]:
-    """Return the lines in which a list or tuple begins with `sys.executable`, or holds `-c` or `-m`."""
+    """Return the lines in which a list or tuple begins with `sys.executable`, or holds `-c` or
+    `-m`.
+    """
     lists = [node for node in ast.walk(tree) if isinstance(node, (ast.List, ast.Tuple)) and node.elts]
-    return [node.lineno for node in lists if names_python(node.elts[0]) or any(names_python(each, option=True) for each in node.elts)]
+    return [
+        node.lineno
+        for node in lists
+        if names_python(node.elts[0]) or any(names_python(each, option=True) for each in node.elts)
+    ]
 
 
 def names_python(node: ast.expr, option: bool = False) -> bool:

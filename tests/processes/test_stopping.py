@@ -1,4 +1,6 @@
-"""A signal ends a command whatever its main thread is at: said at once, with the right status, and with nothing left behind."""
+"""A signal ends a command whatever its main thread is at: said at once, with the right status, and
+with nothing left behind.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,10 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_signal_twice_at_once_is_one_request() -> None:
-    with running(CLEARS_UP.replace("stopping.check()", "stopping.asked() and time.sleep(0.5); stopping.check()")) as (process, _):
+    with running(CLEARS_UP.replace("stopping.check()", "stopping.asked() and time.sleep(0.5); stopping.check()")) as (
+        process,
+        _,
+    ):
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         process.stderr.readline()
@@ -187,7 +192,11 @@ def test_who_waits_for_a_process_goes_on_to_a_safe_point_and_takes_its_end_for_n
 
 
 def test_the_processes_end_with_one_that_has_to_be_ended() -> None:
-    with running(WITH_A_CHILD.replace("process.stdout.read()", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)")) as (
+    with running(
+        WITH_A_CHILD.replace(
+            "process.stdout.read()", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+        )
+    ) as (
         process,
         said,
     ):
@@ -240,7 +249,9 @@ except KeyboardInterrupt:
 """
     # A shell lets its background jobs, and so this test in one, ignore SIGINT.
     code = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.stdout, done.returncode) == ("plain\n", 0), done.stderr
 
 

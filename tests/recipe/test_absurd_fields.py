@@ -1,4 +1,6 @@
-"""Whatever is written in a field of a stage or an eval: it is refused at its place, or it is something that can be meant."""
+"""Whatever is written in a field of a stage or an eval: it is refused at its place, or it is
+something that can be meant.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "precision": {"mode": "fp32"},
     "speculative": {"prompt_lookup": 3},
     "tensor_parallel": {"devices": 2},
-    **{kind: {"dataset": "python-reference"} for kind in ("divergence", "embedding", "perplexity", "sensitivity", "speculation")},
+    **{
+        kind: {"dataset": "python-reference"}
+        for kind in ("divergence", "embedding", "perplexity", "sensitivity", "speculation")
+    },
 }
 """Fields that a kind does not do without, or that others are only read beside."""
 ABSURD: dict[type, tuple[Any, ...]] = {
@@ -76,7 +81,9 @@ def put(fields: dict[str, Any], way: Way, value: Any) -> dict[str, Any]:
     merged = {**fields, **container}
     for name, part in container.items():
         if isinstance(part, dict) and name in ("calibration", "teacher", "draft", "generated"):
-            about = {"calibration": {"dataset": "c4"}, "generated": {"tokens": 1000}}.get(name, {"name": "smollm2-135m"})
+            about = {"calibration": {"dataset": "c4"}, "generated": {"tokens": 1000}}.get(
+                name, {"name": "smollm2-135m"}
+            )
             merged[name] = {**about, **part}
     return merged
 

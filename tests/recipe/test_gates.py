@@ -50,7 +50,9 @@ def test_labels_pick_rows_and_a_bare_name_takes_all():
     assert parse_gate("decode_tokens_per_s", "> 1").matches(metric("decode_tokens_per_s", batch=8))
 
 
-@pytest.mark.parametrize("text", ["1.10x", "= 3", "<= ", "<= 1.1 x y", "<= 10%", "at most 3", "<= nan", "== 1", "<= \uff11\uff12"])
+@pytest.mark.parametrize(
+    "text", ["1.10x", "= 3", "<= ", "<= 1.1 x y", "<= 10%", "at most 3", "<= nan", "== 1", "<= \uff11\uff12"]
+)
 def test_what_is_no_limit(text):
     with pytest.raises(ValueError, match=r"is no limit\. Write <=, >=, < or > and a number"):
         parse_gate("perplexity", text)
@@ -111,7 +113,12 @@ class Shares(Eval):
         ("size_bytes", "> -1x", "nothing can break > -1x"),
         ("perplexity", "< 1", "is at least 1, so that nothing can pass < 1"),
         ("perplexity", ">= 1", "nothing can break >= 1"),
-        ("top1_agreement", ">= 99", r'is a share between 0 and 1, so that nothing can pass >= 99. Write ">= 0.99" for 99%.'),
+        (
+            "top1_agreement",
+            ">= 99",
+            r"is a share between 0 and 1, so that nothing "
+            r'can pass >= 99. Write ">= 0.99" for 99%.',
+        ),
         ("top1_agreement", "<= 1", "nothing can break <= 1"),
         ("top1_agreement", "> 1", "nothing can pass > 1"),
         ("decode_s", "<= 0", "nothing can pass <= 0"),
@@ -126,7 +133,13 @@ def test_a_gate_that_nothing_can_pass_or_break_is_refused(key, limit, why):
 
 @pytest.mark.parametrize(
     ("key", "limit"),
-    [("top1_agreement", ">= 1"), ("top1_agreement", "<= 0"), ("kl_divergence", "<= 0"), ("perplexity", "<= 1"), ("odd", "<= -3")],
+    [
+        ("top1_agreement", ">= 1"),
+        ("top1_agreement", "<= 0"),
+        ("kl_divergence", "<= 0"),
+        ("perplexity", "<= 1"),
+        ("odd", "<= -3"),
+    ],
 )
 def test_a_limit_at_the_end_of_what_can_be_is_one(key, limit):
     check_gate(parse_gate(key, limit), [Alone(), Beside(), Shares()])
@@ -164,7 +177,8 @@ class Sizes(Eval):
         ("size_bytes", "<= 0.69x", "cpu", ""),
         ("size_bytes", "<= 0.8x", "cpu", ""),
         ("size_bytes", "<= 1e6", "cpu", "gate size_bytes <= 1000000 cannot pass: the stages leave about 2.76 MB"),
-        ("energy_per_token_j", "< 1", "cpu", "gate energy_per_token_j < 1 cannot pass: it is not measured on cpu, because it is silent"),
+        ("energy_per_token_j", "< 1", "cpu", "gate energy_per_token_j < 1 cannot pass: it "
+                                             "is not measured on cpu, because it is silent"),
         ("energy_per_token_j", "<= 1", "cuda", ""),
     ],
 )  # fmt: skip

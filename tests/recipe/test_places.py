@@ -1,4 +1,6 @@
-"""Where the problems of a recipe are told, and where a recipe comes from, with the stages and evals that there are."""
+"""Where the problems of a recipe are told, and where a recipe comes from, with the stages and evals
+that there are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class TestPlaces:
         (problem,) = problems_of(stages)
         assert problem.startswith("recipe:6:15: ")
         (problem,) = problems_of(
-            "model: smollm2-135m\nevals:\n  - perplexity:\n      window: 8\n      dataset: wikitext2\n      split: tst\n"
+            "model: smollm2-135m\nevals:\n  - perplexity:\n      window: 8\n      dataset: "
+            "wikitext2\n      split: tst\n"
         )
         assert problem.startswith("recipe:6:14: 'wikitext2' has no split 'tst'")
 

@@ -1,5 +1,4 @@
 """What is wrong in a recipe is told at once, in sentences, each with its place."""
-# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -48,13 +47,16 @@ description: 4
         "recipe:3:73: unknown field 'grup'. Known: bits, calibration, damping, group_size, include, prune, symmetric.",
         "recipe:4:5: unknown stage 'shrnk'. Did you mean 'shrink'?",
         "recipe:5:11: key: 'majr' is not one of 'major', 'minor'. Did you mean 'major'?",
-        "recipe:6:5: 2 keys stand side by side: shrink, bits. Write `- name: {field: value}`, with the fields indented below the name and"
+        "recipe:6:5: 2 keys stand side by side: shrink, bits. Write `- name: {field: value}`, with the "
+        "fields indented below the name and"
         " each stage after its own `- `.",
         "recipe:8:5: 'speed' is one of the evals. Move it below `evals:`.",
         "recipe:9:5: this is 4. Write the name of a stage, or `name: {field: value}`.",
-        "recipe:10:5: this mapping is empty. Write `- name: {field: value}`, with the fields indented below the name and each stage after"
+        "recipe:10:5: this mapping is empty. Write `- name: {field: value}`, with the fields indented "
+        "below the name and each stage after"
         " its own `- `.",
-        "recipe:12:12: the field 'dataset' is missing. It is: A built-in name (`python-reference`, `wikitext2`, `c4`), ",
+        "recipe:12:12: the field 'dataset' is missing. It is: A built-in name (`python-reference`, "
+        "`wikitext2`, `c4`), ",
         "recipe:13:22: unknown data set 'python-refrence'. Did you mean 'python-reference'?",
         "recipe:14:5: 'halve' is one of the stages. Move it below `stages:`.",
         "recipe:16:10: score: 25 is not a limit in quotes, such as \"<= 25\" or \"<= 1.10x\".",
@@ -75,29 +77,43 @@ description: 4
     ("text", "problem"),
     [
         ("\n", "recipe:1:1: the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`."),
-        ("- a\n- b\n", "recipe:1:1: a recipe is a mapping of name, description, model, seed, attribution, stages, evals, gates, not [\"a\", \"b\"]."),
+        ("- a\n- b\n", "recipe:1:1: a recipe is a mapping of name, description, model, seed, attribution, stages, "
+                       "evals, gates, not [\"a\", \"b\"]."),
         ("model: x/y\n", "recipe:1:1: the recipe has no stages and no evals: there is nothing to do. List some."),
         ("model: 5\nevals: [speed]\n", "recipe:1:8: model: 5 is not a mapping of fields."),
         ("model:\nevals: [speed]\n", "recipe:1:1: model: nothing is not a mapping of fields."),
-        ("model: x/y\nname: a/b\nevals: [speed]\n", "recipe:2:7: name: 'a/b' is not allowed. It is: Names the artifact's directory"),
+        ("model: x/y\nname: "
+         "a/b\nevals: [speed]\n", "recipe:2:7: name: 'a/b' is not allowed. It is: Names the artifact's directory"),
         ("model: x/y\nevals: 4\n", "recipe:2:8: evals are a list: begin each with `- `. This is 4."),
-        ("model: x/y\nevals: [speed]\ngates: [a]\n", "recipe:3:8: gates are a mapping like `perplexity: \"<= 1.10x\"`, not [\"a\"]."),
+        ("model: x/y\nevals: "
+         "[speed]\ngates: [a]\n", "recipe:3:8: gates are a mapping like `perplexity: \"<= 1.10x\"`, not [\"a\"]."),
         ("model: x/y\nstages: [halve: 4]\n", "recipe:2:17: halve takes a mapping of its fields (by), not 4."),
-        ("model: x/y\nstages: [major: {key: minor}]\n", "recipe:2:10: 'major' is a preset and takes no fields. Write `- major`."),
-        ("model: x/y\nstages: [shrink: {bits: '4'}]\n", "recipe:2:25: bits: '4' is not one of 2, 3, 4, 8. Remove the quotes."),
+        ("model: x/y\nstages: "
+         "[major: {key: minor}]\n", "recipe:2:10: 'major' is a preset and takes no fields. Write `- major`."),
+        ("model: x/y\nstages: "
+         "[shrink: {bits: '4'}]\n", "recipe:2:25: bits: '4' is not one of 2, 3, 4, 8. Remove the quotes."),
         ("model: x/y\nstages: [shrink: {bits: }]\n", "recipe:2:19: bits: nothing is not one of 2, 3, 4, 8."),
         ("model: x/y\nstages: [halve: {by: true}]\n", "recipe:2:22: by: true is not a whole number."),
         ("model: x/y\nstages: [halve: {by: 1.5}]\n", "recipe:2:22: by: 1.5 is not a whole number."),
         ("model: x/y\nstages: [halve: {by: 13}]\n", "recipe:2:17: halve: thirteen is not allowed."),
         ("model: x/y\nstages: [shrink: {include: a}]\n", "recipe:2:28: include: 'a' is not a list."),
         ("model: x/y\nstages: [shrink: {include: [a, 3]}]\n", "recipe:2:32: include.1: 3 is not text."),
-        ("model: x/y\nstages: [shrink: {calibration: {dataset: c4, samples: 0}}]\n", "recipe:2:55: calibration.samples: 0 is not at least 1."),
-        ("model: x/y\nstages: [shrink: {calibration: {dataset: c4, smples: 9}}]\n", "recipe:2:46: unknown field 'calibration.smples'. Did you mean 'samples'?"),
-        ("model: x/y\nstages: [shrink: {prune: [{patern: a}]}]\n", "recipe:2:28: unknown field 'prune.0.patern'. Did you mean 'pattern'?"),
+        ("model: x/y\nstages: [shrink: "
+         "{calibration: {dataset: c4, samples: 0}}]\n", "recipe:2:55: calibration.samples: 0 is not at least 1."),
+        ("model: x/y\nstages: [shrink: "
+         "{calibration: {dataset: "
+         "c4, smples: 9}}]\n", "recipe:2:46: unknown field 'calibration.smples'. Did you mean 'samples'?"),
+        ("model: x/y\nstages: [shrink: "
+         "{prune: [{patern: a}]}]\n", "recipe:2:28: unknown field 'prune.0.patern'. Did you mean 'pattern'?"),
         ("model: x/y\nevals: [score: {dataset: c4, split: tes}]\n", "'c4' has no split 'tes'."),
-        ("model: x/y\nevals: [speed]\ngates: {score: '< 3'}\n", "recipe:3:9: no eval of the recipe measures 'score', and score would. Write `- score` below `evals:`."),
-        ("model: x/y\nstages: [halve]\ngates: {scr: '< 3'}\n", "recipe:3:9: no eval measures 'scr': the recipe has no evals."),
-        ("model: x/y\nevals: [speed, speed]\n", "recipe:2:16: the eval speed is here twice with the same fields. Remove one of them."),
+        ("model: x/y\nevals: "
+         "[speed]\ngates: "
+         "{score: '< 3'}\n", "recipe:3:9: no eval of the recipe measures 'score', "
+                             "and score would. Write `- score` below `evals:`."),
+        ("model: x/y\nstages: "
+         "[halve]\ngates: {scr: '< 3'}\n", "recipe:3:9: no eval measures 'scr': the recipe has no evals."),
+        ("model: x/y\nevals: "
+         "[speed, speed]\n", "recipe:2:16: the eval speed is here twice with the same fields. Remove one of them."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_in_a_sentence(text: str, problem: str) -> None:
@@ -117,10 +133,12 @@ def test_an_eval_that_cannot_be_read_does_not_make_its_gate_wrong() -> None:
 def test_stages_must_follow_each_other() -> None:
     text = "model: x/y\nstages:\n  - shrink\n  - tone: minor\n  - halve\n"
     assert one_problem(text) == (
-        "recipe:5:5: halve reads a checkpoint with float weights and shrink leaves one with packed weights. Put halve before shrink."
+        "recipe:5:5: halve reads a checkpoint with float weights and shrink leaves one with packed "
+        "weights. Put halve before shrink."
     )
     assert one_problem("model: x/y\nstages:\n  - shrink\n  - shrink: {bits: 8}\n") == (
-        "recipe:4:5: shrink reads a checkpoint with float weights and shrink leaves one with packed weights. Keep one of them."
+        "recipe:4:5: shrink reads a checkpoint with float weights and shrink leaves one with "
+        "packed weights. Keep one of them."
     )
     assert load_recipe("model: x/y\nstages:\n  - halve\n  - halve\n  - shrink\n").transforms
 
@@ -192,7 +210,8 @@ gates:
 """
     assert problems_of(text) == [
         "recipe:3:14: unknown field 'bit'. Did you mean 'bits'?",
-        "recipe:4:5: halve reads a checkpoint with float weights and shrink leaves one with packed weights. Put halve before shrink.",
+        "recipe:4:5: halve reads a checkpoint with float weights and shrink leaves one with packed "
+        "weights. Put halve before shrink.",
         "recipe:6:26: unknown field 'windo'. Did you mean 'window'?",
         "recipe:10:3: no eval of the recipe measures 'scores'. Did you mean 'score'?",
         "recipe:11:3: no row of 'tokens_per_s' has batch=2. There will be: batch=1.",
@@ -209,7 +228,10 @@ def test_a_misspelled_eval_may_be_what_a_gate_is_about() -> None:
 
 def test_a_gate_beside_a_bad_eval_still_names_the_eval_that_is_not_listed() -> None:
     told = problems_of("model: x/y\nevals: [speed: {batches: 3}]\ngates: {score: '< 3'}\n")
-    assert told[1] == "recipe:3:9: no eval of the recipe measures 'score', and score would. Write `- score` below `evals:`."
+    assert (
+        told[1] == "recipe:3:9: no eval of the recipe measures 'score', "
+        "and score would. Write `- score` below `evals:`."
+    )
 
 
 def test_two_bad_evals_are_not_called_the_same() -> None:

@@ -16,7 +16,9 @@ UNIFORM = 22.97
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_gptq_loses_less_than_the_best_peer(smol, shared_data, tmp_path):
-    scorecard = optkit.run(RECIPE, model=str(smol), data=shared_data, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    scorecard = optkit.run(
+        RECIPE, model=str(smol), data=shared_data, out=tmp_path / "out", store=tmp_path / "store", device="cpu"
+    )
     (row,) = scorecard.rows
     assert row.baseline.value == pytest.approx(20.519, abs=0.01)
     assert row.metric.value < BEST_PEER - 4
@@ -26,10 +28,14 @@ def test_gptq_loses_less_than_the_best_peer(smol, shared_data, tmp_path):
 @pytest.mark.timeout(5400)
 def test_auto_bits_is_nearer_than_one_form_of_its_size(smol, shared_data, tmp_path):
     recipe = RECIPE.with_name("auto_bits_wikitext2.yaml")
-    scorecard = optkit.run(recipe, model=str(smol), data=shared_data, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    scorecard = optkit.run(
+        recipe, model=str(smol), data=shared_data, out=tmp_path / "out", store=tmp_path / "store", device="cpu"
+    )
     (row,) = scorecard.rows
     assert row.metric.value < UNIFORM
     details = scorecard.steps[-1].report["details"]
     assert details["quantized_bits_per_weight"] <= 4.5
     compared = details["held_out_divergence"]
-    assert compared["chosen"] < 0.9 * next(nats for label, nats in compared.items() if label not in ("chosen", "tokens"))
+    assert compared["chosen"] < 0.9 * next(
+        nats for label, nats in compared.items() if label not in ("chosen", "tokens")
+    )

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 from __future__ import annotations
 
 import io
@@ -60,7 +59,9 @@ def test_what_is_resolved_loads_again_to_the_same_recipe() -> None:
 
 def test_pinning_reaches_every_value_that_can_be_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        recipe_module, "pin_and_remember", lambda model, cache: model.model_copy(update={"revision": f"pinned with {cache}"})
+        recipe_module,
+        "pin_and_remember",
+        lambda model, cache: model.model_copy(update={"revision": f"pinned with {cache}"}),
     )
     recipe = load_recipe(GOOD, ["stages.0.shrink.prune=[{pattern: x}, {pattern: y}]"])
     pinned = recipe.pinned(tmp_path, tmp_path / "cache")
@@ -94,7 +95,9 @@ class TestOverrides:
             ],
         )
         shrink = recipe.transforms[0].value
-        assert shrink == Shrink(bits=2, damping=1e-3, group_size="channel", calibration=Calibration(dataset="python-reference", samples=8))
+        assert shrink == Shrink(
+            bits=2, damping=1e-3, group_size="channel", calibration=Calibration(dataset="python-reference", samples=8)
+        )
         assert recipe.settings[0].value == Tone(key="minor", loud=True)
         assert recipe.evals[1].value == Speed(batch_sizes=(1, 8))
         assert recipe.gates == {"score": "<= 1.10x", "tokens_per_s[batch=1]": ">= 1.2x"}
@@ -103,14 +106,15 @@ class TestOverrides:
     def test_short_forms_are_opened(self) -> None:
         text = "model: x/y\nstages: [halve, major]\nevals: [speed]\n"
         recipe = load_recipe(
-            text, ["stages.0.halve.by=4", "stages.1.tone.key=minor", "model.revision=abc", "evals.0.speed.batch_sizes=[2]"]
+            text,
+            ["stages.0.halve.by=4", "stages.1.tone.key=minor", "model.revision=abc", "evals.0.speed.batch_sizes=[2]"],
         )
         assert [entry.value for entry in recipe.stages] == [Halve(by=4), Tone(key="minor")]
         assert recipe.model == ModelSource(name="x/y", revision="abc")
         assert load_recipe(text, ["stages.1=tone: minor"]).settings[0].value == Tone(key="minor")
-        assert load_recipe(text, ["evals.0.speed.batch_sizes=[1, 2]", "evals.0.speed.batch_sizes.0=4"]).evals[0].value == Speed(
-            batch_sizes=(4, 2)
-        )
+        assert load_recipe(text, ["evals.0.speed.batch_sizes=[1, 2]", "evals.0.speed.batch_sizes.0=4"]).evals[
+            0
+        ].value == Speed(batch_sizes=(4, 2))
 
     def test_the_given_data_is_left_alone(self) -> None:
         data = {"model": "x/y", "stages": [{"halve": {"by": 2}}]}
@@ -127,15 +131,23 @@ class TestOverrides:
         [
             ("stages.0.shrink.bits=5", "--set stages.0.shrink.bits: bits: 5 is not one of 2, 3, 4, 8."),
             ("stages.0.shrink.bit=4", "--set stages.0.shrink.bit: unknown field 'bit'. Did you mean 'bits'?"),
-            ("stages.0.halve.by=4", "--set stages.0.halve.by: stages.0 is shrink, not halve. Write stages.0.shrink.by."),
-            ("stages.shrink.bits=4", "--set stages.shrink.bits: stages has 2 items, numbered from 0 to 1, and 'shrink' is no number. Write stages.0.shrink.bits."),
-            ("stages.nope.bits=4", "--set stages.nope.bits: stages has 2 items, numbered from 0 to 1, and 'nope' is no number."),
+            ("stages.0.halve.by=4", "--set stages.0.halve.by: stages.0 is "
+                                    "shrink, not halve. Write stages.0.shrink.by."),
+            ("stages.shrink.bits=4", "--set stages.shrink.bits: stages has 2 items, "
+                                     "numbered from 0 to 1, and 'shrink' is no "
+                                     "number. Write stages.0.shrink.bits."),
+            ("stages.nope.bits=4", "--set stages.nope.bits: stages has 2 items, "
+                                   "numbered from 0 to 1, and 'nope' is no number."),
             ("stages.2=halve", "--set stages.2: stages has 2 items, numbered from 0 to 1; there is no 2."),
-            ("stages.0.shrink.bits.deep=4", "--set stages.0.shrink.bits.deep: stages.0.shrink.bits is 8, and nothing can be set below it. Set it as a whole."),
+            ("stages.0.shrink.bits.deep=4", "--set stages.0.shrink.bits.deep: "
+                                            "stages.0.shrink.bits is 8, and nothing can be set "
+                                            "below it. Set it as a whole."),
             ("stages.0=shrnk", "--set stages.0: unknown stage 'shrnk'. Did you mean 'shrink'?"),
             ("modl=x", "--set modl: unknown key 'modl'. Did you mean 'model'?"),
             ("seed", "--set seed: write PATH=VALUE, for example stages.0.gptq.group_size=32."),
-            ("seed=[1", "--set seed: the value '[1' is not YAML: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'."),
+            ("seed=[1", "--set seed: the value '[1' is not YAML: this is "
+                        "not YAML: while parsing a flow sequence, expected "
+                        "',' or ']', but got '<stream end>'."),
             ("gates.score=4x", "--set gates.score: score: '4x' is no limit."),
             ("evals.0.score.split=train", "--set evals.0.score.split"),
         ],
@@ -170,7 +182,9 @@ class TestFiles:
             load_recipe(tmp_path / "no" / "such" / "folder.yaml")
 
     def test_a_directory_is_no_recipe(self, tmp_path: Path) -> None:
-        with pytest.raises(RecipeError, match="this is a directory, not a recipe. Name a file in it: it holds no .yaml file."):
+        with pytest.raises(
+            RecipeError, match="this is a directory, not a recipe. Name a file in it: it holds no .yaml file."
+        ):
             load_recipe(tmp_path)
         (tmp_path / "a.yaml").write_text(GOOD, encoding="utf-8")
         with pytest.raises(RecipeError, match=r"Name a file in it: a\.yaml\."):

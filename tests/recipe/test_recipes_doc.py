@@ -29,7 +29,10 @@ def test_the_command_on_the_page_writes_it() -> None:
 
 
 def test_every_kind_field_and_preset_is_on_it() -> None:
-    for kind, model in [*((kind, stage_class(kind)) for kind in stage_names()), *((kind, eval_class(kind)) for kind in eval_names())]:
+    for kind, model in [
+        *((kind, stage_class(kind)) for kind in stage_names()),
+        *((kind, eval_class(kind)) for kind in eval_names()),
+    ]:
         section = PAGE.split(f"### `{kind}`")[1].split("\n#")[0]
         assert all(f"| `{name}` |" in section for name in model.model_fields)
     assert all(f"| `- {preset}` |" in PAGE for preset in PRESETS)
@@ -44,6 +47,7 @@ def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
 
 def test_every_link_has_its_section() -> None:
     anchors = {
-        re.sub(r"[^a-z0-9 _-]", "", heading.lower()).strip().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
+        re.sub(r"[^a-z0-9 _-]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", PAGE, re.MULTILINE)
     }
     assert set(re.findall(r"\]\(#([^)]*)\)", PAGE)) <= anchors

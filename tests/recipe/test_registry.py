@@ -38,7 +38,9 @@ def forget_plug_ins() -> Iterator[None]:
     registry.plugged_in.cache_clear()
 
 
-def plug_in(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str], group: str = "optkit.stages", name: str = "plugged-in") -> None:
+def plug_in(
+    monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str], group: str = "optkit.stages", name: str = "plugged-in"
+) -> None:
     found = [SimpleNamespace(name=kind, value=value, dist=SimpleNamespace(name=name)) for kind, value in points]
     monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == wanted else [])
     registry.plugged_in.cache_clear()
@@ -50,7 +52,12 @@ def test_listing_imports_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert "optkit.recipe.registry" in loaded
-    assert not {"torch", "transformers", "numpy", *(target.partition(":")[0] for target in (STAGES | EVALS).values())} & set(loaded)
+    assert not {
+        "torch",
+        "transformers",
+        "numpy",
+        *(target.partition(":")[0] for target in (STAGES | EVALS).values()),
+    } & set(loaded)
 
 
 def test_names_are_sorted() -> None:

@@ -48,8 +48,16 @@ def test_every_field_has_a_description(schema: dict[str, Any]) -> None:
     [
         {"model": "smollm2-135m"},
         {"model": {"name": "a/b", "revision": "main"}, "stages": ["sdpa", {"gptq": {"bits": 4}}], "seed": 1},
-        {"model": "a/b", "stages": [{"attention": "sdpa"}, {"attention": {"implementation": "eager"}}], "evals": ["footprint"]},
-        {"model": "a/b", "evals": [{"footprint": None}, {"throughput": {"batch_sizes": [1, 8]}}], "gates": {"size_bytes": "<= 0.5x"}},
+        {
+            "model": "a/b",
+            "stages": [{"attention": "sdpa"}, {"attention": {"implementation": "eager"}}],
+            "evals": ["footprint"],
+        },
+        {
+            "model": "a/b",
+            "evals": [{"footprint": None}, {"throughput": {"batch_sizes": [1, 8]}}],
+            "gates": {"size_bytes": "<= 0.5x"},
+        },
     ],
 )
 def test_it_accepts_recipes(schema: dict[str, Any], recipe: dict[str, Any]) -> None:

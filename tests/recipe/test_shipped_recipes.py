@@ -48,8 +48,19 @@ def schema() -> dict[str, Any]:
 
 def test_every_file_is_a_recipe() -> None:
     assert set(NAMES) == set(shipped_recipes())
-    assert {"baseline", "llama_int4", "llama_int4_rtn", "llama_int8", "llama_nf4", "llama_nvfp4", "llama_sdpa_compile"} <= set(NAMES)
-    assert {path.name for path in (ROOT / "recipes").iterdir()} == {*(f"{name}.yaml" for name in NAMES), "recipe.schema.json"}
+    assert {
+        "baseline",
+        "llama_int4",
+        "llama_int4_rtn",
+        "llama_int8",
+        "llama_nf4",
+        "llama_nvfp4",
+        "llama_sdpa_compile",
+    } <= set(NAMES)
+    assert {path.name for path in (ROOT / "recipes").iterdir()} == {
+        *(f"{name}.yaml" for name in NAMES),
+        "recipe.schema.json",
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,7 +95,9 @@ def test_it_needs_no_network(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.model.name in known_models()
     text = (ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-    assert {line.split("dataset: ")[1].split(",")[0] for line in text.splitlines() if "dataset: " in line} <= {"python-reference"}
+    assert {line.split("dataset: ")[1].split(",")[0] for line in text.splitlines() if "dataset: " in line} <= {
+        "python-reference"
+    }
 
 
 def test_the_int4_recipes_leave_packed_weights_of_a_quarter(plans: dict[str, Plan]) -> None:
@@ -125,7 +138,11 @@ def test_the_header_of_llama_int4_works_as_it_says(monkeypatch: pytest.MonkeyPat
     recipe: Recipe = load_recipe("llama_int4", overrides, model=words[words.index("--model") + 1])
     assert recipe.model.name == "meta-llama/Llama-3.1-8B"
     evals = {kind: fields for entry in recipe.resolved()["evals"] for kind, fields in entry.items()}
-    assert (evals["perplexity"]["dataset"], evals["perplexity"]["split"], evals["perplexity"]["window"]) == ("wikitext2", "test", 2048)
+    assert (evals["perplexity"]["dataset"], evals["perplexity"]["split"], evals["perplexity"]["window"]) == (
+        "wikitext2",
+        "test",
+        2048,
+    )
     assert recipe.resolved()["stages"][0]["gptq"]["calibration"]["dataset"] == "c4"
 
 

@@ -60,8 +60,12 @@ def messages(**data: Any) -> list[str]:
 
 
 def test_what_fits_is_taken_as_it_is_meant() -> None:
-    taken = validate(Outer, {"several": [1, 2], "path": "a/b", "colour": "blue", "number": 0.25, "maybe": 3, "inner": {"name": "y"}})
-    assert taken == Outer(several=(1, 2), path=Path("a/b"), colour=Colour.BLUE, number=0.25, maybe=3.0, inner=Inner(name="y"))
+    taken = validate(
+        Outer, {"several": [1, 2], "path": "a/b", "colour": "blue", "number": 0.25, "maybe": 3, "inner": {"name": "y"}}
+    )
+    assert taken == Outer(
+        several=(1, 2), path=Path("a/b"), colour=Colour.BLUE, number=0.25, maybe=3.0, inner=Inner(name="y")
+    )
 
 
 @pytest.mark.parametrize(

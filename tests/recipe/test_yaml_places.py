@@ -79,16 +79,33 @@ def test_all_duplicate_keys_are_refused_at_once() -> None:
     ("text", "problem"),
     [
         ("a:\n\tb: 1\n", "r.yaml:2:1: a tab stands here. YAML is indented with spaces; replace the tab by spaces."),
-        ("a: 1\n---\nb: 2\n", "r.yaml:2:1: a second document begins here. A recipe is one document; remove the line '---'."),
-        ("a: b: c\n", "r.yaml:1:5: a second ': ' in one line, or a line indented too far. Put quotes around text that holds ': '."),
-        ("a: >= 2\n", "r.yaml:1:5: expected chomping or indentation indicators, but found '='. Put quotes around the text, e.g. \">= 2\"."),
-        ("a: @x\n", "r.yaml:1:4: found character '@' that cannot start any token. Put quotes around the text, e.g. \"@x\"."),
+        (
+            "a: 1\n---\nb: 2\n",
+            "r.yaml:2:1: a second document begins here. A recipe is one document; remove the line '---'.",
+        ),
+        (
+            "a: b: c\n",
+            "r.yaml:1:5: a second ': ' in one line, or a line indented too far. Put quotes "
+            "around text that holds ': '.",
+        ),
+        (
+            "a: >= 2\n",
+            "r.yaml:1:5: expected chomping or indentation indicators, but found '='. Put quotes "
+            'around the text, e.g. ">= 2".',
+        ),
+        (
+            "a: @x\n",
+            "r.yaml:1:4: found character '@' that cannot start any token. Put quotes around the text, e.g. \"@x\".",
+        ),
         (
             "- a\nb: 1\n",
             "r.yaml:2:1: the indentation does not fit the lines above."
             " Keys of one mapping, and the items of one list, begin in one column.",
         ),
-        ("a: [1\n", "r.yaml:2:1: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'."),
+        (
+            "a: [1\n",
+            "r.yaml:2:1: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'.",
+        ),
         ("a: *x\n", "r.yaml:1:4: this is not YAML: found undefined alias 'x'."),
         ("a: !new 3\n", "r.yaml:1:4: the tag !new is not supported. Remove it."),
         ("a: !!set {b}\n", "r.yaml:1:4: the tag tag:yaml.org,2002:set is not supported. Remove it."),
@@ -105,7 +122,9 @@ def test_what_is_not_plain_yaml_is_refused(text: str, problem: str) -> None:
 
 
 def test_aliases_cannot_multiply_without_bound() -> None:
-    lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    lines = ["a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"] + [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)
+    ]
     (problem,) = problems_of("\n".join(lines))
     assert f"more than {MOST_NODES:,} values" in problem
 

@@ -122,7 +122,9 @@ def stand(monkeypatch: pytest.MonkeyPatch, found: tuple[str, ...] | Exception, *
             raise found
         return [f"{name}ExecutionProvider" for name in found]
 
-    monkeypatch.setattr(builds, "package_version", {name.replace("_", "-"): version for name, version in versions.items()}.get)
+    monkeypatch.setattr(
+        builds, "package_version", {name.replace("_", "-"): version for name, version in versions.items()}.get
+    )
     runtime = SimpleNamespace(get_available_providers=get_available_providers)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
 
@@ -153,17 +155,25 @@ def test_a_gpu_that_onnxruntime_does_not_use_is_told(monkeypatch: pytest.MonkeyP
 def test_two_builds_of_onnxruntime_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_gpu="1.30.0", onnxruntime_genai="0.14.1")
     assert diagnose().problems[-1] == (
-        "onnxruntime 1.31.0 and onnxruntime-gpu 1.30.0 are installed over each other, and what was installed last decides which providers "
-        "there are. Run: pip uninstall -y onnxruntime onnxruntime-gpu onnxruntime-genai && pip install 'optkit[onnx-gpu]'"
+        "onnxruntime 1.31.0 and onnxruntime-gpu 1.30.0 are installed over each other, and what was installed "
+        "last decides which providers "
+        "there are. Run: pip uninstall -y onnxruntime onnxruntime-gpu onnxruntime-genai && "
+        "pip install 'optkit[onnx-gpu]'"
     )
     stand(monkeypatch, ("CPU",), onnxruntime="1.31.0", onnxruntime_genai="0.14.1", onnxruntime_genai_directml="0.14.1")
     (problem,) = builds.problems()
-    assert problem.startswith("onnxruntime-genai 0.14.1 and onnxruntime-genai-directml 0.14.1 are installed over each other")
+    assert problem.startswith(
+        "onnxruntime-genai 0.14.1 and onnxruntime-genai-directml 0.14.1 are installed over each other"
+    )
     assert problem.endswith("&& pip install 'optkit[onnx]'")
 
 
 def test_an_onnxruntime_without_its_files_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand(monkeypatch, AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'"), onnxruntime="1.31.0")
+    stand(
+        monkeypatch,
+        AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'"),
+        onnxruntime="1.31.0",
+    )
     assert diagnose().problems[-1] == (
         "onnxruntime cannot be imported: module 'onnxruntime' has no attribute 'get_available_providers'. "
         "Run: pip install --force-reinstall onnxruntime"

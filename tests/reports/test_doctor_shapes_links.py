@@ -1,4 +1,6 @@
-"""What doctor says of a model's shapes, of kernels, and of the links between processes (GPUs where there are several)."""
+"""What doctor says of a model's shapes, of kernels, and of the links between processes (GPUs where
+there are several).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_sizes_that_cost_speed(outputs: int, inputs: int, said: list[str]) -> No
 
 def test_a_vocabulary_is_padded_and_has_no_groups() -> None:
     tensors = {"transformer.h.0.mlp.c_fc.weight": (768, 3072), "transformer.wte.weight": (50257, 768)}
-    (found,) = shape_problems(ModelShape({"model_type": "gpt2"}, {name: TensorInfo("F32", shape) for name, shape in tensors.items()}))
+    (found,) = shape_problems(
+        ModelShape({"model_type": "gpt2"}, {name: TensorInfo("F32", shape) for name, shape in tensors.items()})
+    )
     assert (found.layers, found.outputs, found.inputs) == ("lm_head", 50257, 768)
     assert found.problem == (
         "50,257 is no multiple of 8: 16-bit products use slower kernels."
@@ -112,14 +116,20 @@ def test_links_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.import_module("torch.multiprocessing.spawn"), "spawn", fail)
     with pytest.raises(
-        ResourceError, match=r"links: 4 processes cannot exchange data by nccl\. NCCL error: unhandled system error\. Run it ag"
+        ResourceError,
+        match=r"links: 4 processes cannot exchange data by nccl\. "
+        r"NCCL error: unhandled system error\. Run it ag",
     ):
         all_reduce_rates(4, "nccl")
 
 
 def test_a_link_has_two_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match=r"--links: there are no two GPUs between which data could go\. torch sees 1 GPU here"):
+    with pytest.raises(
+        UsageError,
+        match=r"--links: there are no two GPUs between "
+        r"which data could go\. torch sees 1 GPU here",
+    ):
         gpu_links()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(links_module, "all_reduce_rates", lambda count, backend: (count, backend))

@@ -51,7 +51,10 @@ CPU = Circumstances(device="cpu", compiled=None, quantized=False, dtype="float32
         ("SkipSimplifiedLayerNormalization", "norm"),
         ("aten::native_layer_norm", "norm"),
         ("triton_poi_fused_mul_silu_3", "elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>", "elementwise"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>",
+            "elementwise",
+        ),
         ("aten::mul", "elementwise"),
         ("QuickGelu", "elementwise"),
         ("RotaryEmbedding", "elementwise"),
@@ -78,9 +81,13 @@ def test_the_union_of_intervals() -> None:
 
 
 def test_kernels_are_read_and_ranges_are_not() -> None:
-    def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, marked: bool = False) -> SimpleNamespace:
+    def event(
+        name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, marked: bool = False
+    ) -> SimpleNamespace:
         span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-        return SimpleNamespace(name=name, device_type=device, time_range=span, is_user_annotation=marked, self_cpu_time_total=7.0)
+        return SimpleNamespace(
+            name=name, device_type=device, time_range=span, is_user_annotation=marked, self_cpu_time_total=7.0
+        )
 
     events = [
         event("gemm", 0, 10),
@@ -92,7 +99,10 @@ def test_kernels_are_read_and_ranges_are_not() -> None:
     ]
     found = torch_trace_module._read(SimpleNamespace(events=lambda: events), 1.0, DeviceType.CUDA)
     assert found.busy_s == pytest.approx(16e-6)
-    assert [(line.name, line.kind, line.calls) for line in found.lines] == [("gemm", "matmul", 2), ("Memcpy HtoD", "copies", 1)]
+    assert [(line.name, line.kind, line.calls) for line in found.lines] == [
+        ("gemm", "matmul", 2),
+        ("Memcpy HtoD", "copies", 1),
+    ]
     assert found.lines[0].seconds == pytest.approx(20e-6)
     of_cpu = torch_trace_module._read(SimpleNamespace(events=lambda: events), 1.0, DeviceType.CPU)
     assert [line.name for line in of_cpu.lines] == ["aten::mm"]
@@ -110,7 +120,8 @@ def phase(known: Circumstances, name: str = "decode", idle: float = 0.0, **share
     [
         (
             phase(GPU, idle=0.6, matmul=0.4),
-            "The GPU waits for launches 60% of the time, between 10 kernels a step: try `- cuda_graphs` (Llama's family) or `- ",
+            "The GPU waits for launches 60% of the time, between 10 kernels a step: try `- cuda_graphs` "
+            "(Llama's family) or `- ",
         ),
         (
             phase(GPU, "prefill", idle=0.6, matmul=0.4),
@@ -124,24 +135,54 @@ def phase(known: Circumstances, name: str = "decode", idle: float = 0.0, **share
             phase(CPU, idle=0.5, matmul=0.5),
             "Python and torch's dispatcher take 50%, between 10 operations a step: try `- compile: {devices: [cpu]}`",
         ),
-        (phase(GPU, matmul=0.9), "Matrix products take 100%, which is reading the weights once for each step: try 4-bit weights"),
-        (phase(Circumstances("cuda", None, True, "bfloat16", "sdpa"), matmul=0.9), "with quantized weights already: a larger batch shares"),
+        (
+            phase(GPU, matmul=0.9),
+            "Matrix products take 100%, which is reading the weights once for each step: try 4-bit weights",
+        ),
+        (
+            phase(Circumstances("cuda", None, True, "bfloat16", "sdpa"), matmul=0.9),
+            "with quantized weights already: a larger batch shares",
+        ),
         (phase(CPU, matmul=0.9), "in float32: try `- cast: {dtype: bfloat16}` and then 4-bit weights"),
         (
             phase(GPU, "prefill", matmul=0.9),
             "prompts are bound by arithmetic, so try 8-bit inputs and weights (`- fp8` or `- smoothquant`)",
         ),
         (phase(GPU, attention=0.9), "Attention takes 100%, which is reading the KV cache: try `- kv_cache: int8`"),
-        (phase(GPU, "prefill", attention=0.9), "try `- attention: flash_attention_2` where it is installed, or shorter prompts"),
-        (phase(Circumstances("cuda", None, False, "bfloat16", "eager"), attention=0.9), "as plain products: try `- attention: sdpa`"),
+        (
+            phase(GPU, "prefill", attention=0.9),
+            "try `- attention: flash_attention_2` where it is installed, or shorter prompts",
+        ),
+        (
+            phase(Circumstances("cuda", None, False, "bfloat16", "eager"), attention=0.9),
+            "as plain products: try `- attention: sdpa`",
+        ),
         (phase(GPU, copies=0.9), "most of them of a KV cache that grows: try `- compile: {mode: default}`"),
-        (phase(GPU, "prefill", copies=0.9), "Copies and casts take 100%: look at the first lines of the table for what is copied."),
-        (phase(GPU, elementwise=0.5, norm=0.4), "small operations take 100%: try `- compile: {mode: default}`, which fuses them."),
+        (
+            phase(GPU, "prefill", copies=0.9),
+            "Copies and casts take 100%: look at the first lines of the table for what is copied.",
+        ),
+        (
+            phase(GPU, elementwise=0.5, norm=0.4),
+            "small operations take 100%: try `- compile: {mode: default}`, which fuses them.",
+        ),
         (phase(GPU, "prefill", norm=0.9), "small operations take 100%: a larger batch shares them."),
-        (phase(GPU, matmul=0.28, attention=0.24, copies=0.24, elementwise=0.24), "Nothing stands out: the largest part is matmul, 28%."),
-        (phase(Circumstances("cpu", None, False, "float32", "", "onnxruntime"), idle=0.5), "between nodes (0 a step): try `onnx_optimize`"),
-        (phase(Circumstances("cpu", None, False, "float32", "", "onnxruntime"), matmul=1), "try `- onnx_quantize`, or an export in 4 bits"),
-        (phase(Circumstances("cpu", None, False, "float32", "", "onnxruntime"), norm=1), "small operations take 100%: try `onnx_optimize`"),
+        (
+            phase(GPU, matmul=0.28, attention=0.24, copies=0.24, elementwise=0.24),
+            "Nothing stands out: the largest part is matmul, 28%.",
+        ),
+        (
+            phase(Circumstances("cpu", None, False, "float32", "", "onnxruntime"), idle=0.5),
+            "between nodes (0 a step): try `onnx_optimize`",
+        ),
+        (
+            phase(Circumstances("cpu", None, False, "float32", "", "onnxruntime"), matmul=1),
+            "try `- onnx_quantize`, or an export in 4 bits",
+        ),
+        (
+            phase(Circumstances("cpu", None, False, "float32", "", "onnxruntime"), norm=1),
+            "small operations take 100%: try `onnx_optimize`",
+        ),
     ],
 )
 def test_advice_names_the_setting_to_try(found: Phase, said: str) -> None:
@@ -172,7 +213,11 @@ def test_kernels_that_torch_does_not_see_are_not_taken_for_python() -> None:
 
 def test_every_kernel_of_our_own_has_a_kind() -> None:
     sources = (Path(__file__).parents[2] / "optkit" / "kernels" / "cuda").glob("*.cu")
-    names = {name for source in sources for name in re.findall(r"__global__ void[^;{]*?\b(\w+)\([^()]*\) \{", source.read_text())}
+    names = {
+        name
+        for source in sources
+        for name in re.findall(r"__global__ void[^;{]*?\b(\w+)\([^()]*\) \{", source.read_text())
+    }
     assert not [name for name in names if kind_of(name) == "other"]
 
 
@@ -181,7 +226,18 @@ def test_nothing_is_said_of_nothing() -> None:
 
 
 def test_a_tiny_model_is_traced(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["profile", str(tiny_model("llama")), "--prompt", "16", "--new-tokens", "4", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    words = [
+        "profile",
+        str(tiny_model("llama")),
+        "--prompt",
+        "16",
+        "--new-tokens",
+        "4",
+        "--out",
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+    ]
     assert main([*words, "--json", "--quiet"]) == 0
     report = ProfileReport.model_validate_json(capsys.readouterr().out)
     assert [(each.name, each.steps) for each in report.phases] == [("prefill", 1), ("decode", 3)]
@@ -189,8 +245,13 @@ def test_a_tiny_model_is_traced(tiny_model: TinyModel, tmp_path: Path, capsys: p
         assert each.kinds["matmul"] > 0
         assert each.whole_s == pytest.approx(each.traced_s, rel=0.01)
         counts = {line.name: line.calls for line in each.top}
-        assert counts["aten::mm"] in (21 * each.steps, 22 * each.steps)  # 3 blocks of 7 layers; lm_head of a prompt is a bmm
-        names = {event["name"] for event in json.loads((tmp_path / "out" / each.trace).read_text())["traceEvents"] if "name" in event}
+        # 3 blocks of 7 layers; lm_head of a prompt is a bmm
+        assert counts["aten::mm"] in (21 * each.steps, 22 * each.steps)
+        names = {
+            event["name"]
+            for event in json.loads((tmp_path / "out" / each.trace).read_text())["traceEvents"]
+            if "name" in event
+        }
         assert {"aten::mm", "prefill" if each.name == "prefill" else "decode 3"} <= names
     shown = plain_text(*profile_view(report, tmp_path))
     assert "prefill: " in shown
@@ -226,15 +287,25 @@ def test_onnx_models_that_cannot_be_traced(device: str, elsewhere: bool, said: s
 def test_mistakes_are_told(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"--nvtx: NVTX ranges are marks on a GPU's timeline\. Leave it out on a CPU"):
         profile_model(tiny_model("llama"), tmp_path, device="cpu", nvtx=True)
-    with pytest.raises(EvalError, match=r"encoder: it generates no tokens\. What is traced is a prompt and the tokens after it"):
+    with pytest.raises(
+        EvalError,
+        match=r"encoder: it generates no tokens\. What is "
+        r"traced is a prompt and the tokens after it",
+    ):
         run_module._check(SimpleNamespace(directory="encoder"), 1, 2, nvtx=False)
-    with pytest.raises(EvalError, match=r"a prompt of 600 and 16 new tokens are more than the model's 512 positions\. Lower --prompt"):
+    with pytest.raises(
+        EvalError,
+        match=r"a prompt of 600 and 16 new tokens are more "
+        r"than the model's 512 positions\. Lower --prompt",
+    ):
         profile_model(tiny_model("llama"), tmp_path, device="cpu", prompt=600)
     assert main(["profile", str(tmp_path / "none"), "--store", str(tmp_path / "store")]) == 1
     assert "no such model" in capsys.readouterr().err
 
 
-def test_a_model_that_is_no_directory_is_made_in_the_store(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_no_directory_is_made_in_the_store(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def materialize(todo: object, *_: object) -> Path:
@@ -242,7 +313,9 @@ def test_a_model_that_is_no_directory_is_made_in_the_store(tiny_model: TinyModel
         return tiny_model("llama")
 
     monkeypatch.setattr(
-        run_module, "plan", lambda recipe, device, store: SimpleNamespace(recipe=recipe, device=device, steps=[SimpleNamespace(key="k")])
+        run_module,
+        "plan",
+        lambda recipe, device, store: SimpleNamespace(recipe=recipe, device=device, steps=[SimpleNamespace(key="k")]),
     )
     monkeypatch.setattr(run_module, "materialize", materialize)
     with run_module.located("org/name", "cpu", tmp_path, SilentProgress()) as directory:

@@ -1,4 +1,6 @@
-"""From bytes and operations to limits: known numbers, brute force, the table of devices, the command and its picture."""
+"""From bytes and operations to limits: known numbers, brute force, the table of devices, the
+command and its picture.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from optkit.model.shape import ModelShape, TensorInfo
 from optkit.reports.roofline import DEVICES, build_report, datasheet, measured_device, roof_generation, to_svg, work_of
 from optkit.reports.roofline import models as models_module
 from optkit.reports.roofline.forms import parse_form
-from optkit.reports.roofline.limits import compute_binds_from, decode_limit, gain, most_sequences, pays_until, prefill_limit
+from optkit.reports.roofline.limits import (
+    compute_binds_from,
+    decode_limit,
+    gain,
+    most_sequences,
+    pays_until,
+    prefill_limit,
+)
 from optkit.reports.roofline.models import work_of_model
 from tests.conftest import TinyModel
 
@@ -39,13 +48,21 @@ LLAMA_LAYER = {
     "input_layernorm": (4096,),
     "post_attention_layernorm": (4096,),
 }
-CONFIG = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 H200 = Device("H200", 4.23e12, {"bf16": 790e12, "int8": 1500e12}, 141e9, "measured")
 
 
 def llama_8b() -> ModelShape:
     """Llama-3-8B."""
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (128256, 4096) for name in ("model.embed_tokens", "lm_head")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (128256, 4096) for name in ("model.embed_tokens", "lm_head")
+    }
     shapes["model.norm.weight"] = (4096,)
     for block in range(32):
         shapes |= {f"model.layers.{block}.{name}.weight": shape for name, shape in LLAMA_LAYER.items()}
@@ -53,7 +70,9 @@ def llama_8b() -> ModelShape:
 
 
 def test_llama_3_8b_on_an_h200() -> None:
-    """Numbers that were worked out by hand: 8.03 billion weights, of which 0.525 are an embedding; int4 keeps lm_head in bf16."""
+    """Numbers that were worked out by hand: 8.03 billion weights, of which 0.525 are an embedding;
+    int4 keeps lm_head in bf16.
+    """
     work = work_of(llama_8b())
     assert work.elements == 8_029_995_008
     assert decode_limit(work, BF16, H200, 1, 0).tokens_per_s == pytest.approx(282, rel=0.002)
@@ -83,7 +102,10 @@ def test_batches_at_which_a_form_stops_paying_are_those_of_a_search_and_of_the_f
         found = pays_until(work, INT4, BF16, H200, context)
         least = next((batch for batch in range(1, 3000) if gain(work, INT4, BF16, H200, batch, context) < 1.1), None)
         assert found == least
-        bound = next((batch for batch in range(1, 3000) if decode_limit(work, INT4, H200, batch, context).bound_by == "compute"), None)
+        bound = next(
+            (batch for batch in range(1, 3000) if decode_limit(work, INT4, H200, batch, context).bound_by == "compute"),
+            None,
+        )
         assert compute_binds_from(work, INT4, H200, context) == bound
     one, two = (decode_limit(work, BF16, H200, batch, 64) for batch in (1, 2))
     operations, cache = two.compute_s - one.compute_s, one.cache_bytes / H200.bandwidth
@@ -103,13 +125,16 @@ def test_the_table_of_devices_is_plausible() -> None:
     for device in DEVICES.values():
         assert device.source
         assert 0.2e12 < device.bandwidth < 10e12
-        assert device.rates["fp32"] <= device.rates[device.wide] <= device.rates["int8"] <= 4 * device.rates[device.wide]
+        assert (
+            device.rates["fp32"] <= device.rates[device.wide] <= device.rates["int8"] <= 4 * device.rates[device.wide]
+        )
     assert set(ALIASES.values()) <= set(DEVICES)
     assert datasheet("A100") is DEVICES["a100-80gb"]
     assert datasheet("t4").wide == "fp16"
     with pytest.raises(
         UsageError,
-        match=r"--device: 'h20' is no device here and none of the table\. cpu, cuda and cuda:N are measured\. Did you mean 'h200'",
+        match=r"--device: 'h20' is no device here and none of the table\. cpu, cuda and cuda:N are "
+        r"measured\. Did you mean 'h200'",
     ):
         datasheet("h20")
 
@@ -126,7 +151,9 @@ def test_forms_that_a_device_does_not_compute_in(tiny_model: TinyModel) -> None:
     assert report.reference == "fp16"
 
 
-def test_the_command_prints_draws_and_needs_no_torch(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_draws_and_needs_no_torch(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["roofline", str(tiny_model("llama")), "--device", "h200", "--batch", "8,1", "--prompt", "64"]
     assert main([*words, "--plot", str(tmp_path / "limits.svg")]) == 0
     printed = capsys.readouterr().out
@@ -158,12 +185,24 @@ def test_mistakes_on_the_command_line(
     ):
         assert main(["roofline", model, *words]) == 2
         assert said.lower() in capsys.readouterr().err.lower()
-    monkeypatch.setattr(models_module, "shape_of_model", lambda _: ModelShape({"architectures": ["BertModel"], "model_type": "bert"}, {}))
-    with pytest.raises(SourceError, match=r"encoder: an encoder decodes nothing, and its limits are not counted\. Name a causal"):
+    monkeypatch.setattr(
+        models_module,
+        "shape_of_model",
+        lambda _: ModelShape({"architectures": ["BertModel"], "model_type": "bert"}, {}),
+    )
+    with pytest.raises(
+        SourceError,
+        match=r"encoder: an encoder decodes nothing, and "
+        r"its limits are not counted\. Name a causal",
+    ):
         work_of_model("encoder")
     monkeypatch.undo()
     (tmp_path / "model.onnx").touch()
-    with pytest.raises(SourceError, match=r"the weights are in ONNX, whose work is not counted\. .* Name the checkpoint"):
+    with pytest.raises(
+        SourceError,
+        match=r"the weights are in ONNX, whose work "
+        r"is not counted\. .* Name the checkpoint",
+    ):
         work_of_model(str(tmp_path))
 
 
@@ -189,7 +228,10 @@ def test_a_quantized_model_is_shown_as_it_is_stored(tiny_model: TinyModel, tmp_p
         tensors[f"{module}.weight_packed"] = TensorInfo("I32", (outputs, inputs // 8))
         tensors[f"{module}.weight_scale"] = TensorInfo("BF16", (outputs, inputs // 128))
     group = {"targets": ["Linear"], "format": "pack-quantized", "weights": {"num_bits": 4, "group_size": 128}}
-    config = {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}}
+    config = {
+        **CONFIG,
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}},
+    }
     work = work_of(ModelShape(config, tensors))
     assert work.elements == work_of(llama_8b()).elements
     stored = parse_form("stored", "bf16")
@@ -216,7 +258,11 @@ def test_a_device_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
 
     def measure(device: str, _progress: object) -> Roof:
         calls.append(device)
-        return Roof(reading=rate, copying=rate.model_copy(update={"value": 3e9, "low": 3e9, "high": 3e9}), products={"fp32": rate})
+        return Roof(
+            reading=rate,
+            copying=rate.model_copy(update={"value": 3e9, "low": 3e9, "high": 3e9}),
+            products={"fp32": rate},
+        )
 
     monkeypatch.setattr(measured_module, "measure_roof", measure)
     device, roof = measured_device("cpu", tmp_path)
@@ -236,12 +282,22 @@ def test_a_device_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
         raise MemoryError("no memory")
 
     monkeypatch.setattr(measured_module, "measure_roof", fail)
-    with pytest.raises(ResourceError, match=r"cpu: memory ran out while the device was measured\. no memory\. Close what else uses it"):
+    with pytest.raises(
+        ResourceError,
+        match=r"cpu: memory ran out while the device was "
+        r"measured\. no memory\. Close what else uses it",
+    ):
         measured_device("cpu", tmp_path, again=True)
 
 
 def test_a_cpu_is_really_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"WARM_UP_S": 0.0, "LIMIT_S": 0.0, "CPU_BUFFER": 1 << 22, "SIDES": {"cpu": (64,)}, "GROUP_S": {"cpu": 1e-4}}.items():
+    for name, value in {
+        "WARM_UP_S": 0.0,
+        "LIMIT_S": 0.0,
+        "CPU_BUFFER": 1 << 22,
+        "SIDES": {"cpu": (64,)},
+        "GROUP_S": {"cpu": 1e-4},
+    }.items():
         monkeypatch.setattr(measured_module, name, value)
     monkeypatch.setattr(measured_module, "last_cache_bytes", lambda: 0)
     device, roof = measured_device("cpu", tmp_path)
@@ -257,7 +313,9 @@ def test_buffers_are_larger_than_the_last_cache(tmp_path: Path) -> None:
         (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
     assert measured_module.last_cache_bytes(tmp_path) == 32 << 20
     assert measured_module.last_cache_bytes(tmp_path / "none") == 0
-    assert measured_module.buffer_bytes("cpu") >= min(measured_module.CPU_BUFFER, 4 * measured_module.last_cache_bytes())
+    assert measured_module.buffer_bytes("cpu") >= min(
+        measured_module.CPU_BUFFER, 4 * measured_module.last_cache_bytes()
+    )
 
 
 @pytest.mark.gpu

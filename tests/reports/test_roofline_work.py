@@ -1,4 +1,6 @@
-"""The counts behind the roofline, against torch's own counter of operations and the tensors of opened models."""
+"""The counts behind the roofline, against torch's own counter of operations and the tensors of
+opened models.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_operations_are_those_that_torch_counts(tiny_model: TinyModel, kind: str
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.ones(batch, prompt, dtype=torch.int64), past_key_values=cache, logits_to_keep=1)
     masked = batch * sum(layer.flops(prompt * prompt - layer.pairs(prompt, 0)) for layer in work.attention)
-    counted = sum(work.matrix_flops(STORED, batch * prompt, batch).values()) + work.attention_flops(batch, prompt, 0) + masked
+    counted = (
+        sum(work.matrix_flops(STORED, batch * prompt, batch).values()) + work.attention_flops(batch, prompt, 0) + masked
+    )
     assert abs(counter.get_total_flops() - counted) <= ROTARY[kind] * batch * prompt
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.ones(batch, 1, dtype=torch.int64), past_key_values=cache)
@@ -60,11 +64,17 @@ def test_bytes_are_those_of_the_tensors_of_an_opened_model(tiny_model: TinyModel
     buffers = sum(each.numel() * each.element_size() for name, each in session.model.named_buffers())
     for batch in (1, 3) if kind in DENSE else (1,):
         counted = work.weight_bytes(STORED, batch) + work.cache_bytes(STORED, batch, context)
-        assert abs(counted - session.decode_bytes(batch, context)) <= buffers, (batch, counted, session.decode_bytes(batch, context))
+        assert abs(counted - session.decode_bytes(batch, context)) <= buffers, (
+            batch,
+            counted,
+            session.decode_bytes(batch, context),
+        )
 
 
 @pytest.mark.parametrize(("method", "bits"), [("compressed-tensors", 4), ("compressed-tensors", 8), ("gptq", 4)])
-def test_packed_weights_stand_for_the_weights_of_their_source(tiny_model: TinyModel, tmp_path: Path, method: str, bits: int) -> None:
+def test_packed_weights_stand_for_the_weights_of_their_source(
+    tiny_model: TinyModel, tmp_path: Path, method: str, bits: int
+) -> None:
     save_packed(tiny_model("qwen2"), tmp_path / "packed", tmp_path / "plain", method=method, bits=bits)
     packed = Checkpoint(tmp_path / "packed").shape
     plain = weights_of(Checkpoint(tiny_model("qwen2")).shape)
@@ -78,7 +88,9 @@ def test_experts_that_a_batch_needs_are_those_of_random_routing() -> None:
     work = Work((), (), experts=16, chosen=2, dtype="bf16")
     dice = random.Random(0)
     for tokens in (1, 4, 20):
-        needed = [len({expert for _ in range(tokens) for expert in dice.sample(range(16), 2)}) / 16 for _ in range(4000)]
+        needed = [
+            len({expert for _ in range(tokens) for expert in dice.sample(range(16), 2)}) / 16 for _ in range(4000)
+        ]
         assert work.expert_share(tokens) == pytest.approx(sum(needed) / len(needed), rel=0.01)
     assert Work((), (), 0, 0, "bf16").expert_share(5) == 1
 
@@ -106,7 +118,9 @@ def test_attention_is_read_from_configs_of_many_kinds() -> None:
     hybrid, notes = attention_of({**sizes, "layer_types": ["linear_attention", "full_attention"]}, 2)
     assert len(hybrid) == 1
     assert notes == ("the states of layers of the kind linear_attention are not counted",)
-    assert attention_of({}, 2)[1] == ("attention and KV cache are not counted: config.json does not say how many heads there are",)
+    assert attention_of({}, 2)[1] == (
+        "attention and KV cache are not counted: config.json does not say how many heads there are",
+    )
 
 
 def test_what_sees_images_is_no_work_of_a_text_token() -> None:
@@ -123,7 +137,9 @@ def test_what_sees_images_is_no_work_of_a_text_token() -> None:
 
 
 def test_other_quantizers_are_counted() -> None:
-    """Fused experts in MXFP4 (gpt-oss), FP8 in blocks (DeepSeek), and NF4 (bitsandbytes), as they lie on the hub."""
+    """Fused experts in MXFP4 (gpt-oss), FP8 in blocks (DeepSeek), and NF4 (bitsandbytes), as they
+    lie on the hub.
+    """
     block, head = "model.layers.0", {"lm_head.weight": TensorInfo("BF16", (64, 32))}
     mxfp4 = {
         f"{block}.mlp.experts.gate_up_proj_blocks": TensorInfo("U8", (4, 64, 1, 16)),
@@ -144,25 +160,49 @@ def test_other_quantizers_are_counted() -> None:
         f"{block}.mlp.up_proj.weight.absmax": TensorInfo("F32", (512,)),
         f"{block}.mlp.up_proj.weight.quant_state.bitsandbytes__nf4": TensorInfo("U8", (80,)),
     }
-    (layer, _) = weights_of(ModelShape({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, nf4 | head))
+    (layer, _) = weights_of(
+        ModelShape({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, nf4 | head)
+    )
     assert (layer.elements, layer.size_bytes, layer.quantized) == (256 * 128, 256 * 64 + 2048 + 80, True)
-    groups = {"group_0": {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}
+    groups = {
+        "group_0": {"format": "float-quantized", "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    }
     groups["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
-    stored = {f"{block}.mlp.up_proj.weight": TensorInfo("F8_E4M3", (8, 8)), f"{block}.mlp.up_proj.weight_scale": TensorInfo("F32", (8, 1))}
+    stored = {
+        f"{block}.mlp.up_proj.weight": TensorInfo("F8_E4M3", (8, 8)),
+        f"{block}.mlp.up_proj.weight_scale": TensorInfo("F32", (8, 1)),
+    }
     config = {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
     assert weights_of(ModelShape(config, stored | head))[0].arithmetic == "fp8"
 
 
 def test_models_that_cannot_be_counted_are_refused() -> None:
-    with pytest.raises(SourceError, match=r"llama: there is no lm_head and no embedding that could be one\. Looked for embed_out, lm_head"):
-        weights_of(ModelShape({"model_type": "llama"}, {"model.layers.0.mlp.up_proj.weight": TensorInfo("F32", (8, 8))}))
-    tensors = {"model.layers.0.mlp.up_proj.qweight": TensorInfo("I32", (8, 8)), "lm_head.weight": TensorInfo("F32", (8, 8))}
-    with pytest.raises(SourceError, match=r"up_proj: its packed weights cannot be counted\. The quantization_config does not say"):
+    with pytest.raises(
+        SourceError,
+        match=r"llama: there is no lm_head and no embedding "
+        r"that could be one\. Looked for embed_out, lm_head",
+    ):
+        weights_of(
+            ModelShape({"model_type": "llama"}, {"model.layers.0.mlp.up_proj.weight": TensorInfo("F32", (8, 8))})
+        )
+    tensors = {
+        "model.layers.0.mlp.up_proj.qweight": TensorInfo("I32", (8, 8)),
+        "lm_head.weight": TensorInfo("F32", (8, 8)),
+    }
+    with pytest.raises(
+        SourceError,
+        match=r"up_proj: its packed weights cannot be "
+        r"counted\. The quantization_config does not say",
+    ):
         weights_of(ModelShape({"quantization_config": {"quant_method": "own"}}, tensors))
 
 
 def test_a_form_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--forms: 'int3' is no form of weights\. Known: fp32, tf32, bf16, fp16, int8, fp8, int4gN"):
+    with pytest.raises(
+        UsageError,
+        match=r"--forms: 'int3' is no form of weights\. Known: "
+        r"fp32, tf32, bf16, fp16, int8, fp8, int4gN",
+    ):
         parse_form("int3", "bf16")
     with pytest.raises(UsageError, match="'int4g4' is no form"):
         parse_form("int4g4", "bf16")

@@ -22,7 +22,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 def report(blocks: int = 3) -> SensitivityReport:
     rows = [
         LayerRow(
-            name=f"model.layers.{block}.{kind}", kind=kind, block=block, weights=4096, divergence=(base * (block + 1), base * base, 0.0)
+            name=f"model.layers.{block}.{kind}",
+            kind=kind,
+            block=block,
+            weights=4096,
+            divergence=(base * (block + 1), base * base, 0.0),
         )
         for block in range(blocks)
         for kind, base in (("mlp.down_proj", 0.01), ("self_attn.q_proj", 0.001))
@@ -39,8 +43,19 @@ def report(blocks: int = 3) -> SensitivityReport:
     )
 
 
-def test_the_command_measures_prints_and_writes(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sensitivity", str(tiny_model("llama")), "--samples", "3", "--sequence-length", "32", "--choices", "4g32,3g64a"]
+def test_the_command_measures_prints_and_writes(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "sensitivity",
+        str(tiny_model("llama")),
+        "--samples",
+        "3",
+        "--sequence-length",
+        "32",
+        "--choices",
+        "4g32,3g64a",
+    ]
     words += ["--store", str(tmp_path / "store"), "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert main([*words, "--quiet"]) == 0
     printed = capsys.readouterr().out
@@ -56,9 +71,15 @@ def test_the_command_measures_prints_and_writes(tiny_model: TinyModel, tmp_path:
     assert json.loads(capsys.readouterr().out) == written
 
 
-def test_the_model_stays_in_the_store_meanwhile(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_stays_in_the_store_meanwhile(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, store = str(tiny_model("llama")), Store(tmp_path / "store")
-    key = pipeline.plan(load_recipe({"model": model, "evals": ["footprint"]}), device="cpu", store=store.root).steps[0].key
+    key = (
+        pipeline.plan(load_recipe({"model": model, "evals": ["footprint"]}), device="cpu", store=store.root)
+        .steps[0]
+        .key
+    )
     held = []
 
     def note(*_: object) -> SensitivityReport:
@@ -67,7 +88,9 @@ def test_the_model_stays_in_the_store_meanwhile(tiny_model: TinyModel, tmp_path:
         return report()
 
     monkeypatch.setattr(measured, "_measure", note)
-    measured.measure_model(model, calibration=Calibration(dataset="c4"), choices=parse_choices("4"), device="cpu", store=store.root)
+    measured.measure_model(
+        model, calibration=Calibration(dataset="c4"), choices=parse_choices("4"), device="cpu", store=store.root
+    )
     assert held == [True]
 
 
@@ -106,7 +129,8 @@ def test_forms_are_read_as_they_are_written() -> None:
     [
         (
             "4g64,5",
-            "--choices: '5' is no form of a layer. A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 where left out), and a"
+            "--choices: '5' is no form of a layer. A form is 2, 3, 4 or 8 bits, g and a group size of at "
+            "least 8 (64 where left out), and a"
             " for zero points. Write it as 4g64,3g32a,8.",
         ),
         ("4g4", "--choices: '4g4' is no form of a layer."),
@@ -119,8 +143,15 @@ def test_words_that_are_no_form_are_refused(text: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_a_group_size_that_fits_no_layer_is_refused(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sensitivity", str(tiny_model("llama")), "--choices", "4g48", "--store", str(tmp_path), "--device", "cpu"]) == 2
+def test_a_group_size_that_fits_no_layer_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            ["sensitivity", str(tiny_model("llama")), "--choices", "4g48", "--store", str(tmp_path), "--device", "cpu"]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "--choices: no layer can have all of the choices" in said
     assert "4 bits, groups of 48 does not fit its" in said

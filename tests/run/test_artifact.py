@@ -59,7 +59,9 @@ def test_an_onnx_model_from_the_store_opens_where_onnx_refuses_hard_links(tmp_pa
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
     store = Store(tmp_path / "store")
     with store.write("w") as draft:
-        onnx.save(model, draft.model / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
+        onnx.save(
+            model, draft.model / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0
+        )
     made = publish_from(store, tmp_path / "out")
     opened = onnx.load(made.directory / "model.onnx")
     onnx.checker.check_model(made.directory / "model.onnx")
@@ -107,7 +109,11 @@ def test_a_damaged_artifact_is_published_again(weights, tmp_path):
     out = tmp_path / "out"
     publish_from(weights, out)
     (out / "config.json").unlink()
-    with pytest.raises(ArtifactError, match=r"1 of 2 files are missing or were changed: config.json\. Run its recipe again"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"1 of 2 files are missing or were changed: "
+        r"config.json\. Run its recipe again",
+    ):
         read_artifact(out).check()
     publish_from(weights, out)
     read_artifact(out).check()
@@ -141,10 +147,15 @@ with reserve(Path(sys.argv[1]), Path(sys.argv[2])):
 
 def test_a_directory_that_another_run_writes_is_refused_until_it_ends(weights, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / "out"), str(weights.root)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", HOLDS, str(tmp_path / "out"), str(weights.root)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
     )
     assert process.stdout.readline() == b"holds\n"
-    with pytest.raises(StoreError, match="another optkit run is writing there"), reserve(tmp_path / "out", tmp_path / "store"):
+    with (
+        pytest.raises(StoreError, match="another optkit run is writing there"),
+        reserve(tmp_path / "out", tmp_path / "store"),
+    ):
         pass
     process.kill()
     process.wait()
@@ -177,7 +188,9 @@ with reserve(out, store.root):
 def test_an_artifact_that_a_killed_run_moved_aside_is_put_back(weights, tmp_path):
     made = publish_from(weights, tmp_path / "out")
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", DIES, root, str(tmp_path / "out"), str(weights.root)], check=False, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", DIES, root, str(tmp_path / "out"), str(weights.root)], check=False, cwd=root
+    )
     assert done.returncode == 9
     assert not (tmp_path / "out").exists()
     with reserve(tmp_path / "out", weights.root):
@@ -204,7 +217,12 @@ def test_an_artifact_stays_where_the_new_one_cannot_take_its_place(weights, tmp_
 
 @pytest.mark.parametrize(
     ("out", "how"),
-    [("o", "holds the store"), ("o/store", "is the store itself"), ("o/store/steps/x", "lies in the store"), ("link/x", "lies in")],
+    [
+        ("o", "holds the store"),
+        ("o/store", "is the store itself"),
+        ("o/store/steps/x", "lies in the store"),
+        ("link/x", "lies in"),
+    ],
 )
 def test_an_artifact_and_the_store_never_lie_in_each_other(tmp_path, out, how):
     store = Store(tmp_path / "o" / "store")
@@ -212,7 +230,10 @@ def test_an_artifact_and_the_store_never_lie_in_each_other(tmp_path, out, how):
         (draft.model / "config.json").write_text("{}")
     (tmp_path / "o" / RECORD).write_text("{}")
     (tmp_path / "link").symlink_to(store.root)
-    expected = rf"{how}.*An artifact is replaced as a whole, and finished steps would go with it\. Name another directory with --out"
+    expected = (
+        rf"{how}.*An artifact is replaced as a whole, and finished steps would go with it\. Name "
+        r"another directory with --out"
+    )
     with pytest.raises(StoreError, match=expected), reserve(tmp_path / out, store.root):
         pass
     assert store.get("w")
@@ -268,7 +289,11 @@ def test_files_of_the_user_inside_an_artifact_are_not_lost(weights, tmp_path):
     (out / "notes").mkdir()
     (out / "notes" / "mine.txt").write_text("thoughts")
     assert publish_from(weights, out).record.key == "k1"
-    with pytest.raises(StoreError, match=r"would be replaced, and with it files that optkit did not write: notes/mine.txt\. Move them"):
+    with pytest.raises(
+        StoreError,
+        match=r"would be replaced, and with it files that "
+        r"optkit did not write: notes/mine.txt\. Move them",
+    ):
         publish_from(weights, out, key="k2")
     assert (out / "notes" / "mine.txt").read_text() == "thoughts"
     (out / "notes" / "mine.txt").unlink()
@@ -278,5 +303,9 @@ def test_files_of_the_user_inside_an_artifact_are_not_lost(weights, tmp_path):
 def test_an_artifact_whose_record_is_unreadable_is_not_replaced(weights, tmp_path):
     publish_from(weights, tmp_path / "out")
     (tmp_path / "out" / RECORD).write_text("{")
-    with pytest.raises(ArtifactError, match=r"optkit.json: cannot be read as JSON\. .* Delete the directory and run its recipe again"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"optkit.json: cannot be read as JSON\. .* "
+        r"Delete the directory and run its recipe again",
+    ):
         publish_from(weights, tmp_path / "out")

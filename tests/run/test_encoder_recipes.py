@@ -51,7 +51,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_from_a_recipe_to_a_verified_artifact(tiny_encoder: TinyEncoder, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_recipe_to_a_verified_artifact(
+    tiny_encoder: TinyEncoder, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     evals = [EMBEDDING, {"encoding": {"batch_sizes": [2], "lengths": [8], "calls": 2, "repeats": 2}}, "footprint"]
     recipe: dict[str, Any] = {
         "name": "small",
@@ -74,7 +76,10 @@ def test_from_a_recipe_to_a_verified_artifact(tiny_encoder: TinyEncoder, desk: P
     assert "agrees where each cosine is within 0.01 of 1 (float32 and float32, rounded activations)" in out
     assert out.endswith("PASS 1 of 1 engines agree out")
     assert "| onnxruntime " in (desk / "out" / "scorecard.md").read_text(encoding="utf-8")
-    loading = {each["engine"]: each for each in json.loads((desk / "out" / "scorecard.json").read_text(encoding="utf-8"))["loading"]}
+    loading = {
+        each["engine"]: each
+        for each in json.loads((desk / "out" / "scorecard.json").read_text(encoding="utf-8"))["loading"]
+    }
     assert loading["onnxruntime"]["min_cosine"] == pytest.approx(1.0, abs=1e-4)
     (desk / "spoil.py").write_text(SPOIL)
     python = desk / "python"
@@ -89,11 +94,19 @@ def test_from_a_recipe_to_a_verified_artifact(tiny_encoder: TinyEncoder, desk: P
 def test_transformers_opens_a_cast_encoder(
     architecture: str, tiny_encoder_source: TinyModel, desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = {"model": str(tiny_encoder_source(architecture)), "stages": [{"cast": {"dtype": "bfloat16"}}, "sdpa"], "evals": ["footprint"]}
+    recipe = {
+        "model": str(tiny_encoder_source(architecture)),
+        "stages": [{"cast": {"dtype": "bfloat16"}}, "sdpa"],
+        "evals": ["footprint"],
+    }
     optkit.run(load_recipe(recipe), out="out", device="cpu", store=desk / "store")
     out = verified(capsys)
-    assert "loading vllm: optkit asks it for the log-probabilities of tokens alone, and this artifact is an encoder" in out
-    labels = {"BertModel": "embeddings", "BertForMaskedLM": "logits of 512 labels for"}.get(architecture, "logits of 3 labels for 7 padded")
+    assert (
+        "loading vllm: optkit asks it for the log-probabilities of tokens alone, and this artifact is an encoder" in out
+    )
+    labels = {"BertModel": "embeddings", "BertForMaskedLM": "logits of 512 labels for"}.get(
+        architecture, "logits of 3 labels for 7 padded"
+    )
     assert labels in out
     assert out.endswith("PASS 1 of 1 engines agree out")
 
@@ -114,20 +127,30 @@ def test_transformers_opens_a_cast_encoder(
         ({"evals": [{"encoding": {"lengths": [65]}}]}, "its sequences have 65 tokens, and .* was built for 64"),
     ],
 )
-def test_what_is_not_for_encoders(kinds: dict[str, Any], message: str, tiny_encoder_source: TinyModel, tmp_path: Path) -> None:
+def test_what_is_not_for_encoders(
+    kinds: dict[str, Any], message: str, tiny_encoder_source: TinyModel, tmp_path: Path
+) -> None:
     recipe = {"model": str(tiny_encoder_source("BertModel")), "evals": ["footprint"], **kinds}
     with pytest.raises((StageError, EvalError), match=message):
         plan(load_recipe(recipe), device="cpu", store=tmp_path)
 
 
 def test_what_is_not_for_language_models(tiny_model: TinyModel, tiny_encoder_source: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(EvalError, match="embedding: is for an encoder that gives features. .* is a causal language model"):
+    with pytest.raises(
+        EvalError, match="embedding: is for an encoder that gives features. .* is a causal language model"
+    ):
         plan(load_recipe({"model": str(tiny_model("llama")), "evals": [EMBEDDING]}), device="cpu", store=tmp_path)
     labels = str(tiny_encoder_source("BertForSequenceClassification"))
-    with pytest.raises(EvalError, match="embedding: is for an encoder that gives features. .* is an encoder with a head for labels"):
+    with pytest.raises(
+        EvalError, match="embedding: is for an encoder that gives features. .* is an encoder with a head for labels"
+    ):
         plan(load_recipe({"model": labels, "evals": [EMBEDDING]}), device="cpu", store=tmp_path)
-    with pytest.raises(SourceError, match="the sensitivity of layers is measured on what a causal.*It is an encoder of text .BertFor"):
-        measure_model(labels, calibration=Calibration(dataset="python-reference"), choices=(), device="cpu", store=tmp_path)
+    with pytest.raises(
+        SourceError, match="the sensitivity of layers is measured on what a causal.*It is an encoder of text .BertFor"
+    ):
+        measure_model(
+            labels, calibration=Calibration(dataset="python-reference"), choices=(), device="cpu", store=tmp_path
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +162,8 @@ def test_what_is_not_for_language_models(tiny_model: TinyModel, tiny_encoder_sou
         ),
         (
             "model: ./mine\nstages:\n  - nf4\nevals:\n  - encoding\n",
-            ":5:5: encoding is for an encoder of text, and nf4 .line 3. is for a causal language model. Take it out, or name another model",
+            ":5:5: encoding is for an encoder of text, and nf4 .line 3. is for a causal language model. "
+            "Take it out, or name another model",
         ),
     ],
 )
@@ -151,7 +175,8 @@ def test_validate_says_it_at_its_place(recipe: str, message: str, tmp_path: Path
 
 def test_encoders_that_are_refused() -> None:
     with pytest.raises(
-        SourceError, match="unsupported architecture BertForQuestionAnswering.*Those of encoders end in Model, ForSequence.*Take"
+        SourceError,
+        match="unsupported architecture BertForQuestionAnswering.*Those of encoders end in Model, ForSequence.*Take",
     ):
         check_config({"architectures": ["BertForQuestionAnswering"], "model_type": "bert"}, "here", False)
 
@@ -190,11 +215,18 @@ def test_the_modules_of_sentence_transformers_are_downloaded(
     import_model(pinned, tmp_path / "target", SilentProgress())
     assert (tmp_path / "target" / "1_Pooling" / "config.json").is_file()
     assert Checkpoint(tmp_path / "target").tensors
-    wanted = {"1_Pooling/config.json": True, "onnx/model.json": False, "1_Pooling/deep/x.json": False, "config.json": True}
+    wanted = {
+        "1_Pooling/config.json": True,
+        "onnx/model.json": False,
+        "1_Pooling/deep/x.json": False,
+        "config.json": True,
+    }
     from fnmatch import fnmatch
 
     for name, asked in wanted.items():
-        kept = any(fnmatch(name, each) for each in models.WANTED) and not any(fnmatch(name, each) for each in models.UNWANTED)
+        kept = any(fnmatch(name, each) for each in models.WANTED) and not any(
+            fnmatch(name, each) for each in models.UNWANTED
+        )
         assert kept is asked, name
 
 

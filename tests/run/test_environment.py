@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_describing_the_cpu_and_choosing_a_device_import_no_torch():
     code = (
-        "import sys\nfrom optkit.environment import *\nbest_device(); memory(); described = describe_environment('cpu')\n"
+        "import sys\nfrom optkit.environment import *\nbest_device(); memory(); described = "
+        "describe_environment('cpu')\n"
         "assert described['torch'] and described['device'] == 'cpu' and described['cpu_cores'] >= 1, described\n"
         "assert 'cpu_threads' not in described\nassert 'torch' not in sys.modules"
     )
@@ -24,7 +25,8 @@ def test_describing_the_cpu_and_choosing_a_device_import_no_torch():
 
 def test_the_modules_of_evals_and_scorecards_import_no_torch():
     code = (
-        "import sys\nsys.path.insert(0, 'evals')\nimport optkit.scorecard, optkit.recipe.gates, optkit.common.statistics\n"
+        "import sys\nsys.path.insert(0, 'evals')\nimport optkit.scorecard, optkit.recipe.gates, "
+        "optkit.common.statistics\n"
         "import optkit_evals.perplexity, optkit_evals.divergence, optkit_evals.throughput, optkit_evals.footprint\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
@@ -77,8 +79,18 @@ def made_driver(ready: int = 0) -> SimpleNamespace:
 def test_the_driver_is_asked_about_gpus(monkeypatch):
     monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: made_driver())
     assert environment.visible_gpus() == 2
-    assert [environment.compute_capability(device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [None, (9, 0), (9, 1), None]
-    assert [environment.gpu_memory_bytes(device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [None, 10 << 33, 11 << 33, None]
+    assert [environment.compute_capability(device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [
+        None,
+        (9, 0),
+        (9, 1),
+        None,
+    ]
+    assert [environment.gpu_memory_bytes(device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [
+        None,
+        10 << 33,
+        11 << 33,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("found", [lambda name: made_driver(ready=100), None])
@@ -130,7 +142,13 @@ def test_the_driver_is_read_from_the_kernel_module(tmp_path, line):
 
 @pytest.mark.parametrize(
     ("ours", "device", "theirs"),
-    [("4,7", "cuda:1", "7"), ("4,7", "cuda", "4"), ("GPU-1a", "cuda:0", "GPU-1a"), ("", "cuda:2", "2"), ("4,7", "cpu", "")],
+    [
+        ("4,7", "cuda:1", "7"),
+        ("4,7", "cuda", "4"),
+        ("GPU-1a", "cuda:0", "GPU-1a"),
+        ("", "cuda:2", "2"),
+        ("4,7", "cpu", ""),
+    ],
 )
 def test_another_process_sees_one_device(monkeypatch: pytest.MonkeyPatch, ours: str, device: str, theirs: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
@@ -138,11 +156,17 @@ def test_another_process_sees_one_device(monkeypatch: pytest.MonkeyPatch, ours: 
 
 
 @pytest.mark.parametrize(
-    "variables", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "64"}, {"OMP_NUM_THREADS": "1,2"}, {"MKL_NUM_THREADS": "1"}]
+    "variables",
+    [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "64"}, {"OMP_NUM_THREADS": "1,2"}, {"MKL_NUM_THREADS": "1"}],
 )
 def test_threads_are_known_before_torch_is_imported(variables):
-    code = "from optkit.environment import cpu_threads; before = cpu_threads(); import torch; print(before, torch.get_num_threads())"
+    code = (
+        "from optkit.environment import cpu_threads; before = cpu_threads(); import torch; print(before, "
+        "torch.get_num_threads())"
+    )
     kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run([sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, check=True
+    )
     before, after = done.stdout.split()
     assert before == after

@@ -55,8 +55,12 @@ def settings(*keys: str) -> list[dict[str, Any]]:
     return settings_identity([SettingEntry(kind="tone", value=Tone(key=key)) for key in keys])
 
 
-def metric_key(window: int = 16, seed: int = 0, weights: str = MODEL, *, tones: tuple[str, ...] = (), **circumstances: str) -> str:
-    return make_metric_key(EvalEntry(kind="score", value=Score(window=window)), seed, weights, settings(*tones), circumstances)
+def metric_key(
+    window: int = 16, seed: int = 0, weights: str = MODEL, *, tones: tuple[str, ...] = (), **circumstances: str
+) -> str:
+    return make_metric_key(
+        EvalEntry(kind="score", value=Score(window=window)), seed, weights, settings(*tones), circumstances
+    )
 
 
 STEP = (
@@ -132,7 +136,11 @@ def test_a_metric_key_depends_on_all_that_decides_the_number() -> None:
 
 
 def test_a_seed_is_in_the_key_of_what_draws_alone() -> None:
-    keys = [make_metric_key(EvalEntry(kind="score", value=value), seed, MODEL, []) for value in (Score(), Counts()) for seed in (0, 1)]
+    keys = [
+        make_metric_key(EvalEntry(kind="score", value=value), seed, MODEL, [])
+        for value in (Score(), Counts())
+        for seed in (0, 1)
+    ]
     assert len(set(keys)) == 3
     assert keys[2] == keys[3]
 

@@ -1,4 +1,6 @@
-"""What is known of the texts that shaped a model, and whether a text that it is measured on is one of them."""
+"""What is known of the texts that shaped a model, and whether a text that it is measured on is one
+of them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def runs_of_eight(text: str) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "both"), [(30_000, 30_000, 10_000), (300_000, 5_000, 2_000), (3_000, 200_000, 3_000), (900, 700, 90)]
+    ("mine", "theirs", "both"),
+    [(30_000, 30_000, 10_000), (300_000, 5_000, 2_000), (3_000, 200_000, 3_000), (900, 700, 90)],
 )
 def test_the_shares_are_those_of_all_runs_of_words(mine: int, theirs: int, both: int) -> None:
     shared = made_up(both, seed=0)
@@ -100,7 +103,9 @@ class Reads(Frozen):
 def test_a_sketch_is_of_the_windows_that_were_read(tiny_model: TinyModel, tmp_path: Path) -> None:
     text = made_up(6_000, seed=6)
     (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
-    calibration = Calibration.model_validate({"dataset": str(tmp_path / "mine.txt"), "samples": 4, "sequence_length": 256})
+    calibration = Calibration.model_validate(
+        {"dataset": str(tmp_path / "mine.txt"), "samples": 4, "sequence_length": 256}
+    )
     stage = Reads(calibration=Calibration(dataset="python-reference"), more=(calibration,))
     unknown = {"dataset": "d", "split": "s", "revision": "r"}
     first, second = with_sketches((calibration.identity(), unknown), stage, Reader(tiny_model("llama"), None))
@@ -122,7 +127,8 @@ def test_a_small_share_of_a_long_text_is_let_through_and_what_is_refused_is_said
     )
     calibrated["sketch"] = sketch([few])
     assert (
-        shared_with(OTHER, [f"{few} {rest}"], [calibrated]) == "100% of a/b (test[:50%]), which the model was calibrated on, stands in it"
+        shared_with(OTHER, [f"{few} {rest}"], [calibrated]) == "100% of a/b (test[:50%]), which the "
+        "model was calibrated on, stands in it"
     )
 
 
@@ -165,4 +171,8 @@ def test_an_artifact_whose_record_is_unreadable_is_no_source(
     )
     (tmp_path / "a" / "optkit.json").write_text("{half", encoding="utf-8")
     with pytest.raises(ArtifactError, match="optkit.json: cannot be read"):
-        run(load_recipe({"name": "y", "model": str(tmp_path / "a"), "evals": ["footprint"]}), out=tmp_path / "b", device="cpu")
+        run(
+            load_recipe({"name": "y", "model": str(tmp_path / "a"), "evals": ["footprint"]}),
+            out=tmp_path / "b",
+            device="cpu",
+        )

@@ -102,7 +102,11 @@ def test_the_whole_way(tiny_model: Callable[[str], Path], tmp_path: Path, capsys
     (tmp_path / "tiny.yaml").write_text(recipe(tiny_model("llama"), "export", "fuse"))
     (tmp_path / "evals.yaml").write_text(EVALS)
     planned = plan("tiny.yaml", device="cpu")
-    assert [(step.kind, step.format) for step in planned.steps] == [("model", "checkpoint"), ("export", "onnx"), ("fuse", "onnx")]
+    assert [(step.kind, step.format) for step in planned.steps] == [
+        ("model", "checkpoint"),
+        ("export", "onnx"),
+        ("fuse", "onnx"),
+    ]
     card = run("tiny.yaml", device="cpu")
     found = rows(card)
     assert found["perplexity"] == pytest.approx(1, abs=1e-5)
@@ -140,7 +144,9 @@ def test_what_a_stage_left_is_read_again(tiny_model: Callable[[str], Path], tmp_
     assert not (tmp_path / "artifacts" / "tiny").exists()
 
 
-def test_an_onnx_directory_is_a_model(tiny_onnx: Callable[[str, str], Path], tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_onnx_directory_is_a_model(
+    tiny_onnx: Callable[[str, str], Path], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     directory = Path(shutil.copytree(tiny_onnx("llama", "fp32"), tmp_path / "model"))
     (tmp_path / "evals.yaml").write_text(EVALS)
     card = evaluate(str(directory), "evals.yaml", device="cpu")
@@ -157,22 +163,30 @@ def test_what_has_no_place_in_an_onnx_model(
 ) -> None:
     directory = tiny_onnx("llama", "fp32")
     (tmp_path / "tiny.yaml").write_text(recipe(directory, "bf16"))
-    with pytest.raises(StageError, match="cast: reads a checkpoint .*gets an ONNX model. .* ONNX Runtime.* Start from the checkpoint that"):
+    with pytest.raises(
+        StageError,
+        match="cast: reads a checkpoint .*gets an ONNX model. .* ONNX Runtime.* Start from the checkpoint that",
+    ):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "tiny.yaml").write_text(recipe(tiny_model("llama"), "fuse"))
     with pytest.raises(
-        StageError, match="fuse: reads an ONNX model and gets a checkpoint with float weights.* Put the stage `onnx` before it"
+        StageError,
+        match="fuse: reads an ONNX model and gets a checkpoint with float weights.* Put the stage `onnx` before it",
     ):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "tiny.yaml").write_text(f"name: tiny\nmodel: {directory}\nstages: [tone]\nevals: [footprint]\n")
-    with pytest.raises(StageError, match="tone: is applied to a torch model, and this is an ONNX model. Take it out of the recipe"):
+    with pytest.raises(
+        StageError, match="tone: is applied to a torch model, and this is an ONNX model. Take it out of the recipe"
+    ):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "evals.yaml").write_text("evals: [weigh]\n")
     with pytest.raises(EvalError, match="weigh: reads the weights of a checkpoint, and this model is ONNX"):
         evaluate(str(directory), "evals.yaml", device="cpu")
 
 
-def test_timings_of_onnx_are_those_of_one_build(tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timings_of_onnx_are_those_of_one_build(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tiny.yaml").write_text(recipe(tiny_model("llama"), "export"))
     (tmp_path / "other.yaml").write_text(recipe(tiny_model("llama"), "bf16"))
 
@@ -187,7 +201,9 @@ def test_timings_of_onnx_are_those_of_one_build(tiny_model: Callable[[str], Path
 
 
 def test_the_record_of_an_artifact_lists_the_data(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(f"name: tiny\nmodel: {tiny_model('llama')}\nstages: [export]\nevals: [footprint]\n")
+    (tmp_path / "tiny.yaml").write_text(
+        f"name: tiny\nmodel: {tiny_model('llama')}\nstages: [export]\nevals: [footprint]\n"
+    )
     run("tiny.yaml", device="cpu")
     artifact = tmp_path / "artifacts" / "tiny"
     files = json.loads((artifact / "optkit.json").read_text())["files"]

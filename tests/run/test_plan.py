@@ -28,9 +28,14 @@ class Halve(Transform):
     by: int = 2
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        tensors = {name: TensorInfo(info.dtype, (info.shape[0] // self.by, *info.shape[1:])) for name, info in shape.tensors.items()}
+        tensors = {
+            name: TensorInfo(info.dtype, (info.shape[0] // self.by, *info.shape[1:]))
+            for name, info in shape.tensors.items()
+        }
         left = ModelShape(shape.config, tensors)
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=shape.size_bytes, gpu_bytes=shape.size_bytes * (device != "cpu")), left
+        return Cost(
+            disk_bytes=left.size_bytes, ram_bytes=shape.size_bytes, gpu_bytes=shape.size_bytes * (device != "cpu")
+        ), left
 
 
 class Shrink(Halve):
@@ -106,7 +111,9 @@ def recipe(model: ModelSource, *stages: Transform | Setting, evals: tuple[Eval, 
         name="r",
         model=model,
         stages=tuple(
-            TransformEntry(kind=kind(stage), value=stage) if isinstance(stage, Transform) else SettingEntry(kind=kind(stage), value=stage)
+            TransformEntry(kind=kind(stage), value=stage)
+            if isinstance(stage, Transform)
+            else SettingEntry(kind=kind(stage), value=stage)
             for stage in stages
         ),
         evals=tuple(EvalEntry(kind=kind(each), value=each) for each in evals),
@@ -160,7 +167,9 @@ def test_a_later_hit_makes_the_steps_before_it_needless(model: ModelSource, stor
     assert plan.disk_bytes == plan.ram_bytes == 0
 
 
-def test_a_model_that_is_not_there_yet_is_imported(model: ModelSource, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there_yet_is_imported(
+    model: ModelSource, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = ModelShape({}, {"model.layers.0.w": TensorInfo("F32", (8, 8)), "model.norm.w": TensorInfo("F32", (8,))})
     monkeypatch.setattr(plan_module, "locate_model", lambda pinned: None)
     monkeypatch.setattr(plan_module, "model_shape", lambda pinned, imported: shape)
@@ -181,7 +190,9 @@ def test_recipes_with_a_common_prefix_share_it(model: ModelSource, store: Store)
 
 
 def test_a_changed_setting_changes_no_step(model: ModelSource, store: Store) -> None:
-    major, minor = (make_plan(recipe(model, Shrink(), Tone(key=key), evals=(Score(),)), store, "cpu") for key in ("major", "minor"))
+    major, minor = (
+        make_plan(recipe(model, Shrink(), Tone(key=key), evals=(Score(),)), store, "cpu") for key in ("major", "minor")
+    )
     assert [step.key for step in major.steps] == [step.key for step in minor.steps]
     assert major.weights_key == minor.weights_key
     assert major.artifact_key != minor.artifact_key
@@ -204,7 +215,10 @@ def test_only_comparing_evals_depend_on_the_baseline(tmp_path: Path, model: Mode
     assert distance.baseline_key is None
     assert distance.baseline_hit
     assert plan_module.make_metric_key(EvalEntry(kind="score", value=Score()), 0, plan.weights_key, []) == score.key
-    assert plan_module.make_metric_key(EvalEntry(kind="distance", value=Distance()), 0, plan.weights_key, []) != distance.key
+    assert (
+        plan_module.make_metric_key(EvalEntry(kind="distance", value=Distance()), 0, plan.weights_key, [])
+        != distance.key
+    )
 
 
 def test_timings_depend_on_the_machine_and_on_what_was_timed_beside(
@@ -240,24 +254,35 @@ def test_a_timing_is_a_hit_only_together_with_the_one_beside_it(model: ModelSour
     assert (score.hit, score.baseline_hit) == (True, False)
     assert (speed.hit, speed.baseline_hit) == (False, False)
     store.put_json(str(speed.baseline_key), {})
-    assert (make_plan(asked, store, "cpu").evals[1].hit, make_plan(asked, store, "cpu").evals[1].baseline_hit) == (True, True)
+    assert (make_plan(asked, store, "cpu").evals[1].hit, make_plan(asked, store, "cpu").evals[1].baseline_hit) == (
+        True,
+        True,
+    )
 
 
 def test_a_quantized_model_cannot_be_quantized_again(tmp_path: Path, store: Store) -> None:
-    packed = ModelSource(name=str(write_model(tmp_path / "packed", quantization_config={"bits": 4})), revision="sha256:" + "b" * 64)
+    packed = ModelSource(
+        name=str(write_model(tmp_path / "packed", quantization_config={"bits": 4})), revision="sha256:" + "b" * 64
+    )
     assert make_plan(recipe(packed, Tone()), store, "cpu").steps[0].format is Format.QUANTIZED
     with pytest.raises(StageError) as caught:
         make_plan(recipe(packed, Shrink()), store, "cpu")
     assert str(caught.value) == (
-        f"shrink: reads a checkpoint with float weights and gets one with packed weights. {packed.name} has no float weights any more."
+        f"shrink: reads a checkpoint with float weights and gets one with packed weights. {packed.name} "
+        "has no float weights any more."
         " Start from the model's float weights."
     )
 
 
-@pytest.mark.parametrize("config", [{"max_position_embeddings": 15}, {"n_positions": 15}, {"text_config": {"max_position_embeddings": 15}}])
+@pytest.mark.parametrize(
+    "config", [{"max_position_embeddings": 15}, {"n_positions": 15}, {"text_config": {"max_position_embeddings": 15}}]
+)
 def test_a_sequence_longer_than_the_model_is_refused(config: dict[str, Any], tmp_path: Path, store: Store) -> None:
     short = ModelSource(name=str(write_model(tmp_path / "model", **config)), revision="sha256:" + "a" * 64)
-    message = rf"^score: its sequences have 16 tokens, and {short.name} was built for 15\. .*Set its fields so that they have at most 15\.$"
+    message = (
+        rf"^score: its sequences have 16 tokens, and {short.name} was built for 15\. .*Set its fields "
+        r"so that they have at most 15\.$"
+    )
     with pytest.raises(EvalError, match=message):
         make_plan(recipe(short, Halve(), evals=(Speed(), Score())), store, "cpu")
     assert make_plan(recipe(short, Halve(), evals=(Speed(), Score(window=15))), store, "cpu").evals
@@ -279,7 +304,10 @@ def test_timings_with_other_threads_are_other_timings(tiny_model, tmp_path):
 
 def test_a_run_says_first_which_gate_cannot_pass_and_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
-    text = f"model: {tiny_model('llama')}\nstages: [rtn: {{bits: 8}}]\nevals: [footprint]\ngates: {{size_bytes: '<= 0.1x'}}\n"
+    text = (
+        f"model: {tiny_model('llama')}\nstages: [rtn: {{bits: 8}}]\nevals: [footprint]\ngates: "
+        f"{{size_bytes: '<= 0.1x'}}\n"
+    )
     recipe.write_text(text, encoding="utf-8")
     said = Warnings()
     scorecard = run(recipe, device="cpu", store=tmp_path / "store", out=tmp_path / "out", progress=said)

@@ -1,4 +1,6 @@
-"""What is published of an artifact says names and digests, and the place of its model is found or asked for again."""
+"""What is published of an artifact says names and digests, and the place of its model is found or
+asked for again.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,16 @@ def test_elsewhere_it_is_asked_for(made: Path, home: Path, tmp_path: Path) -> No
 def test_the_option(made: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache" / "places.json").unlink()
     shutil.move(home / "models" / "draft", tmp_path / "draft")
-    words = ["eval", str(made), "--evals", str(tmp_path / "evals.yaml"), "--store", str(tmp_path / "cache"), "--device", "cpu"]
+    words = [
+        "eval",
+        str(made),
+        "--evals",
+        str(tmp_path / "evals.yaml"),
+        "--store",
+        str(tmp_path / "cache"),
+        "--device",
+        "cpu",
+    ]
     assert main(words) == 1
     assert "--model PATH" in capsys.readouterr().err
     assert main([*words, "--model", str(home / "models" / "mine")]) == 0
@@ -129,8 +140,18 @@ def test_names_that_everybody_has_stay() -> None:
 
 def test_texts(home: Path, tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "tiny.yaml").pinned(None)
-    said = {"a": [f"wrong: {home}/models/mine/config.json", str(home / "texts/some.txt")], "b": f"{home}/x", "c": 1, "d": "a/b"}
-    assert without_places(said, recipe) == {"a": ["wrong: mine/config.json", "some.txt"], "b": "~/x", "c": 1, "d": "a/b"}
+    said = {
+        "a": [f"wrong: {home}/models/mine/config.json", str(home / "texts/some.txt")],
+        "b": f"{home}/x",
+        "c": 1,
+        "d": "a/b",
+    }
+    assert without_places(said, recipe) == {
+        "a": ["wrong: mine/config.json", "some.txt"],
+        "b": "~/x",
+        "c": 1,
+        "d": "a/b",
+    }
 
 
 def test_a_home_at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,9 @@ def rewrite(path: Path, **changes: object) -> None:
 
 
 def plant(artifact: Path) -> Path:
-    """Let an artifact come with code and say that it is trusted; return the file that the code writes."""
+    """Let an artifact come with code and say that it is trusted; return the file that the code
+    writes.
+    """
     witness = artifact.parent / "witness"
     (artifact / "modeling_mine.py").write_text(CODE.format(witness=str(witness)), encoding="utf-8")
     rewrite(artifact / "config.json", auto_map=CLASSES, model_type="mine")
@@ -82,12 +84,16 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_artifact_cannot_allow_its_own_code(command: str, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_artifact_cannot_allow_its_own_code(
+    command: str, artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     witness = plant(artifact)
     assert main([*COMMANDS[command], "--device", "cpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: out: opening it runs code of others: that of its model (modeling_mine.Mine, modeling_mine.MineConfig). Code of others runs"
-        " only if whoever opens it says so, and never because its own files do. Read that code, then give --trust-remote-code"
+        "error: out: opening it runs code of others: that of its model (modeling_mine.Mine, "
+        "modeling_mine.MineConfig). Code of others runs"
+        " only if whoever opens it says so, and never because its own files do. Read that code, "
+        "then give --trust-remote-code"
         " (in Python: trust_remote_code=True)."
     )
     assert not witness.exists()
@@ -128,7 +134,10 @@ def test_a_recorded_kernel_of_the_hub_needs_the_same_trust(
     monkeypatch.setattr("optkit.source.kernels.AttentionKernel.load", lambda self: pytest.fail("the kernel was loaded"))
     for command in ("eval", "profile"):
         assert main([*COMMANDS[command], "--device", "cpu"]) == 1
-        assert f"opening it runs code of others: the kernel someone/kernel@{'0' * 40} of the hub" in capsys.readouterr().err
+        assert (
+            "opening it runs code of others: the "
+            f"kernel someone/kernel@{'0' * 40} of the hub" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize("place", ["artifact", "directory"])
@@ -136,7 +145,9 @@ def test_kernels_and_libraries_that_config_files_have_loaded(place: str, artifac
     if place == "directory":
         (artifact / "optkit.json").unlink()
     rewrite(artifact / "config.json", attn_implementation={"": "someone/kernel"})
-    (artifact / "genai_config.json").write_text('{"model": {"decoder": {"session_options": {"custom_ops_library": "/tmp/x.so"}}}}')
+    (artifact / "genai_config.json").write_text(
+        '{"model": {"decoder": {"session_options": {"custom_ops_library": "/tmp/x.so"}}}}'
+    )
     if place == "artifact":
         files = json.loads((artifact / "optkit.json").read_text(encoding="utf-8"))["files"]
         rewrite(artifact / "optkit.json", files={name: describe_file(artifact / name) for name in files})
@@ -145,12 +156,19 @@ def test_kernels_and_libraries_that_config_files_have_loaded(place: str, artifac
 
 
 def test_what_configs_name() -> None:
-    assert classes_in({"auto_map": {"AutoTokenizer": ["a.Slow", None], "AutoModel": "b.Model"}}) == ["a.Slow", "b.Model"]
+    assert classes_in({"auto_map": {"AutoTokenizer": ["a.Slow", None], "AutoModel": "b.Model"}}) == [
+        "a.Slow",
+        "b.Model",
+    ]
     assert classes_in({"auto_map": ["odd"]}) == ["odd"]
     assert classes_in({}) == []
     assert kernels_in({"text_config": {"_attn_implementation": "a/b"}, "attn_implementation": "sdpa"}) == ["a/b"]
     assert libraries_in({"x": [{"custom_ops_library": "c.so"}]}) == ["c.so"]
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attn_implementation": "a/b"}
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attn_implementation": "a/b",
+    }
     with pytest.raises(SourceError, match=r"its config\.json has the kernel a/b of the hub loaded for attention"):
         check_config(config, "here", trust_remote_code=False)
     check_config(config, "here", trust_remote_code=True)
@@ -181,10 +199,21 @@ class TestRecipes:
         pipeline.run(recipe, out=tmp_path / "out", **common)
         assert read_artifact(tmp_path / "out").record.recipe["model"]["trust_remote_code"] is False
 
-    def test_the_flag_stands_for_the_field(self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_flag_stands_for_the_field(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(RECIPE.format(model=model), encoding="utf-8")
-        words = ["run", str(recipe), "--store", str(tmp_path / "store"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+        words = [
+            "run",
+            str(recipe),
+            "--store",
+            str(tmp_path / "store"),
+            "--out",
+            str(tmp_path / "out"),
+            "--device",
+            "cpu",
+        ]
         assert main([*words, "--trust-remote-code"]) == 0
         assert "the code that comes with the model is run, as you said (trust_remote_code)" in capsys.readouterr().err
         assert read_artifact(tmp_path / "out").record.recipe["model"]["trust_remote_code"] is True

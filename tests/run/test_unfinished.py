@@ -1,4 +1,6 @@
-"""What an eval needs is checked before anything is computed, and an artifact whose run did not finish says so and is refused."""
+"""What an eval needs is checked before anything is computed, and an artifact whose run did not
+finish says so and is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def model(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
 
 
 def recipe(model: Path, **fields: object) -> Recipe:
-    return load_recipe({"name": "r", "model": str(model), "stages": ["bf16"], "evals": [{"perplexity": PERPLEXITY | fields}]})
+    return load_recipe(
+        {"name": "r", "model": str(model), "stages": ["bf16"], "evals": [{"perplexity": PERPLEXITY | fields}]}
+    )
 
 
 def nothing_ran(tmp_path: Path) -> bool:
@@ -78,7 +82,11 @@ def test_a_tokenizer_that_does_not_serve_is_found_before_anything_runs(
 
 def test_ids_beyond_the_vocabulary_are_named(model: Path, tmp_path: Path) -> None:
     raise_ids(model)
-    with pytest.raises(SourceError, match=r"json: the tokenizer makes token 6\d\d of .*, and the model's vocabulary ends at 511"):
+    with pytest.raises(
+        SourceError,
+        match=r"json: the tokenizer makes token 6\d\d of "
+        r".*, and the model's vocabulary ends at 511",
+    ):
         run(model, tmp_path)
 
 
@@ -88,7 +96,11 @@ def test_a_text_that_is_too_short_is_found_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("a b c", encoding="utf-8")
-    with pytest.raises(EvalError, match=r"the text has [\d,]+ windows of 32 tokens and [\d,]+ are needed. Lower windows or window"):
+    with pytest.raises(
+        EvalError,
+        match=r"the text has [\d,]+ windows of 32 tokens "
+        r"and [\d,]+ are needed. Lower windows or window",
+    ):
         pipeline.plan(recipe(model, **fields), store=tmp_path / "store", device="cpu")
     with pytest.raises(EvalError, match="the text has"):
         run(model, tmp_path, **fields)
@@ -121,16 +133,27 @@ def test_an_artifact_whose_run_did_not_finish_is_refused_until_it_has(
             run(model, tmp_path)
     assert read_artifact(out).record.finished is False
     weights = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
-    for use in (pipeline.open_artifact, pipeline.read_scorecard, pipeline.verify, lambda path: pipeline.compare([path])):
+    for use in (
+        pipeline.open_artifact,
+        pipeline.read_scorecard,
+        pipeline.verify,
+        lambda path: pipeline.compare([path]),
+    ):
         with pytest.raises(ArtifactError, match=r"its run did not finish\. .* Run its recipe again"):
             use(out)
-    for words in (["show", str(out)], ["compare", str(out), str(out)], ["verify", str(out)], ["eval", str(out), "--evals", "baseline"]):
+    for words in (
+        ["show", str(out)],
+        ["compare", str(out), str(out)],
+        ["verify", str(out)],
+        ["eval", str(out), "--evals", "baseline"],
+    ):
         assert main(words) == 1
         assert f"error: {out}: its run did not finish." in capsys.readouterr().err
 
     run(model, tmp_path)
     assert read_artifact(out).record.finished is True
-    assert {path.name: path.stat().st_ino for path in out.glob("*.safetensors")} == weights, "it went on from what was there"
+    found = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
+    assert found == weights, "it went on from what was there"
     assert main(["show", str(out)]) == 0
 
 
@@ -145,11 +168,18 @@ def test_an_artifact_of_an_older_optkit_is_finished_if_it_has_a_scorecard(model:
         pipeline.read_scorecard(tmp_path / "out")
 
 
-def test_too_few_sentences_are_found_before_anything_runs(tiny_encoder_source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_too_few_sentences_are_found_before_anything_runs(
+    tiny_encoder_source: Callable[[str], Path], tmp_path: Path
+) -> None:
     embedding = {"dataset": "python-reference", "sentences": 1_000_000}
     stages = [{"onnx": {"exporter": "torch"}}]
     asked = load_recipe(
-        {"name": "r", "model": str(tiny_encoder_source("BertModel")), "stages": stages, "evals": [{"embedding": embedding}]}
+        {
+            "name": "r",
+            "model": str(tiny_encoder_source("BertModel")),
+            "stages": stages,
+            "evals": [{"embedding": embedding}],
+        }
     )
     for use in (pipeline.plan, lambda *args, **kwargs: pipeline.run(*args, **kwargs, out=tmp_path / "out")):
         with pytest.raises(OptkitError, match=r"different sentences and 1,000,000 are asked for"):

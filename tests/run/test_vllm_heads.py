@@ -1,4 +1,6 @@
-"""Which pruned models vLLM cannot run, because it takes another size of heads than config.json says."""
+"""Which pruned models vLLM cannot run, because it takes another size of heads than config.json
+says.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def config(hidden: int, heads: int, **others: Any) -> dict[str, Any]:
 
 def test_fewer_heads_are_refused_and_less_width_is_misread() -> None:
     assert notes_on_heads(config(896, 7, head_dim=64)) == (
-        "vLLM 0.32 cannot run it: for qwen2 it takes hidden size / heads = 128 for the size of a head and reads no head_dim,"
+        "vLLM 0.32 cannot run it: for qwen2 it takes hidden size / heads = 128 for the size of "
+        "a head and reads no head_dim,"
         " which is 64 here, so that it refuses the weights; transformers and optkit read it."
         " vLLM runs hidden_size 448 with these 7 heads, or 14 heads with this hidden_size",
     )
@@ -52,7 +55,9 @@ def test_nothing_is_said_of_what_it_reads(read: dict[str, Any]) -> None:
 
 
 def test_the_language_model_of_another_is_looked_at() -> None:
-    assert notes_on_heads({"model_type": "llava", "text_config": config(896, 7, head_dim=64)})[0].startswith("vLLM 0.32 cannot run it")
+    assert notes_on_heads({"model_type": "llava", "text_config": config(896, 7, head_dim=64)})[0].startswith(
+        "vLLM 0.32 cannot run it"
+    )
 
 
 @pytest.mark.parametrize("fields", [{"attention_heads": 2}, {"hidden_size": 16, "multiple_of": 16}])

@@ -23,7 +23,12 @@ from optkit.scorecard import (
     to_markdown,
 )
 
-RECIPE = {"name": "small", "model": {"name": "smollm2-135m"}, "stages": [{"gptq": {"bits": 4}}], "gates": {"perplexity": "<= 1.10x"}}
+RECIPE = {
+    "name": "small",
+    "model": {"name": "smollm2-135m"},
+    "stages": [{"gptq": {"bits": 4}}],
+    "gates": {"perplexity": "<= 1.10x"},
+}
 
 
 def perplexity(losses, protocol="wikitext2 test, 3 windows"):
@@ -60,10 +65,22 @@ def size(value, protocol="all files"):
 
 
 def divergence(value):
-    return Metric(name="kl_divergence", value=value, unit="nats/token", higher_is_better=False, protocol="wikitext2 test, 3 windows; KL")
+    return Metric(
+        name="kl_divergence",
+        value=value,
+        unit="nats/token",
+        higher_is_better=False,
+        protocol="wikitext2 test, 3 windows; KL",
+    )
 
 
-OURS = (perplexity((3.1, 3.3, 3.5)), divergence(0.05), speed((24.0, 25.0, 26.0)), speed((90.0, 100.0, 110.0), 8), size(1.2e8))
+OURS = (
+    perplexity((3.1, 3.3, 3.5)),
+    divergence(0.05),
+    speed((24.0, 25.0, 26.0)),
+    speed((90.0, 100.0, 110.0), 8),
+    size(1.2e8),
+)
 THEIRS = (perplexity((3.0, 3.2, 3.41)), speed((19.0, 20.0, 21.0)), speed((95.0, 100.0, 105.0), 8), size(5.38e8))
 
 
@@ -73,7 +90,12 @@ def card(metrics=OURS, baseline=THEIRS, gates=None, **more) -> Scorecard:
 
 
 def full_card() -> Scorecard:
-    report = {"changed": 210, "skipped": {"lm_head": "left alone"}, "details": {}, "calibrated_on": [{"dataset": "c4", "split": "train"}]}
+    report = {
+        "changed": 210,
+        "skipped": {"lm_head": "left alone"},
+        "details": {},
+        "calibrated_on": [{"dataset": "c4", "split": "train"}],
+    }
     return card(
         gates={"perplexity": "<= 1.20x", "size_bytes": "<= 0.5x", "decode_tokens_per_s[batch=1]": ">= 1.2x"},
         steps=[{"kind": "gptq", "key": "fedcba9876543210", "cached": True, "seconds": 81.25, "report": report}],
@@ -140,7 +162,11 @@ def test_a_gate_that_nothing_was_measured_for_fails_and_the_scorecard_is_there()
             {"size_bytes": "<= 1x"},
             "no ratio: the protocols differ: 'all files'",
         ),
-        ({"metrics": (size(1),), "baseline": (size(0),)}, {"size_bytes": "<= 1x"}, "no ratio: the baseline's value is 0"),
+        (
+            {"metrics": (size(1),), "baseline": (size(0),)},
+            {"size_bytes": "<= 1x"},
+            "no ratio: the baseline's value is 0",
+        ),
     ],
 )
 def test_a_relative_gate_without_a_ratio_fails_and_says_why(measured, gates, why):
@@ -193,7 +219,13 @@ def test_table_rows():
         "decode_tokens_per_s, batch 8, new tokens 64",
         "size_bytes",
     ]
-    assert [row.artifact for row in rows] == ["27.11 ± 1.0", "0.05000 nats/token", "25.00 ± 1.0 tok/s", "100.0 ± 1.0 tok/s", "120.0 MB"]
+    assert [row.artifact for row in rows] == [
+        "27.11 ± 1.0",
+        "0.05000 nats/token",
+        "25.00 ± 1.0 tok/s",
+        "100.0 ± 1.0 tok/s",
+        "120.0 MB",
+    ]
     assert [row.baseline for row in rows] == ["24.61 ± 1.0", "-", "20.00 ± 1.0 tok/s", "100.0 ± 1.0 tok/s", "538.0 MB"]
     assert rows[0].ratio.startswith("1.101x [1.0")
     assert [row.change for row in rows] == ["worse", "", "better", "", "better"]
@@ -210,8 +242,16 @@ def test_markdown_says_everything():
     assert lines[2].startswith("**INCONCLUSIVE** · 20")
     assert "| size_bytes [4] | 538.0 MB | 120.0 MB | 0.2230x | <= 0.5x PASS |" in lines
     assert "4. all files" in lines
-    assert "| gptq | 81.2 | yes | 210 changed, 1 skipped: lm_head (left alone), calibrated on c4 train | `fedcba987654` |" in lines
-    for line in ("- compile: off on cpu", "- int4: 210 of 210 layers use torch's CPU kernel", "- baseline: float32", "- torch: 2.13.0"):
+    assert (
+        "| gptq | 81.2 | yes | 210 changed, 1 skipped: lm_head (left alone), calibrated on "
+        "c4 train | `fedcba987654` |" in lines
+    )
+    for line in (
+        "- compile: off on cpu",
+        "- int4: 210 of 210 layers use torch's CPU kernel",
+        "- baseline: float32",
+        "- torch: 2.13.0",
+    ):
         assert line in lines
     assert YAML(typ="safe").load(text.split("```yaml\n")[1].split("```")[0]) == RECIPE
 
@@ -251,7 +291,9 @@ def test_compared_numbers_of_one_protocol_share_a_row_and_others_never():
 
 
 def test_columns_of_one_name_are_told_apart():
-    columns = compare_table([card(artifact_key="aaaaaaaaaaaa"), card(artifact_key="bbbbbbbbbbbb"), card(name="other")]).columns
+    columns = compare_table(
+        [card(artifact_key="aaaaaaaaaaaa"), card(artifact_key="bbbbbbbbbbbb"), card(name="other")]
+    ).columns
     assert columns == ("small aaaaaaaa", "small bbbbbbbb", "other")
 
 
@@ -284,7 +326,9 @@ def test_ratios_as_people_read_them():
 
 def test_footnotes_write_out_a_long_beginning_once():
     text = "wikitext2 test, first 15 windows of 2048 tokens"
-    assert footnotes([f"{text}; exp of the mean", "all files", f"{text}; KL", "greedy; 2 repeats", "greedy; 3 repeats", text]) == [
+    assert footnotes(
+        [f"{text}; exp of the mean", "all files", f"{text}; KL", "greedy; 2 repeats", "greedy; 3 repeats", text]
+    ) == [
         f"{text}; exp of the mean",
         "all files",
         "as [1] up to its first semicolon; KL",
@@ -310,6 +354,8 @@ def test_what_could_not_be_measured_fails_its_gates_and_says_why():
 
 def test_a_limit_relative_to_a_baseline_that_could_not_be_measured_stays_open():
     lost = speed((0.0,), 8).model_copy(update={"failure": "memory ran out on cuda", "samples": (), "interval": None})
-    scorecard = card(metrics=(speed((24.0, 25.0, 26.0), 8),), baseline=(lost,), gates={"decode_tokens_per_s": ">= 1.2x"})
+    scorecard = card(
+        metrics=(speed((24.0, 25.0, 26.0), 8),), baseline=(lost,), gates={"decode_tokens_per_s": ">= 1.2x"}
+    )
     assert table_rows(scorecard)[0].baseline == "failed"
     assert table_rows(scorecard)[0].gate == ">= 1.2x INCONCLUSIVE (of the baseline, memory ran out on cuda)"

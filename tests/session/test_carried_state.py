@@ -50,15 +50,23 @@ def test_decode_steps_compute_what_the_whole_text_does(kind: str, tiny_model: Ti
     assert state_name(session.model) == STATES[kind]
     for tokens in (TOKENS[:1],) if kind == "rwkv" else (TOKENS[:1], TOKENS):
         whole = session.logits(tokens)
-        torch.testing.assert_close(session.stepped_logits(tokens, PROMPT), whole[:, PROMPT:], rtol=0, atol=2e-6 * float(whole.abs().max()))
-        alone = torch.cat([session.step(each, session.new_state()) for each in tokens[:1, PROMPT:].split(1, dim=1)], dim=1)
+        torch.testing.assert_close(
+            session.stepped_logits(tokens, PROMPT), whole[:, PROMPT:], rtol=0, atol=2e-6 * float(whole.abs().max())
+        )
+        alone = torch.cat(
+            [session.step(each, session.new_state()) for each in tokens[:1, PROMPT:].split(1, dim=1)], dim=1
+        )
         assert float((alone - whole[:1, PROMPT:]).abs().max()) > 0.1 * float(whole.abs().max())
         assert session.generate(tokens[:, :PROMPT], 9).equal(likeliest_by_whole_texts(session, tokens, 9))
 
 
 def test_a_step_that_mixes_the_sequences_of_a_batch_is_refused(tiny_model: TinyModel) -> None:
     session = open_session(tiny_model("rwkv"))  # transformers 5.17 adds [batch, hidden] to [batch, 1, hidden]
-    with pytest.raises(SourceError, match=r"gives logits of \[2, 2\] for tokens of \[2, 1\].*mixes the sequences of a batch. Use a batch"):
+    with pytest.raises(
+        SourceError,
+        match=r"gives logits of \[2, 2\] for tokens of \[2, "
+        r"1\].*mixes the sequences of a batch. Use a batch",
+    ):
         session.generate(TOKENS, 2)
 
 
@@ -85,7 +93,11 @@ def test_a_state_is_as_large_for_any_context(kind: str, tiny_model: TinyModel) -
     session = open_session(tiny_model(kind))
     state = session.new_state()
     session.step(TOKENS[:1, :1], state)
-    held = state.held if kind == "rwkv" else [each[0] for layer in state.layers for each in (layer.conv_states, layer.recurrent_states)]
+    held = (
+        state.held
+        if kind == "rwkv"
+        else [each[0] for layer in state.layers for each in (layer.conv_states, layer.recurrent_states)]
+    )
     size = sum(tensor.numel() * 4 for tensor in held)
     assert cache_bytes(state.held, 3, 500) == 3 * size > 0
     assert session.decode_bytes(1, 1) == session.decode_bytes(1, 500)
@@ -101,7 +113,11 @@ def test_a_teacher_without_keys_and_values_writes_what_it_predicts(kind: str, ti
 @pytest.mark.parametrize("kind", ["mamba", "rwkv"])
 @pytest.mark.parametrize("setting", [KvCache(dtype="int8"), Speculative(prompt_lookup=2)])
 def test_what_needs_keys_and_values_is_refused(kind: str, setting: Any, tiny_model: TinyModel) -> None:
-    with pytest.raises(StageError, match=r"(has no KV cache|layers of another kind).*Take .* out for this architecture"):
+    with pytest.raises(
+        StageError,
+        match=r"(has no KV cache|layers of another "
+        r"kind).*Take .* out for this architecture",
+    ):
         open_session(tiny_model(kind), [setting])
 
 
@@ -121,8 +137,12 @@ class Foreign(Forgetful):
 
 def test_a_state_of_no_known_kind_is_refused() -> None:
     with pytest.raises(
-        SourceError, match=r"odd: Foreign cannot be run token by token: its passes take none of past_key_values, cache_params"
+        SourceError,
+        match=r"odd: Foreign cannot be run token by token: its "
+        r"passes take none of past_key_values, cache_params",
     ):
         CarriedState(Foreign())
-    with pytest.raises(SourceError, match="odd: Forgetful takes `state` and returns none. Each token would see only the one before it"):
+    with pytest.raises(
+        SourceError, match="odd: Forgetful takes `state` and returns none. Each token would see only the one before it"
+    ):
         CarriedState(Forgetful()).step(TOKENS)

@@ -1,4 +1,6 @@
-"""Torch's compiler with its `eager` backend, which takes graphs and runs them as they are: breaks and counts are the same."""
+"""Torch's compiler with its `eager` backend, which takes graphs and runs them as they are: breaks
+and counts are the same.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,21 @@ def test_many_breaks_are_cut(watch: CompileWatch) -> None:
 
 
 def test_what_an_earlier_process_left_is_told(watch: CompileWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_watch, "_state", lambda: (watch._started[0] + 3, watch._started[1] + 1.25, watch._started[2] + 2))
-    assert next(watch.notes()) == "compile: 3 graphs in 1.2 s, outside the timings, 2 of them from the cache of an earlier process"
+    monkeypatch.setattr(
+        compile_watch, "_state", lambda: (watch._started[0] + 3, watch._started[1] + 1.25, watch._started[2] + 2)
+    )
+    assert (
+        next(watch.notes()) == "compile: 3 graphs in 1.2 s, outside the timings, "
+        "2 of them from the cache of an earlier process"
+    )
 
 
 def test_a_break_where_none_is_allowed() -> None:
     line = broken.__code__.co_firstlineno + 2
-    message = rf"^compile: the decode step is not one graph: it breaks at test_compile_watch\.py:{line}\. Call to .*Set fullgraph: false"
+    message = (
+        rf"^compile: the decode step is not one graph: it breaks at test_compile_watch\.py:{line}\. "
+        r"Call to .*Set fullgraph: false"
+    )
     with pytest.raises(StageError, match=message), graph_break_errors():
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
     torch.compiler.reset()

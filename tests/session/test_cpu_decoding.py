@@ -75,7 +75,9 @@ def test_families(kind: str, batch: int) -> None:
     check(opened, batch, prompt=9, new_tokens=6)
 
 
-@pytest.mark.parametrize("fields", [{"rope_parameters": LLAMA3}, {"attention_bias": True, "mlp_bias": True}, {"rms_norm_eps": 0.1}])
+@pytest.mark.parametrize(
+    "fields", [{"rope_parameters": LLAMA3}, {"attention_bias": True, "mlp_bias": True}, {"rms_norm_eps": 0.1}]
+)
 def test_fields(fields: dict[str, Any]) -> None:
     opened = model("llama", **fields)
     assert why_not_step(opened) is None
@@ -110,7 +112,9 @@ def test_packed_sessions(
     session.close()
 
 
-def test_what_keeps_transformers_step(tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_transformers_step(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     equally_fast(monkeypatch)
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
     assert not any("decode" in note for note in open_session(tmp_path / "plain").notes)
@@ -128,7 +132,10 @@ def test_reasons() -> None:
         ["decode: transformers computes each step, because its attention has a sliding window"],
     )
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert why_not_step(model("llama", rope_parameters=dynamic)) == "its rotary embeddings (dynamic) change with the length of the text"
+    assert (
+        why_not_step(model("llama", rope_parameters=dynamic)) == "its rotary embeddings (dynamic) "
+        "change with the length of the text"
+    )
     assert why_not_step(model("llama").half()) == "model.layers.0.self_attn.q_proj is neither float32 nor bfloat16"
     odd = model("llama")
     odd.config.intermediate_size = 100

@@ -34,7 +34,9 @@ def alone(source: Path, text: str) -> Tensor:
     return first
 
 
-def say_pooling(directory: Path, target: Path, pooling: Any, modules: tuple[str, ...] = ("Transformer", "Pooling", "Normalize")) -> Path:
+def say_pooling(
+    directory: Path, target: Path, pooling: Any, modules: tuple[str, ...] = ("Transformer", "Pooling", "Normalize")
+) -> Path:
     """Return a copy of a model that says how its features are pooled."""
     copy = shutil.copytree(directory, target)
     listed = [
@@ -52,7 +54,9 @@ def pooled(features: Tensor, mode: str, normalized: bool) -> Tensor:
     return found / found.norm() if normalized else found
 
 
-@pytest.mark.parametrize("architecture", ["BertModel", pytest.param("DistilBertModel", marks=pytest.mark.slow), "RobertaModel"])
+@pytest.mark.parametrize(
+    "architecture", ["BertModel", pytest.param("DistilBertModel", marks=pytest.mark.slow), "RobertaModel"]
+)
 @pytest.mark.parametrize("onnx", [False, True])
 def test_embeddings_are_those_of_each_text_alone(tiny_encoder: TinyEncoder, architecture: str, onnx: bool) -> None:
     source, exported = tiny_encoder(architecture)
@@ -89,8 +93,10 @@ def test_pooling_is_that_of_modules_json(
 
 
 @pytest.mark.parametrize(("config", "modules", "message"), [
-    ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"), "its embeddings go through the module Dense. optkit computes Tr.*Del"),
-    ({"pooling_mode_lasttoken": True}, ("Transformer", "Pooling"), "are pooled by lasttoken. optkit knows one of mean, cls, max"),
+    ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"), "its embeddings go through the "
+                                                                    "module Dense. optkit computes Tr.*Del"),
+    ({"pooling_mode_lasttoken": True}, ("Transformer", "Pooling"), "are pooled by lasttoken. optkit "
+                                                                   "knows one of mean, cls, max"),
     ({"pooling_mode": ["mean", "cls"]}, ("Transformer", "Pooling"), "pooled by mean and cls"),
     ({}, ("Transformer", "Pooling"), "pooled by nothing"),
     ({"pooling_mode": "mean"}, ("Transformer",), "0 modules are Pooling. An embedding has one"),
@@ -128,7 +134,9 @@ def test_a_head_gives_labels_and_no_embeddings(tiny_encoder: TinyEncoder) -> Non
         wanted = torch.stack([alone(tiny_encoder("BertForSequenceClassification")[0], text) for text in TEXTS])
         torch.testing.assert_close(session.outputs(tokens, mask), wanted, atol=1e-4, rtol=1e-4)
         assert session.pooling == ""
-        with pytest.raises(EvalError, match="it gives labels and no features. Its architecture has a head behind the encoder"):
+        with pytest.raises(
+            EvalError, match="it gives labels and no features. Its architecture has a head behind the encoder"
+        ):
             session.embed(tokens, mask)
 
 
@@ -146,7 +154,8 @@ def test_a_graph_that_is_not_what_its_config_says(tiny_encoder: TinyEncoder, tmp
     change = json.loads((labels / "config.json").read_text(encoding="utf-8"))
     (labels / "config.json").write_text(json.dumps(change | {"architectures": ["BertModel"]}), encoding="utf-8")
     with pytest.raises(
-        SourceError, match="the graph has no output 'last_hidden_state' but logits. By its config.json it is an encoder that"
+        SourceError,
+        match="the graph has no output 'last_hidden_state' but logits. By its config.json it is an encoder that",
     ):
         open_session(labels)
     del change["vocab_size"]

@@ -84,12 +84,18 @@ def test_two_streams_at_once(exported: Path) -> None:
     first, second = tokens_of(1, 9), tokens_of(2, 5)
     alone = [session.generate(first, 6)[:, 9:], session.generate(second, 6)[:, 5:]]
     pairs = list(zip(session.stream(first, 6), session.stream(second, 6), strict=True))
-    assert [torch.stack(list(each), 1).equal(known) for each, known in zip(zip(*pairs, strict=True), alone, strict=True)] == [True, True]
+    assert [
+        torch.stack(list(each), 1).equal(known) for each, known in zip(zip(*pairs, strict=True), alone, strict=True)
+    ] == [True, True]
 
 
 def test_no_genai_config(exported: Path) -> None:
     (exported / "genai_config.json").unlink()
-    with pytest.raises(SourceError, match=r"there is no genai_config.json. ONNX Runtime GenAI reads there .* Export it with"):
+    with pytest.raises(
+        SourceError,
+        match=r"there is no genai_config.json. ONNX "
+        r"Runtime GenAI reads there .* Export it with",
+    ):
         opened(exported, GENAI)
 
 
@@ -108,7 +114,11 @@ def test_more_tokens_than_positions(exported: Path) -> None:
 
 def test_no_package(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
-    with pytest.raises(MissingPackageError, match=r"`onnxruntime-genai` is not installed. Run: pip install 'optkit\[onnx\]'"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"`onnxruntime-genai` is not installed. "
+        r"Run: pip install 'optkit\[onnx\]'",
+    ):
         opened(exported, GENAI)
 
 
@@ -116,7 +126,11 @@ def test_no_package(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_build_for_gpus(exported: Path) -> None:
     from optkit.onnx.directory import OnnxDirectory
 
-    with pytest.raises(MissingPackageError, match=r"on cuda: the package `onnxruntime-genai-cuda` is not installed. Run: pip .*onnx-gpu"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"on cuda: the package `onnxruntime-genai-cuda` "
+        r"is not installed. Run: pip .*onnx-gpu",
+    ):
         genai.GenaiModel(OnnxDirectory(exported), "cuda")
 
 

@@ -124,7 +124,11 @@ def test_closed(exported: Path) -> None:
     stream = session.stream(tokens_of(1, 4), 4)
     next(stream)
     session.close()
-    for use in (lambda: next(stream), lambda: session.logits(tokens_of(1, 4)), lambda: list(session.stream(tokens_of(1, 4), 2))):
+    for use in (
+        lambda: next(stream),
+        lambda: session.logits(tokens_of(1, 4)),
+        lambda: list(session.stream(tokens_of(1, 4), 2)),
+    ):
         with pytest.raises(OptkitError, match="the session was closed"):
             use()
 
@@ -147,7 +151,11 @@ class Any(Setting):
 def test_settings_and_dtypes_are_refused(exported: Path) -> None:
     with pytest.raises(StageError, match=r"tone cannot be applied to ONNX. .*Take it out of the recipe"):
         open_session(exported, [Any(), Tone()])
-    with pytest.raises(OptkitError, match=r"an ONNX model cannot be opened as float16. Its graph says what it computes in"):
+    with pytest.raises(
+        OptkitError,
+        match=r"an ONNX model cannot be opened as "
+        r"float16. Its graph says what it computes in",
+    ):
         open_session(exported, dtype="float16")
     assert isinstance(open_session(exported, [Any()]), OnnxSession)
 
@@ -179,7 +187,8 @@ def test_footprint_has_the_protocol_of_a_checkpoint(exported: Path, tiny_model: 
     weights = sum((exported / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
     assert found["weights_bytes"] == weights
     assert found["size_bytes"] == sum(path.stat().st_size for path in exported.rglob("*") if path.is_file())
-    assert 32 < found["bits_per_weight"] < 42  # the tables of cosines and sines stand for no weight, and this model is tiny
+    # the tables of cosines and sines stand for no weight, and this model is tiny
+    assert 32 < found["bits_per_weight"] < 42
 
 
 def test_an_eval_that_needs_the_weights(exported: Path, tiny_model: Callable[[str], Path]) -> None:

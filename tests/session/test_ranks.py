@@ -28,7 +28,9 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(mode: str = "", timeout_s: float = 20.0) -> Ranks:
-    return Ranks({"directory": mode, "settings": [], "dtype": None, "trust_remote_code": False}, ("cpu", "cpu"), timeout_s)
+    return Ranks(
+        {"directory": mode, "settings": [], "dtype": None, "trust_remote_code": False}, ("cpu", "cpu"), timeout_s
+    )
 
 
 @pytest.fixture
@@ -52,7 +54,11 @@ def test_every_call_goes_to_all_and_the_answers_come_in_order(two: Ranks) -> Non
     pids = [each["pid"] for each in two.opened]
     two.close()
     assert are_gone(pids)
-    with pytest.raises(StageError, match=r"^tensor_parallel: its processes were ended\. Before, the session was closed\. Open it again"):
+    with pytest.raises(
+        StageError,
+        match=r"^tensor_parallel: its processes were ended\. "
+        r"Before, the session was closed\. Open it again",
+    ):
         two.call("echo", value=1)
 
 
@@ -67,9 +73,17 @@ def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("die", r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL; .*memory runs out\. Its last words: the last words\.$"),
+        (
+            "die",
+            r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL; .*memory runs out\. Its "
+            r"last words: the last words\.$",
+        ),
         ("leave", r"^tensor_parallel: process 2 of 2 \(cpu\) ended with status 7\. It said nothing\.$"),
-        ("hang", r"^tensor_parallel: process 2 of 2 \(cpu\) did not answer within 1 s of the others\. .*NCCL_DEBUG=INFO"),
+        (
+            "hang",
+            r"^tensor_parallel: process 2 of 2 \(cpu\) did not "
+            r"answer within 1 s of the others\. .*NCCL_DEBUG=INFO",
+        ),
     ],
 )
 def test_a_rank_that_is_lost_ends_the_others_and_nobody_waits(call: str, message: str) -> None:

@@ -40,7 +40,9 @@ def reference(directory: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
-def copied(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None] | None = None, **config: Any) -> Path:
+def copied(
+    source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None] | None = None, **config: Any
+) -> Path:
     shutil.copytree(source, target)
     if change:
         tensors = load_file(target / "model.safetensors")
@@ -115,7 +117,11 @@ def test_missing_and_unknown_weights_are_errors(tiny_model: TinyModel, tmp_path:
         open_session(copied(tiny_model("llama"), tmp_path / "b", lambda tensors: tensors.update(extra=torch.ones(2))))
     with pytest.raises(SourceError, match="transformers cannot open it"):
         open_session(copied(tiny_model("llama"), tmp_path / "c", model_type="no_such"))
-    with pytest.raises(SourceError, match=r"9 mismatched \(model\.layers\.0\.mlp\.down_proj\.weight, .*belong together"):
+    with pytest.raises(
+        SourceError,
+        match=r"9 mismatched \(model\.layers\.0\.mlp\.down_proj\.weight, "
+        r".*belong together",
+    ):
         open_session(copied(tiny_model("llama"), tmp_path / "d", intermediate_size=96))
 
 
@@ -163,9 +169,17 @@ def test_out_of_memory_says_what_to_lower(tiny_model: TinyModel, monkeypatch: py
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr(session.model, "forward", full)
-    with pytest.raises(ResourceError, match=r"out of memory in the logits of 2 x 12 tokens on cpu.*Lower the window or the batch"):
+    with pytest.raises(
+        ResourceError,
+        match=r"out of memory in the logits of 2 x 12 "
+        r"tokens on cpu.*Lower the window or the batch",
+    ):
         session.logits(prompt())
-    with pytest.raises(ResourceError, match=r"at new token 1 of 2 x 12 tokens on cpu.*Lower the batch, the prompt or the new tokens"):
+    with pytest.raises(
+        ResourceError,
+        match=r"at new token 1 of 2 x 12 tokens on cpu.*Lower "
+        r"the batch, the prompt or the new tokens",
+    ):
         session.generate(prompt(), 3)
 
     def no_room(*_: Any, **__: Any) -> None:
@@ -219,7 +233,9 @@ def test_packed_weights_give_the_logits_of_the_float_model(
     with torch.no_grad():
         assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)
     assert torch.equal(session.generate(tokens, 5), open_session(tmp_path / "plain").generate(tokens, 5))
-    packed = [module for module in session.model.modules() if isinstance(module, (BagLinear, CodedLinear, PackedLinear))]
+    packed = [
+        module for module in session.model.modules() if isinstance(module, (BagLinear, CodedLinear, PackedLinear))
+    ]
     assert session.notes[0].split(" use ")[0] == f"int4: {len(packed)} of {len(packed)} layers"
     assert session.decode_bytes(1, 8) < 0.7 * open_session(tmp_path / "plain").decode_bytes(1, 8)
 
@@ -227,7 +243,9 @@ def test_packed_weights_give_the_logits_of_the_float_model(
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("symmetric", "activation_order"), [(True, False), (False, False), (False, True)])
-def test_all_grids(method: str, bits: int, symmetric: bool, activation_order: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_all_grids(
+    method: str, bits: int, symmetric: bool, activation_order: bool, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     options = {"bits": bits, "symmetric": symmetric, "activation_order": activation_order, "group_size": 64}
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", method=method, **options)  # type: ignore[arg-type]
     session, tokens = open_session(tmp_path / "packed"), prompt()
@@ -238,14 +256,20 @@ def test_all_grids(method: str, bits: int, symmetric: bool, activation_order: bo
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in CPU_TILES, reason="torch's int4 kernel needs AVX2")
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_bfloat16_uses_torchs_kernel(symmetric: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_uses_torchs_kernel(
+    symmetric: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     equally_fast(monkeypatch)
     monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.bfloat16)
     session, tokens = open_session(tmp_path / "packed"), prompt(2, 80)
-    kinds = {type(session.model.get_submodule(f"model.layers.0.{name}")) for name in ("self_attn.q_proj", "mlp.up_proj")}
+    kinds = {
+        type(session.model.get_submodule(f"model.layers.0.{name}")) for name in ("self_attn.q_proj", "mlp.up_proj")
+    }
     assert kinds == {Int4Linear}
-    assert session.notes[0].startswith("int4: 15 of 21 layers use torch's CPU int4 kernel")  # k_proj and v_proj have 32 outputs
+    assert session.notes[0].startswith(
+        "int4: 15 of 21 layers use torch's CPU int4 kernel"
+    )  # k_proj and v_proj have 32 outputs
     with torch.no_grad():
         exact = reference(tmp_path / "plain", dtype=torch.float32)(tokens).logits
         rounded = reference(tmp_path / "plain", dtype=torch.bfloat16)(tokens).logits.float()
@@ -279,11 +303,25 @@ def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_pat
     with pytest.raises(SourceError, match=r"model\.norm\.weight"):
         open_session(broken("b", lambda tensors: tensors.pop("model.norm.weight")))  # type: ignore[arg-type,return-value]
     with pytest.raises(SourceError, match=r"are no weight \[128, 64\] of 2, 3, 4 or 8 bits"):
-        open_session(broken("c", lambda tensors: tensors.update({f"{layer}.weight_packed": torch.zeros(128, 5, dtype=torch.int32)})))
-    with pytest.raises(SourceError, match=r"model.other is quantized, and LlamaForCausalLM has no linear layer of that name"):
-        open_session(broken("d", lambda tensors: tensors.update({"model.other.weight_packed": torch.zeros(1, 1, dtype=torch.int32)})))
+        open_session(
+            broken(
+                "c", lambda tensors: tensors.update({f"{layer}.weight_packed": torch.zeros(128, 5, dtype=torch.int32)})
+            )
+        )
+    with pytest.raises(
+        SourceError,
+        match=r"model.other is quantized, and LlamaForCausalLM "
+        r"has no linear layer of that name",
+    ):
+        open_session(
+            broken(
+                "d", lambda tensors: tensors.update({"model.other.weight_packed": torch.zeros(1, 1, dtype=torch.int32)})
+            )
+        )
     with pytest.raises(SourceError, match="no layer is quantized. The quantization_config says compressed-tensors"):
-        open_session(copied(tmp_path / "plain", tmp_path / "e", **json.loads((tmp_path / "packed" / "config.json").read_text())))
+        open_session(
+            copied(tmp_path / "plain", tmp_path / "e", **json.loads((tmp_path / "packed" / "config.json").read_text()))
+        )
 
 
 def test_what_optkit_does_not_read_itself_is_left_to_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -310,14 +348,17 @@ class Traced(Setting):
 
 
 WITH_CODE = pytest.param(
-    Compile(devices=("cpu",)), marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")]
+    Compile(devices=("cpu",)),
+    marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler")],
 )
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("setting", [Traced(), WITH_CODE])
 @pytest.mark.filterwarnings("error::UserWarning:torch._dynamo")
-def test_a_compiled_step_gives_the_same_tokens(setting: Setting, packed: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_compiled_step_gives_the_same_tokens(
+    setting: Setting, packed: bool, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     directory = tiny_model("llama")
     if packed:
         save_packed(directory, tmp_path / "packed", tmp_path / "plain")
@@ -344,7 +385,11 @@ counter = CompileCounter()
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3", "gpt_oss", "mixtral"])
 def test_a_step_is_compiled_once(kind: str, tiny_model: TinyModel) -> None:
-    tokens, expected, session = prompt(2, 6), open_session(tiny_model(kind)), open_session(tiny_model(kind), [Counted()])
+    tokens, expected, session = (
+        prompt(2, 6),
+        open_session(tiny_model(kind)),
+        open_session(tiny_model(kind), [Counted()]),
+    )
     assert torch.equal(session.generate(tokens, 12), expected.generate(tokens, 12))  # over the window of 8 tokens
     assert counter.frame_count == 1
     session.close()
@@ -388,7 +433,9 @@ before = psutil.Process().memory_info().rss
 session = open_session(Path(sys.argv[1]))
 print(psutil.Process().memory_info().rss - before)
 """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "packed")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "packed")], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < limit * 134_515_008 * 2
 
 
@@ -397,4 +444,6 @@ def test_the_real_model_generates_as_transformers_does(smol: Path) -> None:
     session, model = open_session(smol), reference(smol)
     tokens = session.encode("The capital of France is").unsqueeze(0)
     model.generation_config.eos_token_id = None
-    assert torch.equal(session.generate(tokens, 16), model.generate(tokens, max_new_tokens=16, do_sample=False, pad_token_id=0))
+    assert torch.equal(
+        session.generate(tokens, 16), model.generate(tokens, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    )

@@ -32,14 +32,22 @@ def test_the_model_is_opened_with_it(implementation: str, device: str) -> None:
 
 
 def test_flash_attention_needs_a_gpu() -> None:
-    with pytest.raises(StageError, match=r"^attention: flash_attention_2 does not run on cpu\. .*NVIDIA GPUs\. Use sdpa"):
+    with pytest.raises(
+        StageError,
+        match=r"^attention: flash_attention_2 does not "
+        r"run on cpu\. .*NVIDIA GPUs\. Use sdpa",
+    ):
         Attention(implementation="flash_attention_2").load_kwargs("cpu")
 
 
 def test_flash_attention_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Attention(implementation="flash_attention_2")
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"the package `flash-attn` is not installed.*pip install 'flash-attn'"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"the package `flash-attn` is not "
+        r"installed.*pip install 'flash-attn'",
+    ):
         setting.load_kwargs("cuda")
     monkeypatch.setattr(attention, "find_spec", lambda name: object())
     assert setting.load_kwargs("cuda") == {"attn_implementation": "flash_attention_2"}
@@ -50,13 +58,21 @@ def test_flash_attention_3_needs_its_package_and_a_hopper_gpu(monkeypatch: pytes
     with pytest.raises(StageError, match=r"^attention: flash_attention_3 does not run on cpu"):
         setting.check(shape, "cpu")
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"`flash-attn-3` is not installed\. Run: git clone .*flash-attention/hopper"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"`flash-attn-3` is not installed\. "
+        r"Run: git clone .*flash-attention/hopper",
+    ):
         setting.check(shape, "cuda")
     monkeypatch.setattr(attention, "find_spec", lambda name: object() if name == "flash_attn_interface" else None)
     for capability, refused in (((8, 0), True), ((10, 0), True), ((9, 0), False), (None, False)):
         monkeypatch.setattr(attention, "compute_capability", lambda device, capability=capability: capability)
         if refused:
-            with pytest.raises(StageError, match=r"does not run on this GPU \(compute capability .*Hopper \(9\.0\)\. Use flash"):
+            with pytest.raises(
+                StageError,
+                match=r"does not run on this GPU \(compute "
+                r"capability .*Hopper \(9\.0\)\. Use flash",
+            ):
                 setting.check(shape, "cuda")
         else:
             setting.check(shape, "cuda")
@@ -70,20 +86,31 @@ def test_flash_attention_is_refused_at_plan_time(tiny_model: Callable[[str], Pat
 
 def test_flash_attention_needs_half_precision() -> None:
     setting = Attention(implementation="flash_attention_2")
-    with pytest.raises(StageError, match=r"^attention: flash_attention_2 does not compute in float32\. .*cast: \{dtype: bfloat16\}"):
+    with pytest.raises(
+        StageError,
+        match=r"^attention: flash_attention_2 does not "
+        r"compute in float32\. .*cast: \{dtype: bfloat16\}",
+    ):
         setting.on_load(SimpleNamespace(dtype=torch.float32, config=AutoConfig.for_model("llama")), "cuda")
     model = SimpleNamespace(dtype=torch.bfloat16, config=AutoConfig.for_model("llama"))
     assert setting.on_load(model, "cuda") is model
 
 
 def test_flex_attention_has_no_sinks_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(StageError, match=r"^attention: flex_attention has no attention sinks on the CPU.*layers\.0.*\.sinks.*Use eager"):
+    with pytest.raises(
+        StageError,
+        match=r"^attention: flex_attention has no attention "
+        r"sinks on the CPU.*layers\.0.*\.sinks.*Use eager",
+    ):
         open_session(tiny_model("gpt_oss"), [Attention(implementation="flex_attention")])
     open_session(tiny_model("llama"), [Attention(implementation="flex_attention")])
 
 
 def test_flex_attention_has_no_sliding_windows_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
-    message = r"^attention: flex_attention cannot generate with a sliding window on the CPU\. .* see 8 tokens back\. Use sdpa or eager"
+    message = (
+        r"^attention: flex_attention cannot generate with a sliding window on the CPU\. .* see 8 "
+        r"tokens back\. Use sdpa or eager"
+    )
     with pytest.raises(StageError, match=message):
         open_session(tiny_model("gemma3"), [Attention(implementation="flex_attention")])
 
@@ -111,7 +138,9 @@ def test_which_models_have_sliding_windows(config: PreTrainedConfig, refused: bo
 
 
 def test_shapes_that_torch_no_longer_compiles_are_told(tiny_model: Callable[[str], Path]) -> None:
-    sessions = [open_session(tiny_model("llama"), [Attention(implementation=kind)]) for kind in ("flex_attention", "sdpa")]
+    sessions = [
+        open_session(tiny_model("llama"), [Attention(implementation=kind)]) for kind in ("flex_attention", "sdpa")
+    ]
     assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
     assert [session.notes for session in sessions] == [(), ()]
     double = torch.compile(lambda tensor: tensor * 2, dynamic=False, backend="eager")
@@ -119,7 +148,10 @@ def test_shapes_that_torch_no_longer_compiles_are_told(tiny_model: Callable[[str
         for length in (3, 4, 5):
             double(torch.ones(length))
     assert [session.notes for session in sessions] == [
-        ("torch compiled a function for 64 shapes and ran it uncompiled for others: ask for fewer batches and lengths",),
+        (
+            "torch compiled a function for 64 shapes and ran it uncompiled for others: ask "
+            "for fewer batches and lengths",
+        ),
         (),
     ]
     sessions[0].close()

@@ -1,4 +1,6 @@
-"""Attention keeps what a model asks for: tiny models with a soft cap of 0.5, next to transformers' eager attention."""
+"""Attention keeps what a model asks for: tiny models with a soft cap of 0.5, next to transformers'
+eager attention.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from tests.support.near import near
 from tests.support.skeletons import changed_copy, logits_of, reference, some_tokens
 
 TOKENS = some_tokens(2)
-PLAIN: Any = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(TOKENS), "pad_token_id": 0}
+PLAIN: Any = {
+    "max_new_tokens": 12,
+    "min_new_tokens": 12,
+    "do_sample": False,
+    "attention_mask": torch.ones_like(TOKENS),
+    "pad_token_id": 0,
+}
 
 
 def eager_logits(directory: Path, attention: str = "eager") -> Tensor:
@@ -48,9 +56,13 @@ def test_models_that_ask_for_more_are_those_of_transformers() -> None:
     found: dict[str, str] = {}
     models = Path(transformers.__file__).parent / "models"
     for place in models.glob("*/modeling_*.py"):
-        for call in re.findall(r"= attention_interface\((.*?)^ {8}\)", place.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for call in re.findall(
+            r"= attention_interface\((.*?)^ {8}\)", place.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        ):
             for argument in re.findall(r"^ +(softcap|s_aux|position_bias)=", call, re.MULTILINE):
-                found.update({kind: argument for kind in (place.parent.name, f"{place.parent.name}_text") if kind in CAUSAL})
+                found.update(
+                    {kind: argument for kind in (place.parent.name, f"{place.parent.name}_text") if kind in CAUSAL}
+                )
     assert found == ASKED
 
 
@@ -88,7 +100,9 @@ def test_an_artifact_keeps_its_cap_in_plain_transformers(tiny_model: TinyModel, 
 
 
 def test_what_decodes_keeps_the_cap(tiny_model: TinyModel) -> None:
-    """A KV cache of floats, one of codes and a static one, as compiled steps have it; a window beside the model's own is refused."""
+    """A KV cache of floats, one of codes and a static one, as compiled steps have it; a window
+    beside the model's own is refused.
+    """
     directory = tiny_model("gemma2")
     plain = open_session(directory)
     expected = reference(directory, attention="eager").generate(TOKENS, **PLAIN)
@@ -115,7 +129,9 @@ def test_speculation_keeps_the_cap(tiny_model: TinyModel, tmp_path: Path) -> Non
 def test_a_model_without_its_cap_is_opened_as_ever(tiny_model: TinyModel, tmp_path: Path) -> None:
     directory = changed_copy(tiny_model("gemma2"), tmp_path, attn_logit_softcapping=None)
     session = open_session(directory, [Attention(implementation="sdpa")])
-    assert open_session(directory).model.config._attn_implementation == session.model.config._attn_implementation == "sdpa"
+    assert (
+        open_session(directory).model.config._attn_implementation == session.model.config._attn_implementation == "sdpa"
+    )
     assert session.notes == ()
     assert near(session.logits(TOKENS), eager_logits(directory))
     assert not attends_eagerly(Checkpoint(directory).config)
@@ -141,7 +157,11 @@ def test_what_leaves_something_out_is_refused_at_plan_time(
 
 
 def test_sdpa_is_refused_where_no_plan_was_made(tiny_model: TinyModel) -> None:
-    with pytest.raises(StageError, match=r"sdpa does not compute the attention of gemma2\. sdpa leaves out the soft cap"):
+    with pytest.raises(
+        StageError,
+        match=r"sdpa does not compute the attention of "
+        r"gemma2\. sdpa leaves out the soft cap",
+    ):
         open_session(tiny_model("gemma2"), [Attention(implementation="sdpa")])
 
 
@@ -149,13 +169,21 @@ def test_the_others_are_as_they_were(tiny_model: TinyModel) -> None:
     assert open_session(tiny_model("gemma2"), [Attention(implementation="eager")]).notes == ()
     for kind in ("llama", "gemma3"):
         config = Checkpoint(tiny_model(kind)).config
-        assert not any(why_not_attention(config, each) for each in ("eager", "sdpa", "flex_attention", "flash_attention_2"))
+        assert not any(
+            why_not_attention(config, each) for each in ("eager", "sdpa", "flex_attention", "flash_attention_2")
+        )
         assert attention_options(config, {}) == {}
     for kind in ("gemma2", "vaultgemma"):
-        config = {"model_type": "seen", "text_config": {"model_type": kind}}  # the cap is 50 where config.json does not say
+        # the cap is 50 where config.json does not say
+        config = {"model_type": "seen", "text_config": {"model_type": kind}}
         assert attention_options(config, {"device_map": "cpu"}) == {"attn_implementation": "eager", "device_map": "cpu"}
-        assert attention_options(config, {"attn_implementation": "flex_attention"}) == {"attn_implementation": "flex_attention"}
-        assert not any(why_not_attention(config, each) for each in ("eager", "flex_attention", "flash_attention_2", "flash_attention_3"))
+        assert attention_options(config, {"attn_implementation": "flex_attention"}) == {
+            "attn_implementation": "flex_attention"
+        }
+        assert not any(
+            why_not_attention(config, each)
+            for each in ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+        )
     assert attention_options({"model_type": "gpt_oss"}, {}) == {}
 
 

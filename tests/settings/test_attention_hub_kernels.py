@@ -1,4 +1,6 @@
-"""Attention kernels of the hub: names, pins and refusals with a cache made here; a kernel from a directory computes what sdpa does."""
+"""Attention kernels of the hub: names, pins and refusals with a cache made here; a kernel from a
+directory computes what sdpa does.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packaged: None) -> Pa
     root = tmp_path / "hub"
     (root / "kernels--kernels-community--flash-attn2" / "refs").mkdir(parents=True)
     (root / "kernels--kernels-community--flash-attn2" / "refs" / "v3").write_text(COMMIT)
-    (root / "kernels--kernels-community--flash-attn2" / "snapshots" / COMMIT / "build" / "torch213-cxx11-cu130-x86_64-linux").mkdir(
-        parents=True
-    )
+    (
+        root
+        / "kernels--kernels-community--flash-attn2"
+        / "snapshots"
+        / COMMIT
+        / "build"
+        / "torch213-cxx11-cu130-x86_64-linux"
+    ).mkdir(parents=True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
     monkeypatch.delenv("KERNELS_CACHE", raising=False)
     return root
@@ -100,7 +107,8 @@ def test_names_are_those_that_transformers_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [NAME, "kernels-community/vllm-flash-attn3", "kernels-community/flash-attn4", "a/mla", "a2/flash", "x/FLASH2"]
+    "name",
+    [NAME, "kernels-community/vllm-flash-attn3", "kernels-community/flash-attn4", "a/mla", "a2/flash", "x/FLASH2"],
 )
 def test_versions_are_those_that_transformers_takes(name: str) -> None:
     assert AttentionKernel.parse(name)._version == hub_kernels.get_attn_kernel_version(name)
@@ -110,8 +118,15 @@ def test_versions_are_those_that_transformers_takes(name: str) -> None:
 
 def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "unmet", lambda requirements: requirements)
-    for refused in (lambda: Attention(implementation=NAME).pinned(None), lambda: Attention(implementation=NAME).check(SHAPE, "cuda")):
-        with pytest.raises(MissingPackageError, match=r"^attention: kernels-community/flash-attn2: .*pip install 'kernels>=0\.16,<0\.17'"):
+    for refused in (
+        lambda: Attention(implementation=NAME).pinned(None),
+        lambda: Attention(implementation=NAME).check(SHAPE, "cuda"),
+    ):
+        with pytest.raises(
+            MissingPackageError,
+            match=r"^attention: kernels-community/flash-attn2: "
+            r".*pip install 'kernels>=0\.16,<0\.17'",
+        ):
             refused()
 
 
@@ -119,11 +134,15 @@ def test_a_kernel_is_pinned_to_a_commit(cache: Path, monkeypatch: pytest.MonkeyP
     assert Attention(implementation=NAME).pinned(None).implementation == f"{NAME}@{COMMIT}"
     assert Attention(implementation=f"{NAME}@{COMMIT}:attend").pinned(None).implementation == f"{NAME}@{COMMIT}:attend"
     with pytest.raises(
-        SourceError, match=r"the kernel is neither here nor to be downloaded.*HF_HUB_OFFLINE.*the revision v7 is not in its"
+        SourceError,
+        match=r"the kernel is neither here nor to be "
+        r"downloaded.*HF_HUB_OFFLINE.*the revision v7 is not in its",
     ):
         Attention(implementation=f"{NAME}@v7").pinned(None)
     asked = []
-    found = SimpleNamespace(kernel_info=lambda name, revision: asked.append((name, revision)) or SimpleNamespace(sha="d" * 40))
+    found = SimpleNamespace(
+        kernel_info=lambda name, revision: asked.append((name, revision)) or SimpleNamespace(sha="d" * 40)
+    )
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: found)
     assert Attention(implementation=NAME).pinned(None).implementation == f"{NAME}@{'d' * 40}"
     assert asked == [(NAME, "v3")]
@@ -141,11 +160,18 @@ def test_a_kernel_without_a_build_for_the_device_is_refused_at_plan_time(
 ) -> None:
     recipe = load_recipe({"model": str(tiny_model("llama")), "stages": [{"attention": NAME}]}).pinned(None)
     make_plan(recipe, Store(tmp_path), "cuda")
-    message = rf"^attention: the kernel {NAME}@{COMMIT} does not run on cpu\. It was built for torch213-cxx11-cu130-x86_64-linux\. Use sdpa"
+    message = (
+        rf"^attention: the kernel {NAME}@{COMMIT} does not run on cpu\. It was built for "
+        r"torch213-cxx11-cu130-x86_64-linux\. Use sdpa"
+    )
     with pytest.raises(StageError, match=message):
         make_plan(recipe, Store(tmp_path), "cpu")
     lost = Attention(implementation=f"{NAME}@{'e' * 40}")
-    with pytest.raises(StageError, match=r"is neither here nor to be downloaded\. The hub is switched off .* Load it once where the hub"):
+    with pytest.raises(
+        StageError,
+        match=r"is neither here nor to be downloaded\. The hub "
+        r"is switched off .* Load it once where the hub",
+    ):
         lost.check(SHAPE, "cuda")
     Attention(implementation=NAME).check(SHAPE, "cpu")
 
@@ -164,16 +190,22 @@ def opened_with(implementation: str, kind: str = "llama") -> SimpleNamespace:
 def test_another_kernel_than_the_one_asked_for_is_refused() -> None:
     """transformers has a list of its own for models with attention sinks."""
     with pytest.raises(
-        StageError, match=r"^attention: me/mine .* of gpt_oss\. transformers takes other/flash for this model instead\. Use eager"
+        StageError,
+        match=r"^attention: me/mine .* of gpt_oss\. transformers "
+        r"takes other/flash for this model instead\. Use eager",
     ):
         Attention(implementation="me/mine").on_load(opened_with("other/flash", "gpt_oss"), "cuda")
 
 
 @pytest.mark.parametrize(("kind", "argument"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
-def test_a_kernel_that_leaves_out_what_the_model_asks_for_is_refused(kind: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_leaves_out_what_the_model_asks_for_is_refused(
+    kind: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forgetful(module: object, query: torch.Tensor, **keywords: object) -> None: ...
 
-    def knowing(module: object, query: torch.Tensor, softcap: float | None = None, s_aux: torch.Tensor | None = None) -> None: ...
+    def knowing(
+        module: object, query: torch.Tensor, softcap: float | None = None, s_aux: torch.Tensor | None = None
+    ) -> None: ...
 
     for name, function in (("me/forgetful", forgetful), ("me/knowing", knowing)):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, function)
@@ -193,7 +225,9 @@ def test_functions_of_flash_attention_are_asked_for_their_parameters(monkeypatch
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "me/flash", flash_attention_forward)
     for function in (old, new):
-        monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda name, f=function: ((None, f), None))
+        monkeypatch.setattr(
+            modeling_flash_attention_utils, "lazy_import_flash_attention", lambda name, f=function: ((None, f), None)
+        )
         said = [why_not_function("me/flash", argument) for argument in ("softcap", "s_aux")]
         assert said == (
             ["", ""]
@@ -216,7 +250,11 @@ def test_a_directory_is_pinned_by_its_files(local: Path, monkeypatch: pytest.Mon
         pinned.check(SHAPE, "cpu")
     assert Attention(implementation="me/tiny").pinned(None) != pinned
     monkeypatch.setenv("LOCAL_KERNELS", "me/tiny=/nowhere")
-    with pytest.raises(SourceError, match=r"\$LOCAL_KERNELS names /nowhere for me/tiny, and there is no such directory"):
+    with pytest.raises(
+        SourceError,
+        match=r"\$LOCAL_KERNELS names /nowhere for "
+        r"me/tiny, and there is no such directory",
+    ):
         pinned.check(SHAPE, "cpu")
     monkeypatch.setenv("LOCAL_KERNELS", "me/tiny")
     with pytest.raises(SourceError, match=r"\$LOCAL_KERNELS has an entry 'me/tiny'\. Write owner/repository=directory"):
@@ -224,7 +262,9 @@ def test_a_directory_is_pinned_by_its_files(local: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("LOCAL_KERNELS")
     for refused in (lambda: pinned.check(SHAPE, "cpu"), lambda: pinned.pinned(None)):
         with pytest.raises(
-            StageError, match=r"was one of a local directory\. \$LOCAL_KERNELS names none for it now\. Set LOCAL_KERNELS=me/tiny="
+            StageError,
+            match=r"was one of a local directory\. \$LOCAL_KERNELS "
+            r"names none for it now\. Set LOCAL_KERNELS=me/tiny=",
         ):
             refused()
 
@@ -239,7 +279,11 @@ def test_a_kernel_that_cannot_be_loaded(packaged: None, monkeypatch: pytest.Monk
         raise ValueError("An error occurred while trying to load from 'me/tiny': no build.\nmore")
 
     monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", broken)
-    with pytest.raises(StageError, match=r"^attention: the kernel me/tiny cannot be loaded\. An error occurred .* no build\. Use sdpa"):
+    with pytest.raises(
+        StageError,
+        match=r"^attention: the kernel me/tiny cannot be "
+        r"loaded\. An error occurred .* no build\. Use sdpa",
+    ):
         Attention(implementation="me/tiny").load_kwargs("cpu")
 
 
@@ -256,7 +300,11 @@ def test_a_kernel_from_a_directory_computes_what_sdpa_does(local: Path, tiny_mod
     assert ours.attention_kernels(tokens).startswith("me/tiny@local-")
     with pytest.raises(OptkitError, match="the kernel me/none cannot be loaded"):
         open_session(tiny_model("llama"), [Attention(implementation="me/none")])
-    with pytest.raises(StageError, match=r"of gemma2\. Its function flash_attn_varlen_func has no parameter softcap, so it leaves out the"):
+    with pytest.raises(
+        StageError,
+        match=r"of gemma2\. Its function flash_attn_varlen_func "
+        r"has no parameter softcap, so it leaves out the",
+    ):
         open_session(tiny_model("gemma2"), [Attention(implementation="me/tiny").pinned(None)])
 
 

@@ -35,7 +35,9 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return there
 
 
-@pytest.mark.parametrize(("mode", "passed"), [("default", None), ("reduce-overhead", "reduce-overhead"), ("max-autotune", "max-autotune")])
+@pytest.mark.parametrize(
+    ("mode", "passed"), [("default", None), ("reduce-overhead", "reduce-overhead"), ("max-autotune", "max-autotune")]
+)
 def test_the_model_is_compiled_where_that_pays(mode: str, passed: str | None) -> None:
     setting, model = Compile.model_validate({"mode": mode}), Model()
     assert setting.on_load(model, "cuda:1") is model
@@ -61,7 +63,11 @@ def test_elsewhere_it_is_off_and_says_so() -> None:
 
 def test_no_compiler(tools: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tools -= {"g++", "gcc"}
-    with pytest.raises(StageError, match=r"^compile on cpu: there is no C\+\+ compiler\. .*Install g\+\+, or take cpu out of `devices`"):
+    with pytest.raises(
+        StageError,
+        match=r"^compile on cpu: there is no C\+\+ compiler\. "
+        r".*Install g\+\+, or take cpu out of `devices`",
+    ):
         Compile(devices=("cpu",)).on_load(Model(), "cpu")
     with pytest.raises(StageError, match=r"^compile on cuda: there is no C compiler"):
         Compile().on_load(Model(), "cuda")
@@ -95,7 +101,11 @@ def test_wrong_fields() -> None:
 
 
 def test_flash_attention_would_attend_to_the_empty_cache() -> None:
-    with pytest.raises(StageError, match=r"^compile: a compiled step cannot use flash_attention_2\. .*Use sdpa or flex_attention"):
+    with pytest.raises(
+        StageError,
+        match=r"^compile: a compiled step cannot use "
+        r"flash_attention_2\. .*Use sdpa or flex_attention",
+    ):
         Compile().on_load(Model("flash_attention_2"), "cuda")
     assert Compile().on_load(Model("flash_attention_2"), "cpu").compiled is None
 
@@ -114,5 +124,9 @@ def test_only_the_advice_on_tensorfloat32_is_silenced() -> None:
 
 
 def test_flex_attention_has_no_compiled_step_on_the_cpu() -> None:
-    with pytest.raises(StageError, match=r"^compile: a compiled step cannot use flex_attention on the CPU\. .*Use sdpa, or take cpu out"):
+    with pytest.raises(
+        StageError,
+        match=r"^compile: a compiled step cannot use flex_attention "
+        r"on the CPU\. .*Use sdpa, or take cpu out",
+    ):
         Compile(devices=("cpu",)).on_load(Model("flex_attention"), "cpu")

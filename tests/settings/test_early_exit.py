@@ -1,4 +1,6 @@
-"""The model's own first layers as its draft; the reference is transformers' hidden states, and plain greedy decoding."""
+"""The model's own first layers as its draft; the reference is transformers' hidden states, and
+plain greedy decoding.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,11 @@ def test_bytes_are_those_of_all_forwards(tiny_model: TinyModel) -> None:
     assert session.token_bytes(1, 16) == step
     proposing = session._proposer[0].read_bytes(1, 16)
     blocks, head = 3, session.model.get_input_embeddings().weight
-    outside = head.numel() * 4 + session.model.model.norm.weight.numel() * 4 + session.model.model.rotary_emb.inv_freq.numel() * 4
+    outside = (
+        head.numel() * 4
+        + session.model.model.norm.weight.numel() * 4
+        + session.model.model.rotary_emb.inv_freq.numel() * 4
+    )
     assert proposing - outside == pytest.approx((step - outside) / blocks, abs=300)
     session.generate(PROMPTS[:1], 21)
     counts = session.speculation
@@ -102,7 +108,10 @@ def test_bytes_are_those_of_all_forwards(tiny_model: TinyModel) -> None:
 
 
 def test_more_layers_than_there_are(tiny_model: TinyModel, tmp_path: Path) -> None:
-    message = r"^speculative: early_exit: 3 leaves nothing out: the model has 3 layers\. The first.*Set early_exit to 1 to 2\.$"
+    message = (
+        r"^speculative: early_exit: 3 leaves nothing out: the model has 3 layers\. The first.*Set "
+        r"early_exit to 1 to 2\.$"
+    )
     recipe = load_recipe({"model": str(tiny_model("llama")), "stages": [{"speculative": {"early_exit": 3}}]})
     with pytest.raises(StageError, match=message):
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
@@ -126,7 +135,9 @@ def test_an_architecture_whose_layers_need_each_other(tiny_model: TinyModel, mon
 
     monkeypatch.setattr(LlamaModel, "forward", needs_all)
     with pytest.raises(
-        StageError, match=r"the first 1 layers of LlamaForCausalLM cannot be run alone\. Without the others: IndexError: .*draft"
+        StageError,
+        match=r"the first 1 layers of LlamaForCausalLM cannot be "
+        r"run alone\. Without the others: IndexError: .*draft",
     ):
         exiting(tiny_model("llama"))
 
@@ -145,7 +156,10 @@ def test_an_architecture_whose_layers_need_each_other(tiny_model: TinyModel, mon
 
 
 def test_its_line() -> None:
-    assert Speculative(early_exit=4, tokens=6).describe("cpu") == "speculative: up to 6 tokens at once by the first 4 layers"
+    assert (
+        Speculative(early_exit=4, tokens=6).describe("cpu") == "speculative: up to 6 tokens "
+        "at once by the first 4 layers"
+    )
 
 
 def test_throughput_counts_the_bytes_of_the_draft_too(tiny_model: TinyModel) -> None:

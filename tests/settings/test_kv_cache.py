@@ -21,7 +21,14 @@ from optkit.stage import Setting
 from tests.conftest import TinyModel
 
 TOKENS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
-CODES = [IntegerCode(8, None), IntegerCode(8, 8), IntegerCode(4, None), IntegerCode(4, 8), Float8Code(), Float8Code(0.02)]
+CODES = [
+    IntegerCode(8, None),
+    IntegerCode(8, 8),
+    IntegerCode(4, None),
+    IntegerCode(4, 8),
+    Float8Code(),
+    Float8Code(0.02),
+]
 
 
 def opened(directory: Path, *settings: Setting, **options: Any) -> TorchSession:
@@ -73,7 +80,9 @@ def test_what_is_appended_later_changes_nothing_before(code: StateCode, dtype: t
 
 
 def test_the_model_attends_to_rounded_keys_and_values(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Independently: transformers' own cache, its states rounded by hand to 15 steps between their least and their largest."""
+    """Independently: transformers' own cache, its states rounded by hand to 15 steps between their
+    least and their largest.
+    """
     from transformers.cache_utils import DynamicLayer
 
     real = DynamicLayer.update
@@ -100,7 +109,9 @@ def test_the_model_attends_to_rounded_keys_and_values(tiny_model: TinyModel, mon
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "mixtral", "gpt_oss"])
-def test_decoding_token_by_token_gives_the_logits_of_the_whole_text(tiny_model: TinyModel, kind: str, dtype: str) -> None:
+def test_decoding_token_by_token_gives_the_logits_of_the_whole_text(
+    tiny_model: TinyModel, kind: str, dtype: str
+) -> None:
     session = opened(tiny_model(kind), KvCache(dtype=dtype))  # type: ignore[arg-type]
     whole = session.logits(TOKENS)
     assert session._new_cache is not None
@@ -122,7 +133,9 @@ def test_logits_pass_through_the_cache(tiny_model: TinyModel, dtype: str, larges
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama", "gpt2"])
-def test_logits_in_16_bits_fill_the_cache_once(tiny_model: TinyModel, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_16_bits_fill_the_cache_once(
+    tiny_model: TinyModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filled: list[int] = []
     real = CodedLayer.update
 
@@ -172,14 +185,22 @@ def test_layers_that_hold_other_states_are_refused() -> None:
 
     config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
     code = IntegerCode(8, None)
-    with pytest.raises(StageError, match=r"^kv_cache: the cache of qwen3_next has layers of another kind: LinearAttention\w+\. .*Take the"):
+    with pytest.raises(
+        StageError,
+        match=r"^kv_cache: the cache of qwen3_next has layers "
+        r"of another kind: LinearAttention\w+\. .*Take the",
+    ):
         coded_cache(config, (code, code), "kv_cache")
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (KvCache(dtype="int8", group_size=12), r"^kv_cache: heads of 16 channels are not made of groups of 12\. .*Use 16, 8 or null\."),
+        (
+            KvCache(dtype="int8", group_size=12),
+            r"^kv_cache: heads of 16 channels are not "
+            r"made of groups of 12\. .*Use 16, 8 or null\.",
+        ),
         (KvCache(dtype="int4", group_size=32), r"^kv_cache: heads of 16 channels are not made of groups of 32\. "),
     ],
 )
@@ -189,9 +210,14 @@ def test_groups_that_do_not_fit_the_heads_are_refused(tiny_model: TinyModel, set
 
 
 def test_a_compiled_step_is_refused(tiny_model: TinyModel) -> None:
-    for settings in ((KvCache(dtype="int8"), Compile(devices=("cpu",))), (Compile(devices=("cpu",)), KvCache(dtype="int8"))):
+    for settings in (
+        (KvCache(dtype="int8"), Compile(devices=("cpu",))),
+        (Compile(devices=("cpu",)), KvCache(dtype="int8")),
+    ):
         with pytest.raises(
-            StageError, match=r"(kv_cache|compile) exclude each other\. A KV cache of codes grows with every token.*Take one"
+            StageError,
+            match=r"(kv_cache|compile) exclude each other\. A KV "
+            r"cache of codes grows with every token.*Take one",
         ):
             opened(tiny_model("llama"), *settings)
 

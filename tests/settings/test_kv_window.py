@@ -1,4 +1,6 @@
-"""`kv_cache: {window: N}`: what a token sees, against transformers' own sliding window and against a mask written by hand."""
+"""`kv_cache: {window: N}`: what a token sees, against transformers' own sliding window and against
+a mask written by hand.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def opened(directory: Path, *settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_without_sinks_it_is_the_sliding_window_of_mistral(tiny_model: TinyModel, tmp_path: Path, implementation: str) -> None:
+def test_without_sinks_it_is_the_sliding_window_of_mistral(
+    tiny_model: TinyModel, tmp_path: Path, implementation: str
+) -> None:
     llama, mistral = tiny_model("llama"), tmp_path / "mistral"
     mistral.mkdir()
     for file in llama.iterdir():
@@ -91,7 +95,10 @@ def test_which_tokens_are_kept(length: int, kept: list[int]) -> None:
         ({}, "set dtype, window, or both"),
         ({"window": 8, "group_size": 16}, "floats have no groups: leave group_size out, or set dtype: int8"),
         ({"dtype": "int8", "sinks": 4}, "sinks belong to a window: set window too"),
-        ({"window": 8, "sinks": 7}, "a window of 8 tokens has no room for 7 sinks, the token itself and the one before it"),
+        (
+            {"window": 8, "sinks": 7},
+            "a window of 8 tokens has no room for 7 sinks, the token itself and the one before it",
+        ),
     ],
 )
 def test_fields_that_do_not_fit_together(fields: dict[str, Any], message: str) -> None:
@@ -101,7 +108,10 @@ def test_fields_that_do_not_fit_together(fields: dict[str, Any], message: str) -
 
 def test_what_it_says_of_itself() -> None:
     assert KvCache(window=1024).describe("cpu") == "kv_cache: a window of 1024 tokens, 4 of them the first"
-    assert KvCache(dtype="int4", window=64, sinks=0).describe("cpu") == "kv_cache: int4, a window of 64 tokens, 0 of them the first"
+    assert (
+        KvCache(dtype="int4", window=64, sinks=0).describe("cpu") == "kv_cache: int4, a window of "
+        "64 tokens, 0 of them the first"
+    )
 
 
 def test_windows_of_the_models_own_are_refused(tiny_model: TinyModel) -> None:
@@ -115,7 +125,11 @@ def test_speculation_beside_a_window_is_refused(tiny_model: TinyModel) -> None:
 
 
 def test_attention_that_takes_no_mask_is_refused(tiny_model: TinyModel) -> None:
-    with pytest.raises(StageError, match=r"kv_cache\.window: flex_attention takes no mask of a window\. Use sdpa or eager attention"):
+    with pytest.raises(
+        StageError,
+        match=r"kv_cache\.window: flex_attention takes no "
+        r"mask of a window\. Use sdpa or eager attention",
+    ):
         opened(tiny_model("llama"), Attention(implementation="flex_attention"), KvCache(window=8))
 
 

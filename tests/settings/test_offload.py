@@ -52,7 +52,10 @@ def test_the_results_are_those_of_the_model_in_memory(tiny_model: TinyModel, kin
 
 
 def test_an_embedding_on_disk_gets_tokens_from_where_they_are(tiny_model: TinyModel) -> None:
-    alone, spread = opened(tiny_model("llama")), opened(tiny_model("llama"), Offload(device_map={"model.embed_tokens": "disk"}))
+    alone, spread = (
+        opened(tiny_model("llama")),
+        opened(tiny_model("llama"), Offload(device_map={"model.embed_tokens": "disk"})),
+    )
     assert spread.model.device.type == "meta"
     assert spread.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
 
@@ -99,7 +102,16 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
         "name": "spread",
         "stages": [{"offload": {"cpu_memory": "400 kB"}}],
         "evals": [
-            {"throughput": {"isolated": False, "prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1}},
+            {
+                "throughput": {
+                    "isolated": False,
+                    "prompts": [8],
+                    "new_tokens": 2,
+                    "repeats": 2,
+                    "warmup": 1,
+                    "limit_s": 1,
+                }
+            },
             "footprint",
         ],
     }
@@ -150,7 +162,18 @@ def test_an_unmodified_model_without_room_is_measured_with_it_too(
         "model": str(tiny_model("llama")),
         "name": "spread",
         "stages": ["bf16", {"offload": {"cpu_memory": "300 kB"}}],
-        "evals": [{"throughput": {"prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1, "isolated": False}}],
+        "evals": [
+            {
+                "throughput": {
+                    "prompts": [8],
+                    "new_tokens": 2,
+                    "repeats": 2,
+                    "warmup": 1,
+                    "limit_s": 1,
+                    "isolated": False,
+                }
+            }
+        ],
     }
     with_room = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
     monkeypatch.setattr(plans, "_has_room", lambda shape, device: False)
@@ -166,20 +189,45 @@ def test_an_unmodified_model_without_room_is_measured_with_it_too(
 
 def test_how_much_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "gpu_memory_bytes", {"cuda": 50, "cuda:1": 51, "cuda:2": None}.__getitem__)
-    assert [plans._has_room(shape(), device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [True, False, True, True]
+    assert [plans._has_room(shape(), device) for device in ("cpu", "cuda", "cuda:1", "cuda:2")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def shape(tensors: Mapping[str, int] | None = None, **config: object) -> ModelShape:
-    sizes = tensors or {"model.embed.weight": 10, "model.layers.0.a.weight": 20, "model.layers.1.a.weight": 20, "model.norm.weight": 1}
+    sizes = tensors or {
+        "model.embed.weight": 10,
+        "model.layers.0.a.weight": 20,
+        "model.layers.1.a.weight": 20,
+        "model.norm.weight": 1,
+    }
     return ModelShape(config, {name: TensorInfo("I8", (size,)) for name, size in sizes.items()})
 
 
 @pytest.mark.parametrize(
     ("fields", "of", "message"),
     [
-        ({}, shape(quantization_config={"bits": 4}), r"^offload: packed weights cannot be offloaded\. .*layout of their kernels"),
-        ({"gpu_memory": 19}, shape(), r"^offload: 19 B cannot hold the largest tensor, 20 B in model\.layers\.0\. .*Allow 20 B"),
-        ({"device_map": {"model.layer.*": "cpu"}}, shape(), r"'model\.layer\.\*' matches no decoder block .*model\.layers\.0"),
+        (
+            {},
+            shape(quantization_config={"bits": 4}),
+            r"^offload: packed weights cannot be "
+            r"offloaded\. .*layout of their kernels",
+        ),
+        (
+            {"gpu_memory": 19},
+            shape(),
+            r"^offload: 19 B cannot hold the largest "
+            r"tensor, 20 B in model\.layers\.0\. .*Allow 20 B",
+        ),
+        (
+            {"device_map": {"model.layer.*": "cpu"}},
+            shape(),
+            r"'model\.layer\.\*' matches no "
+            r"decoder block .*model\.layers\.0",
+        ),
         ({"folder": "/proc/none"}, shape(), r"^offload: nothing can be written to /proc/none\. /proc is not writable"),
         ({"gpu_memory": 20}, shape(), None),
         ({"device_map": {"layers.1": "disk"}}, shape({"layers.1.a.weight": 3}), None),
@@ -205,7 +253,12 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_packed_weights_are_refused_when_a_model_is_opened(tiny_model: TinyModel, tmp_path: Path) -> None:
-    run(load_recipe({"model": str(tiny_model("llama")), "stages": ["rtn"]}), out=tmp_path / "out", device="cpu", store=tmp_path / "s")
+    run(
+        load_recipe({"model": str(tiny_model("llama")), "stages": ["rtn"]}),
+        out=tmp_path / "out",
+        device="cpu",
+        store=tmp_path / "s",
+    )
     with pytest.raises(StageError, match=r"^offload: packed weights cannot be offloaded"):
         open_session(tmp_path / "out", [Offload()])
 
@@ -215,7 +268,11 @@ def test_packed_weights_are_refused_when_a_model_is_opened(tiny_model: TinyModel
     [
         ({"gpu_memory": "much"}, r"'much' is no size: write 20 GiB, 500 MB or a number of bytes"),
         ({"cpu_memory": 0}, r"'0' is no size above zero"),
-        ({"device_map": {"lm_head": "cpu"}, "gpu_memory": "1 GB"}, r"gpu_memory and cpu_memory are for device_map: auto"),
+        (
+            {"device_map": {"lm_head": "cpu"}, "gpu_memory": "1 GB"},
+            r"gpu_memory and cpu_memory "
+            r"are for device_map: auto",
+        ),
         ({"device_map": {"lm_head": "cuda"}}, r"'gpu', 'cpu' or 'disk'"),
     ],
 )
@@ -229,7 +286,9 @@ def test_settings_that_hold_addresses_are_refused_at_their_line(tiny_model: Tiny
     with pytest.raises(OptkitError, match=why):
         open_session(tiny_model("llama"), [Offload(), CudaGraphs()])
     with pytest.raises(RecipeError, match="exclude each other"):
-        load_recipe({"model": str(tiny_model("llama")), "stages": ["offload", {"compile": {"devices": ["cpu", "cuda"]}}]})
+        load_recipe(
+            {"model": str(tiny_model("llama")), "stages": ["offload", {"compile": {"devices": ["cpu", "cuda"]}}]}
+        )
 
 
 @given(
@@ -245,14 +304,18 @@ def test_nothing_gets_more_than_its_room(sizes: list[tuple[int, bool]], gpu: int
             place_by_room(units, Room(gpu, cpu))
         return
     places = place_by_room(units, Room(gpu, cpu))
-    used = {place: sum(unit.size_bytes for unit in units if places[unit.name] == place) for place in ("gpu", "cpu", "disk")}
+    used = {
+        place: sum(unit.size_bytes for unit in units if places[unit.name] == place) for place in ("gpu", "cpu", "disk")
+    }
     assert used["cpu"] <= cpu
     assert used["gpu"] + (largest if used["cpu"] + used["disk"] else 0) <= gpu
     order = [("gpu", "cpu", "disk").index(places[unit.name]) for unit in units if unit.is_block]
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize(("written", "size"), [("20 GiB", 20 << 30), ("1.5GB", 1_500_000_000), (7, 7), ("3 kb", 3000), ("2 TiB", 2 << 40)])
+@pytest.mark.parametrize(
+    ("written", "size"), [("20 GiB", 20 << 30), ("1.5GB", 1_500_000_000), (7, 7), ("3 kb", 3000), ("2 TiB", 2 << 40)]
+)
 def test_sizes(written: str | int, size: int) -> None:
     assert size_bytes(written) == size
 
@@ -260,7 +323,18 @@ def test_sizes(written: str | int, size: int) -> None:
 def test_where_things_lie_in_words() -> None:
     units = stored_units(shape())
     assert [unit.name for unit in units] == ["model.embed", "model.norm", "model.layers.0", "model.layers.1"]
-    places: dict[str, Place] = {"model.embed": "gpu", "model.norm": "gpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    assert placement_text(units, places, "cuda") == "2 modules (11 B) on cuda, 1 modules (20 B) in main memory, 1 modules (20 B) on disk"
-    assert Offload(gpu_memory="20 GiB").describe("cuda") == "offload: at most 20 GiB of weights on cuda, then main memory, then disk"
+    places: dict[str, Place] = {
+        "model.embed": "gpu",
+        "model.norm": "gpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+    }
+    assert (
+        placement_text(units, places, "cuda") == "2 modules (11 B) on cuda, 1 modules (20 "
+        "B) in main memory, 1 modules (20 B) on disk"
+    )
+    assert (
+        Offload(gpu_memory="20 GiB").describe("cuda") == "offload: at most 20 GiB of weights "
+        "on cuda, then main memory, then disk"
+    )
     assert Offload(device_map={"lm_head": "cpu"}).describe("cuda") == "offload: lm_head on cpu"

@@ -26,7 +26,9 @@ def test_threads_and_order_reach_onnxruntime(tiny_onnx: TinyOnnx) -> None:
     assert session.runner.opened.session.get_session_options().intra_op_num_threads == 3
 
 
-@pytest.mark.parametrize(("providers", "package"), [(("openvino", "cpu"), "onnxruntime-openvino"), (("directml",), "onnxruntime-directml")])
+@pytest.mark.parametrize(
+    ("providers", "package"), [(("openvino", "cpu"), "onnxruntime-openvino"), (("directml",), "onnxruntime-directml")]
+)
 def test_a_build_that_is_not_installed(tiny_onnx: TinyOnnx, providers: tuple[str, ...], package: str) -> None:
     with pytest.raises(MissingPackageError, match=f"the package `{package}` is not installed"):
         open_session(tiny_onnx("llama", "fp32"), [OnnxProvider(providers=providers)])
@@ -52,7 +54,10 @@ def test_fields_that_cannot_be(fields: dict[str, object], message: str) -> None:
 
 
 def test_it_describes_itself() -> None:
-    assert OnnxProvider(providers=("tensorrt", "cuda"), threads=8).describe("cuda") == "onnx_provider: tensorrt, cuda; 8 threads"
+    assert (
+        OnnxProvider(providers=("tensorrt", "cuda"), threads=8).describe("cuda") == "onnx_provider: tensorrt, "
+        "cuda; 8 threads"
+    )
     assert OnnxProvider(threads=8).describe("cpu") == "onnx_provider: 8 threads"
 
 
@@ -63,7 +68,9 @@ def test_it_is_for_onnx_alone(
     recipe = tmp_path / "recipe.yaml"
     text = "name: tiny\nmodel: {}\nstages:\n  - onnx_provider: {{threads: 2}}\nevals: [footprint]\n"
     recipe.write_text(text.format(tiny_model("llama")))
-    with pytest.raises(StageError, match="onnx_provider: is applied to an ONNX model, and this is a checkpoint with float weights"):
+    with pytest.raises(
+        StageError, match="onnx_provider: is applied to an ONNX model, and this is a checkpoint with float weights"
+    ):
         plan(recipe, device="cpu")
     with pytest.raises(StageError, match="OnnxProvider is for ONNX models. Take it out of the recipe"):
         open_session(tiny_model("llama"), [OnnxProvider(threads=2)])

@@ -72,20 +72,48 @@ def test_tensor_float32_is_on_within_calls_alone() -> None:
 @pytest.mark.parametrize(
     ("fields", "capability", "of", "message"),
     [
-        ({"mode": "tf32"}, None, shape(), r"^precision: tf32 does not run on cpu\. .*tensor cores of NVIDIA GPUs\. Use fp32 or bf16"),
-        ({"mode": "tf32"}, (7, 5), shape(), r"^precision: this GPU \(compute capability 7\.5\) does not compute in tf32\. .*Use fp16"),
+        (
+            {"mode": "tf32"},
+            None,
+            shape(),
+            r"^precision: tf32 does not run on cpu\. "
+            r".*tensor cores of NVIDIA GPUs\. Use fp32 or bf16",
+        ),
+        (
+            {"mode": "tf32"},
+            (7, 5),
+            shape(),
+            r"^precision: this GPU \(compute capability "
+            r"7\.5\) does not compute in tf32\. .*Use fp16",
+        ),
         ({"mode": "bf16"}, (7, 5), shape(), r"does not compute in bfloat16"),
         ({"mode": "autocast"}, (7, 0), shape(), r"does not compute in bfloat16"),
-        ({"mode": "autocast"}, None, shape("BF16"), r"nothing to cast: the weights are bfloat16\. .*`- cast: \{dtype: float32\}`"),
+        (
+            {"mode": "autocast"},
+            None,
+            shape("BF16"),
+            r"nothing to cast: the weights are "
+            r"bfloat16\. .*`- cast: \{dtype: float32\}`",
+        ),
         ({"mode": "autocast"}, None, shape(quantization_config={}), None),
-        ({"mode": "autocast"}, None, shape(quantization_config={"bits": 4}), r"autocast cannot be used with packed weights\. .*Use bf16"),
+        (
+            {"mode": "autocast"},
+            None,
+            shape(quantization_config={"bits": 4}),
+            r"autocast cannot be used with "
+            r"packed weights\. .*Use bf16",
+        ),
         ({"mode": "autocast", "dtype": "float16"}, (7, 5), shape(), None),
         ({"mode": "bf16"}, (9, 0), shape(), None),
         ({"mode": "fp16"}, None, shape("BF16"), None),
     ],
 )
 def test_what_is_refused_before_anything_runs(
-    fields: dict[str, str], capability: tuple[int, int] | None, of: ModelShape, message: str | None, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, str],
+    capability: tuple[int, int] | None,
+    of: ModelShape,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(precision, "compute_capability", lambda device: capability)
     setting = Precision.model_validate(fields)
@@ -102,7 +130,9 @@ def test_an_artifact_is_not_opened_where_the_device_has_no_such_numbers(tiny_mod
         open_session(tiny_model("llama"), [Precision(mode="tf32")])
 
 
-def test_a_plan_refuses_it_for_the_model_that_the_stages_leave(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_plan_refuses_it_for_the_model_that_the_stages_leave(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     def plan(*stages: object) -> None:
         recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages)})
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")

@@ -136,7 +136,10 @@ def test_what_a_prompt_proposes(known: list[list[int]], longest: int, count: int
 
 
 def test_windows_and_linear_attention_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    message = r"^speculative: the model has layers of sliding_attention\. .*taken out of the KV cache again.*Take it out for this"
+    message = (
+        r"^speculative: the model has layers of sliding_attention\. .*taken out of the KV cache "
+        r"again.*Take it out for this"
+    )
     recipe = load_recipe({"model": str(tiny_model("gemma3")), "stages": [{"speculative": {"prompt_lookup": 3}}]})
     with pytest.raises(StageError, match=message):
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
@@ -148,11 +151,17 @@ def test_a_compiled_step_is_refused(tiny_model: TinyModel, monkeypatch: pytest.M
     settings = [Compile(devices=("cpu",)), Speculative(prompt_lookup=3)]
     for order in (settings, settings[::-1]):
         with pytest.raises(
-            StageError, match=r"(compile|speculative) exclude each other\. The compiled step takes one token at a time, .*Take one"
+            StageError,
+            match=r"(compile|speculative) exclude each other\. The "
+            r"compiled step takes one token at a time, .*Take one",
         ):
             open_session(tiny_model("llama"), order)
     session = open_session(tiny_model("llama"), settings[:1])
-    with pytest.raises(StageError, match=r"^speculative: a compiled step cannot check several tokens\. .*Take compile or speculative out"):
+    with pytest.raises(
+        StageError,
+        match=r"^speculative: a compiled step cannot check "
+        r"several tokens\. .*Take compile or speculative out",
+    ):
         session.speculate_with(PromptLookup(3), 4)
 
 
@@ -163,21 +172,27 @@ def refused(model: Path, draft: Path, store: Path) -> str:
     return str(caught.value)
 
 
-def test_a_draft_with_another_vocabulary_is_refused_before_anything_runs(tiny_model: TinyModel, pruned: Path, tmp_path: Path) -> None:
+def test_a_draft_with_another_vocabulary_is_refused_before_anything_runs(
+    tiny_model: TinyModel, pruned: Path, tmp_path: Path
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(pruned)
     model.resize_token_embeddings(300)
     model.save_pretrained(tmp_path / "small")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pruned / name, tmp_path / "small")
     said = refused(tiny_model("llama"), tmp_path / "small", tmp_path / "store")
-    assert said.startswith(f"speculative: the draft {tmp_path / 'small'} has a vocabulary of 300 tokens and the model one of 512. ")
+    assert said.startswith(
+        f"speculative: the draft {tmp_path / 'small'} has a vocabulary of 300 tokens and the model one of 512. "
+    )
     assert said.endswith("Take a smaller model of the same family, or prompt_lookup.")
     with pytest.raises(StageError, match="is no torch model with a vocabulary of 512"):
         (tmp_path / "small" / "tokenizer.json").unlink()
         speculating(tiny_model("llama"), draft=str(tmp_path / "small"))
 
 
-def test_a_draft_with_another_tokenizer_is_refused_before_anything_runs(tiny_model: TinyModel, pruned: Path, tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_refused_before_anything_runs(
+    tiny_model: TinyModel, pruned: Path, tmp_path: Path
+) -> None:
     file = pruned / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -216,5 +231,10 @@ def test_fields_that_mean_nothing_are_refused() -> None:
     for fields in ({}, {"draft": "a", "prompt_lookup": 2}, {"early_exit": 1, "prompt_lookup": 2}):
         with pytest.raises(ValidationError, match="set one of draft, prompt_lookup and early_exit"):
             Speculative.model_validate(fields)
-    assert Speculative(prompt_lookup=3).describe("cpu") == "speculative: up to 4 tokens at once by prompt lookup (3-grams)"
-    assert Speculative.model_validate({"draft": "small"}).describe("cpu") == "speculative: up to 4 tokens at once by the draft small"
+    assert (
+        Speculative(prompt_lookup=3).describe("cpu") == "speculative: up to 4 tokens at once by prompt lookup (3-grams)"
+    )
+    assert (
+        Speculative.model_validate({"draft": "small"}).describe("cpu") == "speculative: up to 4 tokens "
+        "at once by the draft small"
+    )

@@ -59,7 +59,8 @@ def test_two_processes_compute_what_one_does(tiny_model: TinyModel, split_llama:
     assert split_llama.notes == ("tensor_parallel: 2 processes by gloo, 289 kB of weights on each",)
     assert split_llama.attention_kernels(TOKENS) == alone.attention_kernels(TOKENS)
     norms = 7 * 64 * 4  # every process has the norms, all of their weights
-    assert split_llama.decode_bytes(2, 10) == alone.decode_bytes(2, 10) + norms + 64  # and the frequencies of the rotary embedding
+    # and the frequencies of the rotary embedding
+    assert split_llama.decode_bytes(2, 10) == alone.decode_bytes(2, 10) + norms + 64
     assert split_llama.encode("hello").equal(alone.encode("hello"))
 
 
@@ -136,7 +137,9 @@ def test_other_architectures(tiny_model: TinyModel, kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [(), (Compile(),), (Compile(mode="reduce-overhead"),)], ids=["plain", "compile", "graphs"])
+@pytest.mark.parametrize(
+    "settings", [(), (Compile(),), (Compile(mode="reduce-overhead"),)], ids=["plain", "compile", "graphs"]
+)
 def test_two_gpus_compute_what_one_does(tiny_model: TinyModel, settings: tuple[Setting, ...]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -179,7 +182,9 @@ def test_the_processes_end_with_their_parent(tiny_model: TinyModel) -> None:
         f"session = open_session(Path({str(tiny_model('llama'))!r}), [TensorParallel(devices=2)])\n"
         "print(*(process.pid for process in session._ranks._processes), flush=True)\nsys.stdin.read()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
@@ -194,7 +199,16 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
         "name": "split",
         "stages": [{"tensor_parallel": 2}],
         "evals": [
-            {"throughput": {"isolated": False, "prompts": [8], "new_tokens": 2, "repeats": 2, "warmup": 1, "limit_s": 1}},
+            {
+                "throughput": {
+                    "isolated": False,
+                    "prompts": [8],
+                    "new_tokens": 2,
+                    "repeats": 2,
+                    "warmup": 1,
+                    "limit_s": 1,
+                }
+            },
             "footprint",
         ],
     }
@@ -218,7 +232,8 @@ def test_the_plan_is_transformers_own(tiny_model: TinyModel) -> None:
 
     for kind in ("llama", "qwen2", "gemma", "gemma3_text", "mixtral", "qwen2_moe", "phi3", "olmo2", "deepseek_v3"):
         theirs = type(AutoConfig.for_model(kind)).base_model_tp_plan
-        own = {name: style for name, style in theirs.items() if "feed_forward" not in name}  # those a quantizer adds when it opens a model
+        # those a quantizer adds when it opens a model
+        own = {name: style for name, style in theirs.items() if "feed_forward" not in name}
         assert stored_plan(kind) == own, kind
     for kind in ("gpt2", "opt", "gptj", "gpt_oss"):
         assert stored_plan(kind) == {}, kind
@@ -232,11 +247,35 @@ def test_the_plan_is_transformers_own(tiny_model: TinyModel) -> None:
         ("llama", 2, {}, None),
         ("qwen2", 2, {}, None),
         ("mixtral", 2, {}, None),
-        ("llama", 4, {}, r"^tensor_parallel: LlamaForCausalLM cannot be split over 4 devices: 2 key heads\. .*Use a number"),
-        ("qwen2", 3, {}, r"4 attention heads; 2 key heads; .*64 outputs of model\.layers\.\*\.mlp|4 attention heads; 2 key heads"),
+        (
+            "llama",
+            4,
+            {},
+            r"^tensor_parallel: LlamaForCausalLM cannot be "
+            r"split over 4 devices: 2 key heads\. .*Use a number",
+        ),
+        (
+            "qwen2",
+            3,
+            {},
+            r"4 attention heads; 2 key heads; .*64 outputs of "
+            r"model\.layers\.\*\.mlp|4 attention heads; 2 key heads",
+        ),
         ("llama", 3, {}, r"512 outputs of model\.embed_tokens"),
-        ("llama", 2, {"quantization_config": {"bits": 4}}, r"^tensor_parallel: packed weights cannot be split\. .*vLLM"),
-        ("gpt2", 2, {}, r"^tensor_parallel: transformers has no tensor parallel plan for GPT2LMHeadModel\. .*or use offload"),
+        (
+            "llama",
+            2,
+            {"quantization_config": {"bits": 4}},
+            r"^tensor_parallel: packed "
+            r"weights cannot be split\. .*vLLM",
+        ),
+        (
+            "gpt2",
+            2,
+            {},
+            r"^tensor_parallel: transformers has no tensor "
+            r"parallel plan for GPT2LMHeadModel\. .*or use offload",
+        ),
         ("gpt_oss", 2, {}, r"no tensor parallel plan for GptOssForCausalLM"),
     ],
 )
@@ -254,7 +293,12 @@ def test_what_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("there", "device", "message"),
     [
-        (1, "cuda", r"^tensor_parallel: 4 devices were asked for, from cuda on, and there is 1 here\. .*Take it out of the recipe"),
+        (
+            1,
+            "cuda",
+            r"^tensor_parallel: 4 devices were asked for, from cuda on, and there is 1 here\. "
+            r".*Take it out of the recipe",
+        ),
         (3, "cuda", r"there are 3 here\. .*Set devices to at most 3"),
         (5, "cuda:2", r"from cuda:2 on, and there are 5 here\. .*Set devices to at most 3"),
         (4, "cuda", None),
@@ -272,7 +316,11 @@ def test_fewer_gpus_than_asked_for(there: int, device: str, message: str | None)
 def test_a_model_that_is_too_large_even_so(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parallel, "visible_gpus", lambda: 2)
     monkeypatch.setattr(tensor_parallel, "gpu_memory_bytes", lambda device: 200_000)
-    with pytest.raises(StageError, match=r"each of 2 devices would hold 289 kB of weights, and cuda has 200 kB\. Use more devices"):
+    with pytest.raises(
+        StageError,
+        match=r"each of 2 devices would hold 289 kB of "
+        r"weights, and cuda has 200 kB\. Use more devices",
+    ):
         TWO.check(shape_of(tiny_model("llama")), "cuda")
 
 
@@ -294,7 +342,12 @@ def test_settings_that_exclude_it(tiny_model: TinyModel, other: Setting, why: st
 
 
 def test_packed_weights_are_refused_when_a_model_is_opened(tiny_model: TinyModel, tmp_path: Path) -> None:
-    run(load_recipe({"model": str(tiny_model("llama")), "stages": ["rtn"]}), out=tmp_path / "out", device="cpu", store=tmp_path / "s")
+    run(
+        load_recipe({"model": str(tiny_model("llama")), "stages": ["rtn"]}),
+        out=tmp_path / "out",
+        device="cpu",
+        store=tmp_path / "s",
+    )
     with pytest.raises(StageError, match=r"^tensor_parallel: packed weights cannot be split"):
         open_session(tmp_path / "out", [TWO])
 

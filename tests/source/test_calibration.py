@@ -92,7 +92,9 @@ class TestDocuments:
         text = "tokens " * 20
         length = len(ids(tokenizer_directory, text))
         dataset = jsonl(text)
-        assert Calibration(dataset=dataset, samples=1, sequence_length=length).tokens(tokenizer_directory, None).shape == (1, length)
+        assert Calibration(dataset=dataset, samples=1, sequence_length=length).tokens(
+            tokenizer_directory, None
+        ).shape == (1, length)
         with pytest.raises(SourceError, match="0 of 1 documents have"):
             Calibration(dataset=dataset, samples=1, sequence_length=length + 1).tokens(tokenizer_directory, None)
 
@@ -119,8 +121,12 @@ class TestJoined:
         text = " ".join(map(str, range(1000)))  # no window of it is there twice
         (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
         stream = ids(tokenizer_directory, text)
-        windows = Calibration(dataset=str(tmp_path / "mine.txt"), samples=3, sequence_length=32).tokens(tokenizer_directory, None)
-        places = [next(at for at in range(len(stream)) if stream[at : at + 32] == window) for window in windows.tolist()]
+        windows = Calibration(dataset=str(tmp_path / "mine.txt"), samples=3, sequence_length=32).tokens(
+            tokenizer_directory, None
+        )
+        places = [
+            next(at for at in range(len(stream)) if stream[at : at + 32] == window) for window in windows.tolist()
+        ]
         third = len(stream) / 3
         assert places[0] == 0
         assert all(place % 32 == 0 and abs(place - index * third) <= 32 for index, place in enumerate(places))
@@ -130,11 +136,14 @@ class TestJoined:
         (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
         stream = ids(tokenizer_directory, text)
         count = len(stream) // 8
-        windows = Calibration(dataset=str(tmp_path / "mine.txt"), samples=count, sequence_length=8).tokens(tokenizer_directory, None)
+        windows = Calibration(dataset=str(tmp_path / "mine.txt"), samples=count, sequence_length=8).tokens(
+            tokenizer_directory, None
+        )
         assert windows.flatten().tolist() == stream[: count * 8]
 
     @pytest.mark.parametrize(
-        ("length", "remedy"), [(16, "Lower `samples` to {available}, or `sequence_length`."), (4096, "Lower `sequence_length`.")]
+        ("length", "remedy"),
+        [(16, "Lower `samples` to {available}, or `sequence_length`."), (4096, "Lower `sequence_length`.")],
     )
     def test_too_short(self, tmp_path, tokenizer_directory, length, remedy):
         file = tmp_path / "mine.txt"
@@ -155,12 +164,16 @@ class TestJoined:
 
 def test_a_directory_without_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-    with pytest.raises(SourceError, match="there is no tokenizer. None of tokenizer.json, .* is there. Copy tokenizer.json and tok"):
+    with pytest.raises(
+        SourceError, match="there is no tokenizer. None of tokenizer.json, .* is there. Copy tokenizer.json and tok"
+    ):
         load_tokenizer(tmp_path)
 
 
 def test_a_damaged_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(SourceError, match="the tokenizer cannot be loaded. .* Copy tokenizer.json and tokenizer_config.json into it"):
+    with pytest.raises(
+        SourceError, match="the tokenizer cannot be loaded. .* Copy tokenizer.json and tokenizer_config.json into it"
+    ):
         load_tokenizer(tmp_path)

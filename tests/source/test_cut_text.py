@@ -23,7 +23,9 @@ MODES = ("tokenizer", "window", "text", "none")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Callable[..., Path]:
-    """Return what makes a tokenizer, with BOS before a text or without, which has a BOS token or not."""
+    """Return what makes a tokenizer, with BOS before a text or without, which has a BOS token or
+    not.
+    """
 
     def make(adds: bool, has: bool = True) -> Path:
         save_tokenizer(tmp_path)
@@ -35,7 +37,12 @@ def place(tmp_path: Path) -> Callable[..., Path]:
             piece, text = {"SpecialToken": {"id": "&", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
             other = {"Sequence": {"id": "B", "type_id": 1}}
             token = {"&": {"id": "&", "ids": [BOS], "tokens": ["&"]}}
-            processor = {"type": "TemplateProcessing", "single": [piece, text], "pair": [piece, text, other], "special_tokens": token}
+            processor = {
+                "type": "TemplateProcessing",
+                "single": [piece, text],
+                "pair": [piece, text, other],
+                "special_tokens": token,
+            }
             path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": processor}))
         return tmp_path
 
@@ -63,14 +70,22 @@ def test_windows_of_a_running_text(place: Callable[..., Path], bos: Any, adds: b
     text = Calibration(dataset=write(directory, TEXT), samples=len(ids) // room, sequence_length=16, bos=bos)
     windows = text.tokens(directory, None).tolist()
     body = [BOS, *ids] if adds and bos == "text" else ids
-    assert windows == [([BOS] if led else []) + body[start : start + room] for start in range(0, len(ids) // room * room, room)]
+    assert windows == [
+        ([BOS] if led else []) + body[start : start + room] for start in range(0, len(ids) // room * room, room)
+    ]
 
 
 @pytest.mark.parametrize("bos", MODES)
 def test_windows_of_documents(place: Callable[..., Path], bos: Any) -> None:
     directory = place(adds=True)
-    windows = Calibration(dataset=write(directory, DOCUMENTS), samples=3, sequence_length=16, bos=bos).tokens(directory, None).tolist()
-    assert windows == [([] if bos == "none" else [BOS]) + ids_of(directory, each)[: 16 if bos == "none" else 15] for each in DOCUMENTS]
+    windows = (
+        Calibration(dataset=write(directory, DOCUMENTS), samples=3, sequence_length=16, bos=bos)
+        .tokens(directory, None)
+        .tolist()
+    )
+    assert windows == [
+        ([] if bos == "none" else [BOS]) + ids_of(directory, each)[: 16 if bos == "none" else 15] for each in DOCUMENTS
+    ]
 
 
 @pytest.mark.parametrize("bos", MODES)
@@ -82,7 +97,9 @@ def test_sequences_to_train_on_and_how_many_are_counted(place: Callable[..., Pat
     led = bos in ("tokenizer", "window")
     body, room = (stream[1:], 15) if led else (stream, 16)
     data = read_texts([text], directory, 16, 1, None)
-    assert data.tokens.tolist() == [[BOS] * led + body[start : start + room] for start in range(0, len(body) // room * room, room)]
+    assert data.tokens.tolist() == [
+        [BOS] * led + body[start : start + room] for start in range(0, len(body) // room * room, room)
+    ]
     assert data.lead == led
     counts = TokenCounts(directory, None, tmp_path / "counts")
     assert counts.enough_sequences((text,), 16, 10_000) == len(data.tokens)
@@ -92,7 +109,11 @@ def test_a_token_that_there_is_not(place: Callable[..., Path]) -> None:
     directory = place(adds=False, has=False)
     tokenizer = load_tokenizer(directory)
     assert apart(encoder(tokenizer), "a text") == ([], ids_of(directory, "a text"))
-    with pytest.raises(SourceError, match=r"text.txt: bos is `window`, and the tokenizer has no such token. Set bos to tokenizer or none"):
+    with pytest.raises(
+        SourceError,
+        match=r"text.txt: bos is `window`, and the tokenizer "
+        r"has no such token. Set bos to tokenizer or none",
+    ):
         Calibration(dataset=write(directory, TEXT), samples=2, sequence_length=16, bos="window").tokens(directory, None)
 
 

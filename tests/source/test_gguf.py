@@ -26,10 +26,15 @@ gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
 
 
 def save_gguf(model: Path, file: Path, architecture: str, quantization: str = "F32", **changes: object) -> Path:
-    """Write a checkpoint as llama.cpp's converter does: q and k of `llama` reordered for its rotary embedding, tokens and merges beside."""
+    """Write a checkpoint as llama.cpp's converter does: q and k of `llama` reordered for its rotary
+    embedding, tokens and merges beside.
+    """
     import numpy as np
 
-    checkpoint, metadata = Checkpoint(model), json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    checkpoint, metadata = (
+        Checkpoint(model),
+        json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"],
+    )
     config = checkpoint.config
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(config["num_hidden_layers"])
@@ -51,7 +56,11 @@ def save_gguf(model: Path, file: Path, architecture: str, quantization: str = "F
     writer.add_chat_template("{{ messages }}")
     for key, value in changes.items():
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
-    names = {tensor_name(f"blk.{index}.{part}", LAYOUTS[architecture]): f"blk.{index}.{part}" for index in range(9) for part in ALL}
+    names = {
+        tensor_name(f"blk.{index}.{part}", LAYOUTS[architecture]): f"blk.{index}.{part}"
+        for index in range(9)
+        for part in ALL
+    }
     names |= {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -121,10 +130,14 @@ class TestImport:
         import_gguf(save_gguf(models[architecture], tmp_path / "model.gguf", architecture), target, SilentProgress())
         tokens = torch.arange(24).reshape(2, 12) * 7
         with torch.no_grad():
-            expected, found = (AutoModelForCausalLM.from_pretrained(place)(tokens).logits for place in (models[architecture], target))
+            expected, found = (
+                AutoModelForCausalLM.from_pretrained(place)(tokens).logits for place in (models[architecture], target)
+            )
         assert torch.equal(found, expected)
 
-    @pytest.mark.parametrize(("architecture", "quantization"), [("llama", "Q8_0"), ("llama", "Q4_1"), ("qwen2", "Q4_0"), ("llama", "BF16")])
+    @pytest.mark.parametrize(
+        ("architecture", "quantization"), [("llama", "Q8_0"), ("llama", "Q4_1"), ("qwen2", "Q4_0"), ("llama", "BF16")]
+    )
     def test_quantized_weights_are_those_that_transformers_unpacks(self, models, tmp_path, architecture, quantization):
         from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -147,7 +160,10 @@ class TestImport:
         config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert not {"quantization_config", "_model_name_or_path", "_name_or_path", "transformers_version"} & set(config)
-        assert json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8")) == {"bos_token_id": 0, "eos_token_id": 1}
+        assert json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8")) == {
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, None)
         assert tokenizer.chat_template == "{{ messages }}"
@@ -163,7 +179,9 @@ class TestImport:
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
             import_gguf(llama_file, tmp_path / name, SilentProgress())
-        first, second = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
+        first, second = (
+            {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two")
+        )
         assert first == second
 
 
@@ -216,7 +234,9 @@ class TestTokenizer:
         told = Warnings()
         import_tokenizer(header, checkpoint_shape(header).config, tmp_path, told)
         assert [
-            line for line in told.lines if "the file cuts text by 'viking', which optkit does not know; it is cut as Qwen2 does" in line
+            line
+            for line in told.lines
+            if "the file cuts text by 'viking', which optkit does not know; it is cut as Qwen2 does" in line
         ] == (told.lines)
         assert len(told.lines) == lines
 
@@ -241,7 +261,9 @@ class TestHeader:
         assert {name: tensor.shape for name, tensor in header.tensors.items()} == {
             tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors
         }
-        assert {name: tensor.size_bytes for name, tensor in header.tensors.items()} == {t.name: int(t.n_bytes) for t in reader.tensors}
+        assert {name: tensor.size_bytes for name, tensor in header.tensors.items()} == {
+            t.name: int(t.n_bytes) for t in reader.tensors
+        }
         for name, value in header.metadata.items():
             expected = reader.fields[name].contents()
             assert value == (("array", len(expected)) if isinstance(expected, list) else expected)
@@ -253,14 +275,22 @@ class TestHeader:
     @pytest.mark.parametrize("content", [b"", b"GGU", b"PK\x03\x04 a zip"])
     def test_another_kind_of_file(self, tmp_path, content):
         (tmp_path / "model.gguf").write_bytes(content)
-        with pytest.raises(SourceError, match=rf"not a GGUF file \({len(content)} bytes\). It does not begin with 'GGUF'. Download"):
+        with pytest.raises(
+            SourceError,
+            match=rf"not a GGUF file \({len(content)} bytes\). "
+            r"It does not begin with 'GGUF'. Download",
+        ):
             read_gguf(tmp_path / "model.gguf")
 
     @pytest.mark.parametrize("share", [0.00002, 0.001, 0.02, 0.5, 0.99999])
     def test_cut_off_anywhere(self, llama_file, tmp_path, share):
         whole = llama_file.read_bytes()
         (tmp_path / "model.gguf").write_bytes(whole[: max(4, int(len(whole) * share))])
-        with pytest.raises(SourceError, match=r"the GGUF file has [\d,]+ bytes.* It was cut off or overwritten. Copy or download it again"):
+        with pytest.raises(
+            SourceError,
+            match=r"the GGUF file has [\d,]+ bytes.* It was cut "
+            r"off or overwritten. Copy or download it again",
+        ):
             read_gguf(tmp_path / "model.gguf")
 
     def test_another_version(self, tmp_path):
@@ -270,17 +300,23 @@ class TestHeader:
 
     def test_unknown_kinds(self, tmp_path):
         key = struct.pack("<Q", 1) + b"k"
-        (tmp_path / "value.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<I", 99) + bytes(64))
+        (tmp_path / "value.gguf").write_bytes(
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<I", 99) + bytes(64)
+        )
         with pytest.raises(SourceError, match="unknown value type 99 in the metadata"):
             read_gguf(tmp_path / "value.gguf")
         tensor = key + struct.pack("<IQIQ", 1, 32, 999, 0)
         (tmp_path / "tensor.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor + bytes(64))
-        with pytest.raises(SourceError, match="tensor.gguf: k: the tensor type 999 is not known. Run: pip install -U gguf"):
+        with pytest.raises(
+            SourceError, match="tensor.gguf: k: the tensor type 999 is not known. Run: pip install -U gguf"
+        ):
             read_gguf(tmp_path / "tensor.gguf")
 
     def test_one_part_of_several(self, models, tmp_path):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", split__count=3)
-        with pytest.raises(SourceError, match="one of 3 parts of a split GGUF. optkit reads whole files. Join them: llama-gguf-split"):
+        with pytest.raises(
+            SourceError, match="one of 3 parts of a split GGUF. optkit reads whole files. Join them: llama-gguf-split"
+        ):
             read_gguf(file)
 
     def test_without_the_package(self, llama_file, monkeypatch):
@@ -294,7 +330,9 @@ class TestHeader:
 class TestLayout:
     def test_an_unknown_architecture(self, models, tmp_path):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", general__architecture="mamba")
-        with pytest.raises(SourceError, match="unsupported GGUF architecture 'mamba'. optkit imports llama, qwen2, qwen3. Take"):
+        with pytest.raises(
+            SourceError, match="unsupported GGUF architecture 'mamba'. optkit imports llama, qwen2, qwen3. Take"
+        ):
             layout_of(read_gguf(file))
 
     @pytest.mark.parametrize(
@@ -317,14 +355,28 @@ class TestLayout:
     )
     def test_what_an_import_would_lose(self, models, tmp_path, changes, lost):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", **changes)
-        with pytest.raises(SourceError, match=f"the import would lose {lost}. Take the safetensors form of the model, which has it"):
+        with pytest.raises(
+            SourceError, match=f"the import would lose {lost}. Take the safetensors form of the model, which has it"
+        ):
             layout_of(read_gguf(file))
 
     def test_what_says_what_a_plain_model_does_anyway(self, models, tmp_path):
-        says = {"rope__dimension_count": 16, "attention__value_length": 16, "attention__scale": 0.25, "attention__causal": True}
-        says |= {"logit_scale": 0.0, "rope__scaling__attn_factor": 1.0, "rope__scaling__type": "none", "rope__scaling__factor": 8.0}
+        says = {
+            "rope__dimension_count": 16,
+            "attention__value_length": 16,
+            "attention__scale": 0.25,
+            "attention__causal": True,
+        }
+        says |= {
+            "logit_scale": 0.0,
+            "rope__scaling__attn_factor": 1.0,
+            "rope__scaling__type": "none",
+            "rope__scaling__factor": 8.0,
+        }
         says |= {"expert_count": 0, "vocab_size": 512, "rope__scaling__original_context_length": 64}
-        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", **{f"llama__{key}": value for key, value in says.items()})
+        file = save_gguf(
+            models["llama"], tmp_path / "model.gguf", "llama", **{f"llama__{key}": value for key, value in says.items()}
+        )
         plain = save_gguf(models["llama"], tmp_path / "plain.gguf", "llama")
         assert checkpoint_shape(read_gguf(file)).config == checkpoint_shape(read_gguf(plain)).config
 
@@ -337,19 +389,27 @@ class TestLayout:
         target.mkdir()
         file = save_gguf(models[architecture], tmp_path / "model.gguf", architecture, **{f"{architecture}__{key}": 4.0})
         import_gguf(file, target, SilentProgress())
-        assert Checkpoint(target).config["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+        assert Checkpoint(target).config["rope_parameters"] == {
+            "rope_type": "linear",
+            "factor": 4.0,
+            "rope_theta": 10000.0,
+        }
         original, imported = (AutoModelForCausalLM.from_pretrained(place) for place in (models[architecture], target))
         tokens = torch.arange(12)[None] * 7
         with torch.no_grad():
             stretched = original(tokens, position_ids=torch.arange(12)[None] / 4).logits
-            torch.testing.assert_close(imported(tokens).logits, stretched, rtol=1e-4, atol=1e-4 * float(stretched.abs().max()))
+            torch.testing.assert_close(
+                imported(tokens).logits, stretched, rtol=1e-4, atol=1e-4 * float(stretched.abs().max())
+            )
             assert float((original(tokens).logits - stretched).abs().max()) > 0.01 * float(stretched.abs().max())
 
     @pytest.mark.parametrize("factor", [-2.0, float("inf"), float("nan")])
     def test_a_factor_that_nothing_can_be_divided_by(self, models, tmp_path, factor):
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", llama__rope__scaling__factor=factor)
         with pytest.raises(
-            SourceError, match=r"model.gguf: rope scaling by (-2.0|inf|nan). Positions are divided by it. Download it again"
+            SourceError,
+            match=r"model.gguf: rope scaling by (-2.0|inf|nan). "
+            r"Positions are divided by it. Download it again",
         ):
             checkpoint_shape(read_gguf(file))
 
@@ -421,7 +481,9 @@ def test_merges_of_sentencepiece_are_those_of_transformers_and_their_parts_found
 def test_the_size_of_the_file_itself_is_told(models, tmp_path):
     file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", "Q4_1")
     plan = make_plan(
-        load_recipe({"model": str(file), "stages": ["rtn"], "evals": ["footprint"]}).pinned(None), Store(tmp_path / "s"), "cpu"
+        load_recipe({"model": str(file), "stages": ["rtn"], "evals": ["footprint"]}).pinned(None),
+        Store(tmp_path / "s"),
+        "cpu",
     )
     (note,) = plan.steps[0].cost.notes
     assert note.startswith("the file model.gguf itself has ")
@@ -431,5 +493,7 @@ def test_the_size_of_the_file_itself_is_told(models, tmp_path):
 def test_a_gate_on_size_that_cannot_pass_is_in_the_plan(models, tmp_path):
     recipe = {"model": str(models["llama"]), "stages": [{"rtn": {"bits": 8}}], "evals": ["footprint"]}
     for limit, doomed in (("<= 0.1x", 1), ("<= 1x", 0)):
-        plan = make_plan(load_recipe({**recipe, "gates": {"size_bytes": limit}}).pinned(None), Store(tmp_path / "s"), "cpu")
+        plan = make_plan(
+            load_recipe({**recipe, "gates": {"size_bytes": limit}}).pinned(None), Store(tmp_path / "s"), "cpu"
+        )
         assert len(plan.doomed) == doomed

@@ -1,4 +1,6 @@
-"""The hub is never called: its cache is a directory made here, its answers are those that huggingface_hub would raise or return."""
+"""The hub is never called: its cache is a directory made here, its answers are those that
+huggingface_hub would raise or return.
+"""
 
 import json
 import shutil
@@ -28,7 +30,9 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cached(hub_cache, tiny_model):
-    """Put a tiny model into the cache as `org/tiny`, as the hub's own download leaves it: blobs, links and a reference."""
+    """Put a tiny model into the cache as `org/tiny`, as the hub's own download leaves it: blobs,
+    links and a reference.
+    """
     root = hub_cache / "models--org--tiny"
     snapshot = root / "snapshots" / OLD
     snapshot.mkdir(parents=True)
@@ -44,7 +48,9 @@ def cached(hub_cache, tiny_model):
 
 @pytest.fixture
 def online(monkeypatch):
-    """Let the hub be reachable: `online.repo` answers for `repo_info` and `model_info`, `online.files` for downloads."""
+    """Let the hub be reachable: `online.repo` answers for `repo_info` and `model_info`,
+    `online.files` for downloads.
+    """
     answers = SimpleNamespace(repo=SimpleNamespace(sha=NEW, siblings=[]), files={}, asked=[], downloaded=[])
 
     def info(_api, name, **keywords):
@@ -90,15 +96,21 @@ class TestOffline:
         with pytest.raises(SourceError) as caught:
             pin_model(ModelSource(name="org/tiny", revision="v2"))
         assert str(caught.value) == (
-            "org/tiny: the model is neither here nor to be downloaded. The hub is switched off (HF_HUB_OFFLINE), and the revision v2"
-            f" is not in its cache: there is no {hub_cache}/models--org--tiny/refs/v2. There is no directory {Path('org/tiny').absolute()}"
+            "org/tiny: the model is neither here nor to be downloaded. The hub is switched off "
+            "(HF_HUB_OFFLINE), and the revision v2"
+            f" is not in its cache: there is no {hub_cache}/models--org--tiny/refs/v2. There is no directory "
+            f"{Path('org/tiny').absolute()}"
             " either. Connect and run: hf download org/tiny, then copy the cache, or name a local directory."
         )
-        with pytest.raises(SourceError, match="hf download org/tiny --repo-type dataset, then .*, or name a local .txt or .jsonl file"):
+        with pytest.raises(
+            SourceError, match="hf download org/tiny --repo-type dataset, then .*, or name a local .txt or .jsonl file"
+        ):
             HubRepo("org/tiny", "dataset").commit()
 
     def test_a_commit_that_is_not_cached(self, cached):
-        with pytest.raises(SourceError, match=f"config.json is not in its cache: there is no .*/snapshots/{NEW}/config.json"):
+        with pytest.raises(
+            SourceError, match=f"config.json is not in its cache: there is no .*/snapshots/{NEW}/config.json"
+        ):
             pin_model(ModelSource(name="org/tiny", revision=NEW))
 
     @pytest.mark.parametrize("lost", ["model.safetensors", "config.json", "tokenizer"])
@@ -113,7 +125,11 @@ class TestOffline:
     def test_an_unreachable_hub_leaves_the_cache(self, cached, online):
         online.repo = httpx.ConnectError("Name or service not known")
         assert pin_model(ModelSource(name="org/tiny")).revision == OLD
-        with pytest.raises(SourceError, match=r"The hub cannot be reached \(Name or service not known\), and the revision v9 is not in"):
+        with pytest.raises(
+            SourceError,
+            match=r"The hub cannot be reached \(Name or service "
+            r"not known\), and the revision v9 is not in",
+        ):
             pin_model(ModelSource(name="org/tiny", revision="v9"))
 
 
@@ -122,7 +138,14 @@ class TestOnline:
     def files(self, online, tiny_model):
         """Let the hub hold a tiny model, and files that nobody needs."""
         names = {file.name: file for file in tiny_model("llama").iterdir()}
-        unwanted = ["pytorch_model.bin", "model.gguf", "onnx/model.onnx", "original/params.json", "consolidated.safetensors", "modeling.py"]
+        unwanted = [
+            "pytorch_model.bin",
+            "model.gguf",
+            "onnx/model.onnx",
+            "original/params.json",
+            "consolidated.safetensors",
+            "modeling.py",
+        ]
         online.repo.siblings = [SimpleNamespace(rfilename=name, size=10) for name in [*names, *unwanted]]
         online.files = dict(names)
         return names
@@ -150,7 +173,9 @@ class TestOnline:
         assert sorted(online.downloaded) == sorted(files)
         assert steps == [("download org/tiny", 10 * len(files), "bytes"), *[10] * len(files)]
         assert details == {"format": "hub", "snapshot": str(hub_cache / "models--org--tiny" / "snapshots" / NEW)}
-        assert {file.name: file.read_bytes() for file in target.iterdir()} == {name: file.read_bytes() for name, file in files.items()}
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == {
+            name: file.read_bytes() for name, file in files.items()
+        }
         assert not any(file.is_symlink() for file in target.iterdir())
         assert locate_model(pinned) == Path(details["snapshot"])
 
@@ -160,7 +185,9 @@ class TestOnline:
         assert "modeling.py" in online.downloaded
 
     def test_a_repository_without_tokenizer(self, hub_cache, online, files, tmp_path):
-        online.repo.siblings = [SimpleNamespace(rfilename=name, size=1) for name in ("config.json", "model.safetensors")]
+        online.repo.siblings = [
+            SimpleNamespace(rfilename=name, size=1) for name in ("config.json", "model.safetensors")
+        ]
         with pytest.raises(SourceError, match="org/tiny: the repository has no tokenizer. None of tokenizer.json, "):
             import_model(ModelSource(name="org/tiny", revision=NEW), tmp_path, SilentProgress())
 
@@ -178,7 +205,9 @@ class TestOnline:
             raise errors.NotASafetensorsRepoError("'org/tiny' is not a safetensors repo.")
 
         monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", refuse)
-        with pytest.raises(SourceError, match="org/tiny@bbbbbbbbbbbb: there are no safetensors. 'org/tiny' is not a safetensors repo."):
+        with pytest.raises(
+            SourceError, match="org/tiny@bbbbbbbbbbbb: there are no safetensors. 'org/tiny' is not a safetensors repo."
+        ):
             model_shape(ModelSource(name="org/tiny", revision=NEW), None)
 
     @pytest.mark.parametrize(
@@ -212,12 +241,15 @@ class TestOnline:
 
     def test_an_unknown_revision(self, hub_cache, online):
         online.repo = errors.RevisionNotFoundError("404", response=response(404))
-        with pytest.raises(SourceError, match="org/tiny: there is no revision 'v7'. Branches, tags and commits are listed at https://"):
+        with pytest.raises(
+            SourceError, match="org/tiny: there is no revision 'v7'. Branches, tags and commits are listed at https://"
+        ):
             pin_model(ModelSource(name="org/tiny", revision="v7"))
 
     def test_a_repository_without_config(self, hub_cache, online):
         with pytest.raises(
-            SourceError, match="org/tiny@bbbbbbbbbbbb: there is no config.json. See https://huggingface.co/org/tiny/tree/bb"
+            SourceError,
+            match="org/tiny@bbbbbbbbbbbb: there is no config.json. See https://huggingface.co/org/tiny/tree/bb",
         ):
             pin_model(ModelSource(name="org/tiny"))
 
@@ -228,17 +260,25 @@ class TestOnline:
 
     def test_a_connection_that_breaks_between(self, hub_cache, online):
         online.files["config.json"] = errors.LocalEntryNotFoundError("cannot connect")
-        with pytest.raises(SourceError, match=r"The hub cannot be reached \(cannot connect\), and config.json is not in its cache"):
+        with pytest.raises(
+            SourceError,
+            match=r"The hub cannot be reached \(cannot "
+            r"connect\), and config.json is not in its cache",
+        ):
             pin_model(ModelSource(name="org/tiny"))
 
     @pytest.mark.parametrize("revision", [None, "main"])
     def test_trusted_code_needs_a_commit(self, hub_cache, online, files, revision):
-        with pytest.raises(SourceError, match=f"trust_remote_code needs a `revision` that is a commit. .* revision: {NEW}"):
+        with pytest.raises(
+            SourceError, match=f"trust_remote_code needs a `revision` that is a commit. .* revision: {NEW}"
+        ):
             pin_model(ModelSource(name="org/tiny", revision=revision, trust_remote_code=True))
         assert pin_model(ModelSource(name="org/tiny", revision=NEW, trust_remote_code=True)).revision == NEW
 
     def test_another_kind_of_model_is_refused_before_it_is_downloaded(self, hub_cache, online, tmp_path):
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": ["T5ForConditionalGeneration"]}), encoding="utf-8")
+        (tmp_path / "config.json").write_text(
+            json.dumps({"architectures": ["T5ForConditionalGeneration"]}), encoding="utf-8"
+        )
         online.files["config.json"] = tmp_path / "config.json"
         with pytest.raises(SourceError, match="org/tiny: unsupported architecture T5ForConditionalGeneration"):
             pin_model(ModelSource(name="org/tiny"))

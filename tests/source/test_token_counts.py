@@ -1,4 +1,6 @@
-"""Too little text is found by the plan: counted as the training counts, quickly where there is enough, and remembered."""
+"""Too little text is found by the plan: counted as the training counts, quickly where there is
+enough, and remembered.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ from optkit.training.data import read_texts
 
 LENGTH = 16
 SHORT = {"sequence_length": LENGTH, "batch_size": 2, "held_out": 2, "precision": "float32", "patience": None}
-TOO_LITTLE = r"^distill: 1,000,000 tokens are asked for, and the texts have ([\d,]+) to train on. A step takes 32. Set `epochs: \d+`"
+TOO_LITTLE = (
+    r"^distill: 1,000,000 tokens are asked for, and the texts have ([\d,]+) to train on. A "
+    r"step takes 32. Set `epochs: \d+`"
+)
 
 
 @pytest.fixture
@@ -85,9 +90,12 @@ def test_what_was_counted_is_not_counted_again(tiny_model, texts, tmp_path, monk
 def test_another_tokenizer_counts_anew(tiny_model, texts, tmp_path):
     other = Path(shutil.copytree(tiny_model("llama"), tmp_path / "other"))
     described = json.loads((other / "tokenizer_config.json").read_text())
-    (other / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in described.items() if key != "eos_token"}))
+    (other / "tokenizer_config.json").write_text(
+        json.dumps({key: value for key, value in described.items() if key != "eos_token"})
+    )
     with_ends, without = (
-        TokenCounts(place, None, tmp_path / "counts").enough_sequences(texts[:1], 1, 10_000) for place in (tiny_model("llama"), other)
+        TokenCounts(place, None, tmp_path / "counts").enough_sequences(texts[:1], 1, 10_000)
+        for place in (tiny_model("llama"), other)
     )
     assert with_ends is not None
     assert without == with_ends - 40
@@ -139,7 +147,9 @@ def test_the_plan_says_what_the_run_would_say(recipe, tmp_path):
 
 def test_everything_is_held_out(recipe, tmp_path):
     with pytest.raises(
-        StageError, match=r"^distill: the texts give \d+ sequences of 16 tokens, and 5,000 are to be held out. Nothing is left"
+        StageError,
+        match=r"^distill: the texts give \d+ sequences of 16 "
+        r"tokens, and 5,000 are to be held out. Nothing is left",
     ):
         pipeline.plan(recipe(held_out=5000), store=tmp_path / "store")
 
@@ -161,14 +171,18 @@ def test_a_step_that_is_there_needs_no_text(recipe, tmp_path):
 def test_a_model_that_is_not_there_yet_is_checked_when_it_is(recipe, tmp_path):
     store = Store(tmp_path / "store")
     plan = planned(recipe(tokens=1_000_000), store)
-    away = plan.model_copy(update={"steps": (plan.steps[0].model_copy(update={"directory": None, "hit": False}), *plan.steps[1:])})
+    away = plan.model_copy(
+        update={"steps": (plan.steps[0].model_copy(update={"directory": None, "hit": False}), *plan.steps[1:])}
+    )
     check_texts(away, store, None)
     with pytest.raises(StageError, match=TOO_LITTLE):
         check_texts(away, store, None, Path(recipe().model.name))
 
 
 def test_a_stage_within_a_stage_is_asked(texts, tiny_model, tmp_path):
-    stage = Qat.model_validate({"training": SHORT | {"texts": [text.model_dump() for text in texts], "tokens": 1_000_000}})
+    stage = Qat.model_validate(
+        {"training": SHORT | {"texts": [text.model_dump() for text in texts], "tokens": 1_000_000}}
+    )
     with pytest.raises(StageError, match=r"^qat.training: 1,000,000 tokens are asked for"):
         stage.check_texts(TextPlace(tiny_model("llama"), None, tmp_path / "counts"))
 
@@ -178,6 +192,9 @@ def test_enough_text_is_counted_without_torch(texts, tiny_model, tmp_path):
     place = f"TextPlace(Path({str(tiny_model('llama'))!r}), None, Path({str(tmp_path / 'counts')!r}))"
     program = f"""import json, sys; from pathlib import Path
 from optkit.source.text_place import TextPlace; from optkit.stages.distill import Distill
-Distill.model_validate_json({stage.model_dump_json()!r}).check_texts({place}); print({{"torch", "transformers"}} & {{*sys.modules}})"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+Distill.model_validate_json({stage.model_dump_json()!r}).check_texts({place})
+print({{"torch", "transformers"}} & {{*sys.modules}})"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,6 @@
-"""Stage `auto_bits` on tiny models: budgets that are kept, choices that are offered, and what it says where it cannot work."""
+"""Stage `auto_bits` on tiny models: budgets that are kept, choices that are offered, and what it
+says where it cannot work.
+"""
 
 import itertools
 from pathlib import Path
@@ -37,7 +39,9 @@ def quantize(source: Path, target: Path, context: Context | None = None, **field
     return AutoBits(**fields).run(source, target, context or Context())
 
 
-def test_the_budget_is_kept_and_the_choice_is_better_than_any_single_one(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_the_budget_is_kept_and_the_choice_is_better_than_any_single_one(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     report = quantize(tiny_model("llama"), tmp_path / "out", average_bits=6, calibration=text, held_out_samples=4)
     assert report.details["quantized_bits_per_weight"] <= 6
     predicted = report.details["predicted_divergence"]
@@ -48,7 +52,11 @@ def test_the_budget_is_kept_and_the_choice_is_better_than_any_single_one(tiny_mo
     compared = report.details["held_out_divergence"]
     assert compared["tokens"] == 4 * 64
     best = min(predicted["uniform"], key=lambda label: predicted["uniform"][label])
-    assert compared["chosen"] <= compared[best] if report.details["kept"] == "chosen" else compared[best] < compared["chosen"]
+    assert (
+        compared["chosen"] <= compared[best]
+        if report.details["kept"] == "chosen"
+        else compared[best] < compared["chosen"]
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
@@ -61,12 +69,22 @@ def test_the_whole_model_fits_the_bytes_and_joined_layers_have_one_form(
     largest = sum(max(item.sizes) for item in make_items(layers_of(shape), shape, (SMALL, LARGE), True, "auto_bits"))
     other = shape.size_bytes - sum(shape.tensors[f"{name}.weight"].size_bytes for name in layers_of(shape))
     limit = other + (smallest + largest) // 2
-    fields = {"size_bytes": limit, "choices": (SMALL, LARGE), "calibration": text, "method": method, "held_out_samples": 0}
+    fields = {
+        "size_bytes": limit,
+        "choices": (SMALL, LARGE),
+        "calibration": text,
+        "method": method,
+        "held_out_samples": 0,
+    }
     report = quantize(source, tmp_path / "out", **fields)
     assert limit - largest // 4 < Checkpoint(tmp_path / "out").shape.size_bytes <= limit
     assert len(set(report.details["choices"].values())) == 2
     for index in range(2):
-        form = {name.rpartition(".")[2]: label for name, label in report.details["choices"].items() if f"layers.{index}." in name}
+        form = {
+            name.rpartition(".")[2]: label
+            for name, label in report.details["choices"].items()
+            if f"layers.{index}." in name
+        }
         assert form["q_proj"] == form["k_proj"] == form["v_proj"]
         assert form["gate_proj"] == form["up_proj"]
     assert "held_out_divergence" not in report.details
@@ -75,7 +93,13 @@ def test_the_whole_model_fits_the_bytes_and_joined_layers_have_one_form(
 
 def test_the_choice_is_the_best_of_all_that_fit(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = tiny_model("qwen2")
-    fields = {"calibration": text, "choices": (SMALL, MIDDLE, LARGE), "method": "rtn", "held_out_samples": 0, "sensitivity_samples": 4}
+    fields = {
+        "calibration": text,
+        "choices": (SMALL, MIDDLE, LARGE),
+        "method": "rtn",
+        "held_out_samples": 0,
+        "sensitivity_samples": 4,
+    }
     stage = AutoBits(average_bits=5.5, include=("model.layers.0.*",), **fields)
     (tmp_path / "out").mkdir()
     report = stage.run(source, tmp_path / "out", Context())
@@ -90,7 +114,9 @@ def test_the_choice_is_the_best_of_all_that_fit(tiny_model: TinyModel, tmp_path:
     assert report.details["predicted_divergence"]["chosen"] == pytest.approx(best)
 
 
-def test_experts_of_a_block_have_one_form_without_zero_points(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_experts_of_a_block_have_one_form_without_zero_points(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     asymmetric = Choice(bits=8, group_size=32, symmetric=False)
     report = quantize(
         tiny_model("mixtral"),
@@ -102,7 +128,11 @@ def test_experts_of_a_block_have_one_form_without_zero_points(tiny_model: TinyMo
         held_out_samples=0,
     )
     for index in range(2):
-        forms = {label for name, label in report.details["choices"].items() if f"layers.{index}." in name and ".experts." in name}
+        forms = {
+            label
+            for name, label in report.details["choices"].items()
+            if f"layers.{index}." in name and ".experts." in name
+        }
         assert len(forms) == 1
         assert "asymmetric" not in forms.pop()
     assert report.details["not_offered"] == {"8 bits, groups of 32, asymmetric": 2 * 4 * 3}
@@ -123,7 +153,9 @@ def test_held_out_divergence_is_that_of_the_opened_models(tiny_model: TinyModel,
         for copy, divergence in zip(copies, found, strict=True):
             model, _ = load_packed(copy, quantized_layers(copy) or {}, "cpu", torch.float32, SilentProgress())
             after = model(tokens).logits.log_softmax(-1)
-            assert divergence == pytest.approx(float(kl_div(after, before, log_target=True, reduction="none").sum(-1).mean()), rel=1e-3)
+            assert divergence == pytest.approx(
+                float(kl_div(after, before, log_target=True, reduction="none").sum(-1).mean()), rel=1e-3
+            )
 
 
 def test_a_single_form_is_kept_where_it_diverges_less(
@@ -139,7 +171,8 @@ def test_a_single_form_is_kept_where_it_diverges_less(
     assert [group["weights"]["num_bits"] for group in groups.values()] == [4]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["out"]
     assert progress.lines == [
-        "auto_bits: 4 bits, groups of 32 throughout is kept: on held-out text it diverges by 0.1 nats, the choice by 0.2"
+        "auto_bits: 4 bits, groups of 32 throughout is kept: on held-out text it diverges by "
+        "0.1 nats, the choice by 0.2"
     ]
 
 
@@ -154,13 +187,16 @@ def test_a_single_form_is_kept_where_it_diverges_less(
         ({"size_bytes": 1000}, "auto_bits: size_bytes 1,000: the smallest choices make a model of "),
         (
             {"average_bits": 9, "choices": (Choice(bits=4, group_size=48),)},
-            "model.layers.0.mlp.down_proj: no choice fits its 128 columns. The group size must divide the columns, and experts must be"
+            "model.layers.0.mlp.down_proj: no choice fits its 128 columns. The group size must divide "
+            "the columns, and experts must be"
             " symmetric. Add one to auto_bits.choices, or exclude the layer.",
         ),
         ({"average_bits": 9, "exclude": ("*.upproj",)}, "auto_bits.exclude: `*.upproj` matches none"),
     ],
 )
-def test_it_says_what_is_wrong_before_anything_runs(tiny_model: TinyModel, fields: dict[str, Any], message: str) -> None:
+def test_it_says_what_is_wrong_before_anything_runs(
+    tiny_model: TinyModel, fields: dict[str, Any], message: str
+) -> None:
     stage = AutoBits(**{"choices": (SMALL, LARGE), **fields})
     with pytest.raises(StageError) as caught:
         stage.predict(Checkpoint(tiny_model("llama")).shape, "cpu")
@@ -182,7 +218,14 @@ def test_a_text_without_windows_to_hold_out_is_refused(tiny_model: TinyModel, tm
     (tmp_path / "short.txt").write_text("abcdefgh " * 400, encoding="utf-8")
     short = Calibration(dataset=str(tmp_path / "short.txt"), samples=4, sequence_length=63)
     with pytest.raises((StageError, SourceError), match="held_out_samples: 0|Lower `samples`"):
-        quantize(tiny_model("llama"), tmp_path / "out", average_bits=6, choices=(SMALL, LARGE), calibration=short, method="rtn")
+        quantize(
+            tiny_model("llama"),
+            tmp_path / "out",
+            average_bits=6,
+            choices=(SMALL, LARGE),
+            calibration=short,
+            method="rtn",
+        )
 
 
 def test_what_is_predicted_is_near_what_is_left(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

@@ -1,4 +1,6 @@
-"""Stages `awq` and `awq_scale` on tiny models: what scaling buys, what is written and opened, and what they say when they cannot work."""
+"""Stages `awq` and `awq_scale` on tiny models: what scaling buys, what is written and opened, and
+what they say when they cannot work.
+"""
 
 import json
 import shutil
@@ -41,7 +43,9 @@ def distance(directory: Path, source: Path) -> float:
 
 
 def uneven(source: Path, target: Path) -> Path:
-    """Copy a tiny model and make its norms and values pass channels on with very different sizes, as trained ones do."""
+    """Copy a tiny model and make its norms and values pass channels on with very different sizes,
+    as trained ones do.
+    """
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, target)
@@ -57,7 +61,9 @@ def uneven(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mixtral", "qwen2_moe"])
-def test_outputs_stay_nearer_than_with_the_same_rounding_alone(tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str) -> None:
+def test_outputs_stay_nearer_than_with_the_same_rounding_alone(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
+) -> None:
     source = uneven(tiny_model(kind), tmp_path / "source")
     report = run(source, tmp_path / "awq", Awq(symmetric=True, group_size=32, calibration=text, batch_size=5))
     run(source, tmp_path / "rtn", Rtn(group_size=32, scale_search="mse"))
@@ -67,7 +73,9 @@ def test_outputs_stay_nearer_than_with_the_same_rounding_alone(tiny_model: TinyM
     assert report.changed == len(report.details["losses"])
 
 
-def test_format_awq_is_written_as_predicted_and_opened(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_format_awq_is_written_as_predicted_and_opened(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     source, stage = tiny_model("llama"), Awq(format="awq", group_size=32, calibration=text)
     run(source, tmp_path / "awq", stage)
     run(source, tmp_path / "packed", Awq(group_size=32, calibration=text))
@@ -89,11 +97,15 @@ def test_format_awq_is_written_as_predicted_and_opened(tiny_model: TinyModel, tm
     session = open_session(tmp_path / "awq")
     identity = torch.eye(expected.shape[1])
     torch.testing.assert_close(session.model.get_submodule(name)(identity).T, expected, atol=1e-6, rtol=0)
-    assert left.tensors["model.layers.1.input_layernorm.weight"] == other.tensors["model.layers.1.input_layernorm.weight"]
+    assert (
+        left.tensors["model.layers.1.input_layernorm.weight"] == other.tensors["model.layers.1.input_layernorm.weight"]
+    )
     assert distance(tmp_path / "awq", source) == pytest.approx(distance(tmp_path / "packed", source), rel=0.3)
 
 
-def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     source = tiny_model("mixtral")
     stage = Awq(symmetric=True, group_size=32, calibration=text)
     run(source, tmp_path / "awq", stage)
@@ -115,7 +127,9 @@ def test_layers_that_are_left_out_are_compensated(tiny_model: TinyModel, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "gptj", "opt", "mixtral"])
-def test_scales_alone_leave_the_model_as_it_is(tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str) -> None:
+def test_scales_alone_leave_the_model_as_it_is(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
+) -> None:
     source, stage = tiny_model(kind), AwqScale(group_size=32, calibration=text)
     report = run(source, tmp_path / "scaled", stage)
     before, after = Checkpoint(source), Checkpoint(tmp_path / "scaled")
@@ -159,7 +173,12 @@ def test_overrides_and_lm_head(tiny_model: TinyModel, tmp_path: Path, text: Cali
 def test_experts_that_saw_few_tokens_are_said(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     warnings = Warnings()
     few = text.model_copy(update={"samples": 4})
-    report = run(tiny_model("mixtral"), tmp_path / "awq", Awq(symmetric=True, group_size=32, calibration=few), Context(progress=warnings))
+    report = run(
+        tiny_model("mixtral"),
+        tmp_path / "awq",
+        Awq(symmetric=True, group_size=32, calibration=few),
+        Context(progress=warnings),
+    )
     seldom = report.details["rounded_without_inputs"]
     assert seldom
     assert all(".experts." in name for name in seldom)
@@ -173,26 +192,35 @@ def test_conv1d_is_refused_before_any_work(tiny_model: TinyModel) -> None:
     with pytest.raises(StageError) as raised:
         Awq(group_size=32).predict(Checkpoint(tiny_model("gpt2")).shape, "cpu")
     assert str(raised.value) == (
-        "awq: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). compressed-tensors and awq hold Linear layers only."
+        "awq: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). compressed-tensors and "
+        "awq hold Linear layers only."
         " Put `- awq_scale` in front of `- gptq: {format: gptq}`."
     )
 
 
-def test_a_model_whose_scales_cannot_be_folded_is_refused_with_the_reason(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_a_model_whose_scales_cannot_be_folded_is_refused_with_the_reason(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     stage = Awq(group_size=32, include=("*.fc_out",), calibration=text)
     with pytest.raises(StageError) as raised:
         run(tiny_model("gptj"), tmp_path / "awq", stage)
     assert str(raised.value) == (
-        "awq: transformer.h.0.mlp.fc_out: no input of the chosen layers can be scaled. The output of transformer.h.0.mlp.fc_in reaches it"
+        "awq: transformer.h.0.mlp.fc_out: no input of the chosen layers can be scaled. The output of "
+        "transformer.h.0.mlp.fc_in reaches it"
         " through something that is not linear. Take gptq, which needs no scales."
     )
 
 
 def test_too_few_tokens_are_refused(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     with pytest.raises(StageError) as raised:
-        run(tiny_model("llama"), tmp_path / "awq", Awq(group_size=32, calibration=text.model_copy(update={"samples": 1})))
+        run(
+            tiny_model("llama"),
+            tmp_path / "awq",
+            Awq(group_size=32, calibration=text.model_copy(update={"samples": 1})),
+        )
     assert str(raised.value) == (
-        "awq: model.layers.0: no input of the chosen layers can be scaled. Its layers saw fewer than 128 calibration tokens."
+        "awq: model.layers.0: no input of the chosen layers can be scaled. Its layers saw fewer "
+        "than 128 calibration tokens."
         " Take gptq, which needs no scales."
     )
 
@@ -202,10 +230,15 @@ def test_the_format_awq_refuses_what_it_cannot_hold(tiny_model: TinyModel) -> No
     with pytest.raises(StageError) as raised:
         Awq(format="awq", group_size=32, overrides={"*.up_proj": {"group_size": 16}}).predict(shape, "cpu")  # type: ignore[dict-item]
     assert str(raised.value) == (
-        "awq.overrides: model.layers.0.mlp.down_proj has 4 bits, groups of 32, asymmetric and model.layers.0.mlp.up_proj has 4 bits,"
+        "awq.overrides: model.layers.0.mlp.down_proj has 4 bits, groups of 32, asymmetric and "
+        "model.layers.0.mlp.up_proj has 4 bits,"
         " groups of 16, asymmetric. The format awq has one form for all layers. Set awq.format to compressed-tensors."
     )
-    with pytest.raises(StageError, match=r"^model.layers.0.mlp.down_proj: 128 columns are not a multiple of group_size 48"):
+    with pytest.raises(
+        StageError,
+        match=r"^model.layers.0.mlp.down_proj: 128 "
+        r"columns are not a multiple of group_size 48",
+    ):
         Awq(format="awq", group_size=48).predict(shape, "cpu")
     name = "model.layers.0.mlp.up_proj.weight"
     odd = replace(shape, tensors={**shape.tensors, name: TensorInfo("F32", (124, 64))})

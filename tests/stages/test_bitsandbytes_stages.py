@@ -1,4 +1,6 @@
-"""Stages `nf4` and `int8` on tiny models: what bitsandbytes itself would have stored, what opens it, and what is refused."""
+"""Stages `nf4` and `int8` on tiny models: what bitsandbytes itself would have stored, what opens
+it, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ METHODS: dict[str, tuple[BitsAndBytesQuantizer, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def sources(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the directory of a tiny model, e.g. `llama` or, in another dtype, `llama bfloat16`; the same one for every test."""
+    """Return the directory of a tiny model, e.g. `llama` or, in another dtype, `llama bfloat16`;
+    the same one for every test.
+    """
     root = tmp_path_factory.mktemp("sources")
 
     def make(name: str) -> Path:
@@ -65,11 +69,15 @@ def quantize(stage: BitsAndBytesQuantizer, source: Path, target: Path) -> Report
 
 @pytest.mark.parametrize("kind", ["llama", "llama bfloat16", "gpt2", "gpt2 bfloat16", "opt float16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_it_stores_and_computes_what_bitsandbytes_does(sources: TinyModel, tmp_path: Path, method: str, kind: str) -> None:
+def test_it_stores_and_computes_what_bitsandbytes_does(
+    sources: TinyModel, tmp_path: Path, method: str, kind: str
+) -> None:
     stage, options = METHODS[method]
     source, dtype = sources(kind), getattr(torch, kind.partition(" ")[2] or "float32")
     compute = {"bnb_4bit_compute_dtype": dtype} if "load_in_4bit" in options else {}
-    direct = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantization_config=BitsAndBytesConfig(**options, **compute))
+    direct = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, quantization_config=BitsAndBytesConfig(**options, **compute)
+    )
     direct.save_pretrained(tmp_path / "direct")
     quantize(stage, source, tmp_path / "ours")
     ours, theirs = (load_file(tmp_path / place / "model.safetensors") for place in ("ours", "direct"))
@@ -78,7 +86,9 @@ def test_it_stores_and_computes_what_bitsandbytes_does(sources: TinyModel, tmp_p
         assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape)
         assert torch.equal(tensor, theirs[name]), name
     described, wanted = (
-        BitsAndBytesConfig.from_dict(json.loads((tmp_path / place / "config.json").read_text())["quantization_config"]).to_dict()
+        BitsAndBytesConfig.from_dict(
+            json.loads((tmp_path / place / "config.json").read_text())["quantization_config"]
+        ).to_dict()
         for place in ("ours", "direct")
     )
     assert described | {"llm_int8_skip_modules": None} == wanted
@@ -111,13 +121,18 @@ def test_it_leaves_what_it_predicts(sources: TinyModel, tmp_path: Path, method: 
     assert report.changed == 21
     assert report.skipped == {"lm_head": "outside the decoder blocks"}
     chosen = [info for name, info in written.tensors.items() if re.search(r"_proj\.", name)]
-    bits = 8 * sum(info.size_bytes for info in chosen) / sum(source.tensors[f"{name}.weight"].elements for name in _layers(written))
+    bits = (
+        8
+        * sum(info.size_bytes for info in chosen)
+        / sum(source.tensors[f"{name}.weight"].elements for name in _layers(written))
+    )
     assert report.details["quantized_bits_per_weight"] == round(bits, 4)
     measured = {metric.name: metric.value for metric in Footprint().run(open_session(written.directory), EvalContext())}
     assert round(measured["bits_per_quantized_weight"], 4) == report.details["quantized_bits_per_weight"]
     assert round(measured["bits_per_weight"], 4) == report.details["bits_per_weight"]
     assert report.notes == (
-        "transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: pip install vllm-bnb-plugin",
+        "transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: "
+        "pip install vllm-bnb-plugin",
     )
 
 
@@ -141,11 +156,16 @@ def test_the_report_says_the_form(sources: TinyModel, tmp_path: Path, stage: Bit
 def test_the_compute_dtype_is_the_models_unless_it_is_said(sources: TinyModel, tmp_path: Path) -> None:
     quantize(Nf4(), sources("llama float16"), tmp_path / "as stored")
     quantize(Nf4(compute_dtype="bfloat16"), sources("llama float16"), tmp_path / "said")
-    found = [Checkpoint(tmp_path / place).config["quantization_config"]["bnb_4bit_compute_dtype"] for place in ("as stored", "said")]
+    found = [
+        Checkpoint(tmp_path / place).config["quantization_config"]["bnb_4bit_compute_dtype"]
+        for place in ("as stored", "said")
+    ]
     assert found == ["float16", "bfloat16"]
 
 
-def test_a_layer_that_this_cpu_cannot_multiply_by_is_named(sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_this_cpu_cannot_multiply_by_is_named(
+    sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bitsandbytes.nn import modules
 
     quantize(Nf4(), sources("llama"), tmp_path / "packed")
@@ -154,7 +174,8 @@ def test_a_layer_that_this_cpu_cannot_multiply_by_is_named(sources: TinyModel, t
     with pytest.raises(SourceError) as raised:
         open_session(tmp_path / "packed")
     assert str(raised.value) == (
-        f"{tmp_path / 'packed'}: model.layers.0.self_attn.q_proj: 64 x 64 weights are no tiles of 48 x 64. bitsandbytes packs 4-bit weights"
+        f"{tmp_path / 'packed'}: model.layers.0.self_attn.q_proj: 64 x 64 weights are no tiles of 48 x 64. "
+        "bitsandbytes packs 4-bit weights"
         " so for CPUs with AVX512-BF16. Open it on a GPU, or exclude the layer from nf4."
     )
 
@@ -164,8 +185,16 @@ def test_layers_that_are_left_out_stay_as_they_are_in_transformers_too(sources: 
 
     quantize(Nf4(exclude=("*.1.mlp.*", "*.0.self_attn.q_proj")), sources("llama"), tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    kept = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and not isinstance(module, Linear4bit)}
-    assert kept == {"lm_head", "model.layers.0.self_attn.q_proj", *(f"model.layers.1.mlp.{each}_proj" for each in ("gate", "up", "down"))}
+    kept = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not isinstance(module, Linear4bit)
+    }
+    assert kept == {
+        "lm_head",
+        "model.layers.0.self_attn.q_proj",
+        *(f"model.layers.1.mlp.{each}_proj" for each in ("gate", "up", "down")),
+    }
 
 
 def test_a_router_does_not_keep_layers_whose_names_begin_like_its_own(sources: TinyModel, tmp_path: Path) -> None:
@@ -174,7 +203,9 @@ def test_a_router_does_not_keep_layers_whose_names_begin_like_its_own(sources: T
     source = sources("qwen2_moe")
     report = quantize(Nf4(exclude=("*.experts.*", "*.k_proj")), source, tmp_path / "packed")
     patterns = Checkpoint(tmp_path / "packed").config["quantization_config"]["llm_int8_skip_modules"]
-    quantized = {name.partition(".weight.")[0] for name in Checkpoint(tmp_path / "packed").tensors if ".weight.absmax" in name}
+    quantized = {
+        name.partition(".weight.")[0] for name in Checkpoint(tmp_path / "packed").tensors if ".weight.absmax" in name
+    }
     assert all(should_convert_module(name, patterns) for name in quantized)
     assert not any(should_convert_module(name, patterns) for name in report.skipped)
     assert report.skipped["model.layers.1.mlp.shared_expert_gate"] == "router"
@@ -189,7 +220,9 @@ def test_a_name_that_begins_another_becomes_a_pattern() -> None:
     from optkit.formats.bitsandbytes import EightBitRows
 
     form = EightBitRows(6.0)
-    patterns = form.model_config({"model.layers.0.mlp.gate_proj": form}, ["lm_head", "model.layers.0.mlp.gate"])["llm_int8_skip_modules"]
+    patterns = form.model_config({"model.layers.0.mlp.gate_proj": form}, ["lm_head", "model.layers.0.mlp.gate"])[
+        "llm_int8_skip_modules"
+    ]
     assert patterns == ["lm_head", r"(.*\.)?model\.layers\.0\.mlp\.gate$"]
     assert should_convert_module("model.layers.0.mlp.gate_proj", patterns)
     assert not should_convert_module("model.layers.0.mlp.gate", patterns)
@@ -199,8 +232,10 @@ def test_a_name_that_begins_another_becomes_a_pattern() -> None:
 def test_experts_are_refused_before_anything_runs(sources: TinyModel, stage: BitsAndBytesQuantizer) -> None:
     kind = type(stage).__name__.lower()
     said = (
-        f"{kind}: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). transformers holds the experts of a "
-        f"block in one tensor, and bitsandbytes knows Linear layers only. Set {kind}.exclude to ['*.experts.*'], or use the stage gptq."
+        f"{kind}: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). "
+        "transformers holds the experts of a "
+        f"block in one tensor, and bitsandbytes knows Linear layers only. Set {kind}.exclude to "
+        "['*.experts.*'], or use the stage gptq."
     )
     source = sources("mixtral")
     with pytest.raises(StageError, match=re.escape(said)):
@@ -218,7 +253,8 @@ def test_weights_beyond_float16_are_refused(sources: TinyModel, tmp_path: Path) 
     save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
     (large / "config.json").write_bytes((sources("llama") / "config.json").read_bytes())
     said = (
-        f"{layer}: weights of up to 70,000 do not fit float16. bitsandbytes casts to it before it rounds to 8 bits. Exclude the layer, "
+        f"{layer}: weights of up to 70,000 do not fit float16. bitsandbytes casts to it before it rounds "
+        "to 8 bits. Exclude the layer, "
         "or use the stage rtn with bits: 8."
     )
     with pytest.raises(StageError, match=re.escape(said)):
@@ -226,7 +262,9 @@ def test_weights_beyond_float16_are_refused(sources: TinyModel, tmp_path: Path) 
     assert quantize(Int8(exclude=(layer,)), large, tmp_path / "without").changed == 20
 
 
-@pytest.mark.parametrize(("stage", "fields"), [(Int8, {"threshold": -1}), (Nf4, {"type": "nf3"}), (Nf4, {"compute_dtype": "int8"})])
+@pytest.mark.parametrize(
+    ("stage", "fields"), [(Int8, {"threshold": -1}), (Nf4, {"type": "nf3"}), (Nf4, {"compute_dtype": "int8"})]
+)
 def test_fields_have_their_ranges(stage: type[BitsAndBytesQuantizer], fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(fields))):
         stage(**fields)
@@ -236,7 +274,9 @@ def test_fields_have_their_ranges(stage: type[BitsAndBytesQuantizer], fields: di
 def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, double: bool) -> None:
     quantize(Nf4(double_quantization=double), sources("llama"), tmp_path / "packed")
     tensors = Checkpoint(tmp_path / "packed").tensors
-    read = sum(info.size_bytes for name, info in tensors.items() if "quant_map" not in name and "quant_state" not in name)
+    read = sum(
+        info.size_bytes for name, info in tensors.items() if "quant_map" not in name and "quant_state" not in name
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert weight_bytes(model, 1) == read + sum(buffer.nbytes for buffer in model.buffers())
 
@@ -258,7 +298,9 @@ def test_bitsandbytes_warns_of_nothing(sources: TinyModel, tmp_path: Path, capfd
     assert "cast" not in capfd.readouterr().err
 
 
-def test_the_package_is_named_where_it_is_missing(sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_named_where_it_is_missing(
+    sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.quantizers import quantizer_bnb_4bit
 
     from optkit.errors import MissingPackageError
@@ -266,5 +308,7 @@ def test_the_package_is_named_where_it_is_missing(sources: TinyModel, tmp_path: 
     assert Nf4.requires == Int8.requires == ("bitsandbytes>=0.50",)
     quantize(Nf4(), sources("llama"), tmp_path / "packed")
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(MissingPackageError, match="the package `bitsandbytes` is not installed. Run: pip install 'bitsandbytes'"):
+    with pytest.raises(
+        MissingPackageError, match="the package `bitsandbytes` is not installed. Run: pip install 'bitsandbytes'"
+    ):
         open_session(tmp_path / "packed")

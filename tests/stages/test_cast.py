@@ -31,7 +31,11 @@ def test_equals_a_cast_by_transformers(tiny_model, target: Path, kind: str, dtyp
     written, stored = load_file(target / "model.safetensors"), load_file(tiny_model(kind) / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in written.items()} == dict.fromkeys(stored, torch_dtype)
     assert report.changed == len(stored)
-    assert report.details["size_bytes_before"] == 2 * report.details["size_bytes_after"] == sum(t.nbytes for t in stored.values())
+    assert (
+        report.details["size_bytes_before"]
+        == 2 * report.details["size_bytes_after"]
+        == sum(t.nbytes for t in stored.values())
+    )
     assert (report.details["dtype_before"], report.details["dtype_after"]) == ("float32", dtype)
     tokens = AutoTokenizer.from_pretrained(target)("def f(x): return x", return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
@@ -47,7 +51,10 @@ def test_there_and_back_changes_nothing_more(tiny_model, target: Path, tmp_path:
     report = cast(target, tmp_path / "back", "fp32")
     assert report.details["dtype_before"] == "bfloat16"
     half = load_file(target / "model.safetensors")
-    assert all(torch.equal(tensor, half[name].float()) for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items())
+    assert all(
+        torch.equal(tensor, half[name].float())
+        for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items()
+    )
 
 
 def test_the_prediction_is_what_comes_out(tiny_model, target: Path) -> None:
@@ -82,7 +89,9 @@ def test_the_config_says_so_in_every_part(tiny_model, target: Path, tmp_path: Pa
     assert written["hidden_size"] == config["hidden_size"]
 
 
-@pytest.mark.parametrize(("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("float16", "float16")])
+@pytest.mark.parametrize(
+    ("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("float16", "float16")]
+)
 def test_short_names(short: str, dtype: str) -> None:
     assert Cast(dtype=short).dtype == dtype
 
@@ -94,7 +103,10 @@ def test_other_dtypes_are_refused(wrong: object) -> None:
 
 
 def test_the_same_dtype_is_an_error(tiny_model, target: Path) -> None:
-    message = r"cast: the model is float32 already\. None of its 29 tensors would change\. Take the stage out of the recipe\."
+    message = (
+        r"cast: the model is float32 already\. None of its 29 tensors would change\. Take "
+        r"the stage out of the recipe\."
+    )
     with pytest.raises(StageError, match=message):
         cast(tiny_model("llama"), target, "float32")
     assert not list(target.iterdir())
@@ -109,7 +121,9 @@ def test_the_same_dtype_is_an_error(tiny_model, target: Path) -> None:
         (3.4e38, "bfloat16", r"[\d,]+ do not fit bfloat16\. They would be infinite\. Keep the dtype that they have\."),
     ],
 )
-def test_overflow_names_the_tensor(tiny_model, target: Path, tmp_path: Path, value: float, dtype: str, shown: str) -> None:
+def test_overflow_names_the_tensor(
+    tiny_model, target: Path, tmp_path: Path, value: float, dtype: str, shown: str
+) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
     tensors["model.norm.weight"][5] = value

@@ -40,7 +40,10 @@ def noisy(source: Path, target: Path, share: float = 0.3, dtype: torch.dtype = t
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    changed = {name: (each + share * each.std() * torch.randn(each.shape, generator=generator)).to(dtype) for name, each in tensors.items()}
+    changed = {
+        name: (each + share * each.std() * torch.randn(each.shape, generator=generator)).to(dtype)
+        for name, each in tensors.items()
+    }
     save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -59,7 +62,10 @@ def distill(student: Path, origin: Path | None, root: Path, **fields) -> tuple[P
 def divergence_from(teacher: Path, student: Path) -> float:
     tokens = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
-        ours, theirs = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)(tokens).logits for each in (student, teacher))
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)(tokens).logits
+            for each in (student, teacher)
+        )
     return float((theirs.softmax(-1) * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1).mean())
 
 
@@ -93,7 +99,9 @@ class TestLearning:
 
     def test_a_smaller_model_learns_from_a_named_teacher(self, tiny_model, tmp_path):
         """Other widths, other depth, other architecture: only the tokens have to be the same."""
-        target, details = distill(tiny_model("gpt2"), None, tmp_path, teacher={"name": str(tiny_model("llama"))}, hidden=0.5)
+        target, details = distill(
+            tiny_model("gpt2"), None, tmp_path, teacher={"name": str(tiny_model("llama"))}, hidden=0.5
+        )
         assert details["held_out_after"]["total"] < details["held_out_before"]["total"]
         assert Checkpoint(target).config["model_type"] == "gpt2"
 
@@ -157,7 +165,14 @@ class TestLearning:
         assert len(list((tmp_path / "work").glob("generated-*"))) == 2
 
     def test_several_fields_of_one_file_are_several_texts(self):
-        assert len(Distill(texts=({"dataset": "a.jsonl", "field": "question"}, {"dataset": "a.jsonl", "field": "answer"})).texts) == 2
+        assert (
+            len(
+                Distill(
+                    texts=({"dataset": "a.jsonl", "field": "question"}, {"dataset": "a.jsonl", "field": "answer"})
+                ).texts
+            )
+            == 2
+        )
 
     def test_in_a_recipe_the_teacher_is_its_first_model(self, tiny_model, tmp_path):
         stages = [{"cast": {"dtype": "bfloat16"}}, {"prune": {"method": "magnitude"}}, {"distill": FAST}]
@@ -182,11 +197,13 @@ class TestRefusals:
             ({"texts": []}, "at least 1 item"),
             (
                 {"texts": ["c4", "wikitext2", {"dataset": "c4", "packing": "joined"}]},
-                r"texts: c4 \(train\) is named twice, so what is held out of one would be trained on in the other. Name it once",
+                r"texts: c4 \(train\) is named twice, so what is held out of one would be trained "
+                r"on in the other. Name it once",
             ),
             (
                 {"sequence_length": 32, "generated": {"tokens": 100, "prompt_tokens": 32}},
-                "generated.prompt_tokens 32 leaves the teacher nothing to write in sequences of 32 tokens. Use at most 31.",
+                "generated.prompt_tokens 32 leaves the teacher nothing to write in sequences of "
+                "32 tokens. Use at most 31.",
             ),
             ({"warmup": 1.0}, "less than 1"),
             ({"precision": "float16"}, "'float32' or 'bfloat16'"),
@@ -201,7 +218,8 @@ class TestRefusals:
         [
             (
                 {"sequence_length": 513},
-                "distill: sequences of 513 tokens, and the model was built for 512. Set `sequence_length` to at most 512",
+                "distill: sequences of 513 tokens, and the model was built for 512. Set "
+                "`sequence_length` to at most 512",
             ),
             ({"top_k": 512}, "distill: top_k 512 of 512 tokens is all. Leave out `top_k`"),
         ],
@@ -215,7 +233,11 @@ class TestRefusals:
         config = json.loads((other / "config.json").read_text())
         (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
         stage = Distill.model_validate({"teacher": str(other)})
-        with pytest.raises(StageError, match=r"the teacher \S+ has a vocabulary of 300 tokens and the student one of 512. What it says"):
+        with pytest.raises(
+            StageError,
+            match=r"the teacher \S+ has a vocabulary of 300 "
+            r"tokens and the student one of 512. What it says",
+        ):
             stage.predict(Checkpoint(tiny_model("llama")).shape, "cpu")
 
     def test_another_tokenizer(self, tiny_model, tmp_path):
@@ -227,7 +249,9 @@ class TestRefusals:
         words[first], words[second] = words[second], words[first]
         file.write_text(json.dumps(said))
         with pytest.raises(
-            StageError, match=r"distill: the teacher's tokenizer is another one: '.+' is 30\d to it and 30\d to the student"
+            StageError,
+            match=r"distill: the teacher's tokenizer is another "
+            r"one: '.+' is 30\d to it and 30\d to the student",
         ):
             distill(tiny_model("llama"), None, tmp_path, teacher={"name": str(other)})
 
@@ -250,10 +274,16 @@ class TestRefusals:
             with monkeypatch.context() as patch:
                 patch.setattr(name, full)
                 with pytest.raises(
-                    ResourceError, match=r"distill: the memory of cpu is full. CUDA .* `optkit plan` says what a training needs"
+                    ResourceError,
+                    match=r"distill: the memory of cpu is full. CUDA "
+                    r".* `optkit plan` says what a training needs",
                 ):
                     distill(tiny_model("llama"), tiny_model("llama"), tmp_path)
 
     def test_too_little_text(self, tiny_model, tmp_path):
-        with pytest.raises(StageError, match=r"distill: [\d,]+ tokens are asked for, and the texts have [\d,]+ to train on"):
+        with pytest.raises(
+            StageError,
+            match=r"distill: [\d,]+ tokens are asked for, "
+            r"and the texts have [\d,]+ to train on",
+        ):
             distill(tiny_model("llama"), tiny_model("llama"), tmp_path, tokens=10_000_000)

@@ -1,4 +1,6 @@
-"""A stage with another library in its place: what it refuses, its keys, and what becomes of what the library wrote."""
+"""A stage with another library in its place: what it refuses, its keys, and what becomes of what
+the library wrote.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,20 @@ CALIBRATION = {"dataset": "python-reference", "samples": 4, "sequence_length": 3
 
 
 def test_only_what_decides_the_result_is_in_the_fields() -> None:
-    """So `backend: optkit` has the key that recipes without it have, and a library's key none of the fields that it does not have."""
+    """So `backend: optkit` has the key that recipes without it have, and a library's key none of
+    the fields that it does not have.
+    """
     assert "backend" not in Gptq().model_dump(mode="json")
     assert Gptq(backend="optkit").model_dump() == Gptq().model_dump()
     assert "backend" not in Rtn().model_dump(mode="json")
     dumped = Gptq(backend="gptqmodel", damping=0.05).model_dump(mode="json")
     assert set(dumped) == offers.OFFERS["gptq", "gptqmodel"].fields
-    assert (dumped["backend"], dumped["damping"], dumped["format"], dumped["true_sequential"]) == ("gptqmodel", 0.05, "gptq", True)
+    assert (dumped["backend"], dumped["damping"], dumped["format"], dumped["true_sequential"]) == (
+        "gptqmodel",
+        0.05,
+        "gptq",
+        True,
+    )
     assert Gptq(**dumped) == Gptq(backend="gptqmodel", damping=0.05)
 
 
@@ -51,7 +60,13 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
 
     backends = ("optkit", "autoawq", "gptqmodel")
     before = [key(backend) for backend in backends]
-    own = {"kind": "awq", "version": Awq.version, "fields": Awq().model_dump(mode="json"), "source": "source", "seed": 0}
+    own = {
+        "kind": "awq",
+        "version": Awq.version,
+        "fields": Awq().model_dump(mode="json"),
+        "source": "source",
+        "seed": 0,
+    }
     assert before[0] == digest({"schema": SCHEMA, **own})
     raised = {
         "autoawq": replace(LIBRARIES["autoawq"], bare=("autoawq==0.3.0",)),
@@ -74,9 +89,17 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
             {"backend": "llmcompressor", "equal_tokens": True, "scale_search": "mse"},
             "`equal_tokens`, `scale_search`: llmcompressor has",
         ),
-        (Gptq, {"backend": "gptqmodel", "format": "compressed-tensors"}, "format: gptqmodel has gptq, not compressed-tensors"),
+        (
+            Gptq,
+            {"backend": "gptqmodel", "format": "compressed-tensors"},
+            "format: gptqmodel has gptq, not compressed-tensors",
+        ),
         (Gptq, {"backend": "gptqmodel", "symmetric": False}, "symmetric: gptqmodel has true, not false"),
-        (Awq, {"backend": "autoawq", "include": ["*.mlp.*"], "grid_points": 5}, "`grid_points`, `include`: autoawq has nothing like it"),
+        (
+            Awq,
+            {"backend": "autoawq", "include": ["*.mlp.*"], "grid_points": 5},
+            "`grid_points`, `include`: autoawq has nothing like it",
+        ),
         (Awq, {"backend": "auto_round", "symmetric": True}, "symmetric: auto_round has false, not true"),
         (Awq, {"backend": "gptqmodel", "bits": 8}, "bits: gptqmodel has 4, not 8"),
         (Gptq, {"backend": "llmcompressor", "bits": 3}, "bits: llmcompressor has 4 or 8, not 3"),
@@ -88,7 +111,9 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
         ),
     ],
 )
-def test_what_a_library_cannot_honour_is_refused_by_name(stage: type[Gptq | Rtn | Awq], fields: dict[str, Any], said: str) -> None:
+def test_what_a_library_cannot_honour_is_refused_by_name(
+    stage: type[Gptq | Rtn | Awq], fields: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         stage(**fields)
     assert said in str(caught.value)
@@ -119,7 +144,9 @@ def test_the_whole_model_is_predicted_to_be_in_memory(tiny_model: TinyModel) -> 
 
 
 class FakeWorker:
-    """Stands in for a library: quantizes with optkit's `rtn` what it is handed, then spoils it as it is told."""
+    """Stands in for a library: quantizes with optkit's `rtn` what it is handed, then spoils it as
+    it is told.
+    """
 
     def __init__(self, spoil: Callable[[Path], None] = lambda written: None) -> None:
         self.spoil = spoil
@@ -141,7 +168,9 @@ class FakeWorker:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
     """Return what runs a stage on a model with a fake worker."""
-    environment = environment_at(tmp_path / "env", "llmcompressor", {"llmcompressor": "0.14", "transformers": "5.17.0", "numpy": "2.2"})
+    environment = environment_at(
+        tmp_path / "env", "llmcompressor", {"llmcompressor": "0.14", "transformers": "5.17.0", "numpy": "2.2"}
+    )
     monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
     monkeypatch.setattr(foreign.Environments, "require", lambda self, name, progress: environment)
 
@@ -154,10 +183,16 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
     return go
 
 
-def test_what_the_library_wrote_becomes_an_artifact(run: Callable[..., Any], tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_what_the_library_wrote_becomes_an_artifact(
+    run: Callable[..., Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
     source, worker = tiny_model("llama"), FakeWorker()
     stage = Gptq(
-        backend="llmcompressor", group_size=32, calibration=CALIBRATION, exclude=("*.0.mlp.*",), overrides={"*.v_proj": {"bits": 8}}
+        backend="llmcompressor",
+        group_size=32,
+        calibration=CALIBRATION,
+        exclude=("*.0.mlp.*",),
+        overrides={"*.v_proj": {"bits": 8}},
     )
     target, report = run(stage, source, worker)
     assert report.changed == 18
@@ -170,7 +205,11 @@ def test_what_the_library_wrote_becomes_an_artifact(run: Callable[..., Any], tin
     assert report.details["quantized_bits_per_weight"] == pytest.approx(4 + 32 / 32 + 64 * 8 / 8192, abs=0.4)
     assert worker.request["windows"] == stage.calibration.tokens(source, None).tolist()
     assert worker.request["probe"] == worker.request["windows"][0]
-    assert worker.request["layers"]["model.layers.1.self_attn.v_proj"] == {"bits": 8, "group_size": 32, "symmetric": True}
+    assert worker.request["layers"]["model.layers.1.self_attn.v_proj"] == {
+        "bits": 8,
+        "group_size": 32,
+        "symmetric": True,
+    }
     assert "model.layers.0.mlp.up_proj" in worker.request["kept"]
     assert worker.request["fields"] == {"damping": 0.01, "activation_order": True, "batch_size": 1}
     assert worker.request["blocks"] == 3
@@ -198,7 +237,9 @@ def test_the_environment_cannot_be_removed_meanwhile(run: Callable[..., Any], ti
 def _drop(name: str) -> Callable[[Path], None]:
     def spoil(written: Path) -> None:
         tensors = load_file(written / "model.safetensors")
-        save_file({key: tensor for key, tensor in tensors.items() if not key.startswith(name)}, written / "model.safetensors")
+        save_file(
+            {key: tensor for key, tensor in tensors.items() if not key.startswith(name)}, written / "model.safetensors"
+        )
 
     return spoil
 
@@ -213,11 +254,17 @@ def _unquantize(written: Path) -> None:
     ("spoil", "said"),
     [
         (_unquantize, "backend llmcompressor: it wrote no quantization_config. Nobody could open the packed weights."),
-        (_drop("model.norm"), r"backend llmcompressor: 1 tensors of the model are lost \(model.norm.weight\). It would open with random"),
+        (
+            _drop("model.norm"),
+            r"backend llmcompressor: 1 tensors of the model are "
+            r"lost \(model.norm.weight\). It would open with random",
+        ),
         (_drop("model.layers.1.mlp.up_proj"), r"1 of 21 layers are as they were \(model.layers.1.mlp.up_proj\)"),
     ],
 )
-def test_what_was_not_asked_for_is_an_error(run: Callable[..., Any], tiny_model: TinyModel, spoil: Any, said: str) -> None:
+def test_what_was_not_asked_for_is_an_error(
+    run: Callable[..., Any], tiny_model: TinyModel, spoil: Any, said: str
+) -> None:
     with pytest.raises(StageError, match=said):
         run(Rtn(backend="llmcompressor", group_size=32), tiny_model("llama"), FakeWorker(spoil))
 
@@ -228,26 +275,44 @@ def test_layers_that_should_stay_as_they_are(run: Callable[..., Any], tiny_model
             names = [name for name in (*request["layers"], *request["kept"]) if name != "lm_head"]
             return super().__call__(environment, {**request, "layers": dict.fromkeys(names)}, *more)
 
-    with pytest.raises(StageError, match=r"3 layers are quantized that should stay as they are \(model.layers.0.mlp.down_proj\)"):
+    with pytest.raises(
+        StageError,
+        match=r"3 layers are quantized that should stay as "
+        r"they are \(model.layers.0.mlp.down_proj\)",
+    ):
         run(Rtn(backend="llmcompressor", group_size=32, exclude=("*.0.mlp.*",)), tiny_model("llama"), Greedy())
 
 
-def test_a_model_that_is_read_as_another_one_is_refused(run: Callable[..., Any], tiny_model: TinyModel, monkeypatch: Any) -> None:
+def test_a_model_that_is_read_as_another_one_is_refused(
+    run: Callable[..., Any], tiny_model: TinyModel, monkeypatch: Any
+) -> None:
     """The worker reads one model, this process another."""
     check = foreign._Agreement.check
-    monkeypatch.setattr(foreign._Agreement, "check", lambda self, file: (setattr(self, "here", -self.here), check(self, file)))
-    with pytest.raises(StageError, match="They read the checkpoint as two models, so another one than yours would be quantized"):
+    monkeypatch.setattr(
+        foreign._Agreement, "check", lambda self, file: (setattr(self, "here", -self.here), check(self, file))
+    )
+    with pytest.raises(
+        StageError, match="They read the checkpoint as two models, so another one than yours would be quantized"
+    ):
         run(Rtn(backend="llmcompressor", group_size=32), tiny_model("llama"), FakeWorker())
 
 
 def test_a_library_that_needs_a_gpu_says_why(tiny_model: TinyModel, tmp_path: Path) -> None:
-    said = r"^awq.backend: llmcompressor needs a GPU for it. Its AWQ pins memory for a GPU at every batch .* Take backend: optkit.$"
+    said = (
+        r"^awq.backend: llmcompressor needs a GPU for it. Its AWQ pins memory for a GPU at every "
+        r"batch .* Take backend: optkit.$"
+    )
     with pytest.raises(StageError, match=said):
         Awq(backend="llmcompressor").run(tiny_model("llama"), tmp_path, Context())
 
 
-def test_shapes_that_a_library_cannot_take_are_refused_before_it_is_asked(tiny_model: TinyModel, tmp_path: Path) -> None:
-    said = r"^model.layers.0.self_attn.k_proj: 32 outputs are not a multiple of 64. autoawq searches the clipping of so many at once."
+def test_shapes_that_a_library_cannot_take_are_refused_before_it_is_asked(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    said = (
+        r"^model.layers.0.self_attn.k_proj: 32 outputs are not a multiple of 64. autoawq searches "
+        r"the clipping of so many at once."
+    )
     with pytest.raises(StageError, match=said):
         Awq(backend="autoawq", group_size=32).run(tiny_model("llama"), tmp_path, Context())
 
@@ -257,10 +322,14 @@ def test_a_model_with_code_of_its_own_is_refused(tiny_model: TinyModel, tmp_path
     source.mkdir()
     for path in tiny_model("llama").iterdir():
         (source / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text()) | {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    config = json.loads((source / "config.json").read_text()) | {
+        "model_type": "mine",
+        "auto_map": {"AutoModelForCausalLM": "mine.Mine"},
+    }
     (source / "config.json").write_text(json.dumps(config))
     said = (
-        r"^rtn.backend: the model needs code of its own \(mine.Mine\). It was written for one version of transformers, and the library has"
+        r"^rtn.backend: the model needs code of its own \(mine.Mine\). It was written for one version of "
+        r"transformers, and the library has"
     )
     with pytest.raises(StageError, match=said):
         Rtn(backend="llmcompressor").run(source, tmp_path, Context())

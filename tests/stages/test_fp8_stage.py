@@ -40,7 +40,13 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random llama whose matrices are multiples of 128."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    }
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("square")
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(directory)
@@ -74,7 +80,11 @@ def test_weights_are_rounded_with_their_scales(scales: Any, search: Any, square:
 def test_models_stay_what_they_were(kind: str, fields: dict[str, Any], tiny_model: TinyModel, tmp_path: Path) -> None:
     stage = Fp8(**fields)
     report = run(tiny_model(kind), tmp_path / "fp8", stage)
-    assert 1e-3 < apart(open_session(tmp_path / "fp8").logits(TOKENS), open_session(tiny_model(kind)).logits(TOKENS)) < 0.25
+    assert (
+        1e-3
+        < apart(open_session(tmp_path / "fp8").logits(TOKENS), open_session(tiny_model(kind)).logits(TOKENS))
+        < 0.25
+    )
     checkpoint = Checkpoint(tmp_path / "fp8")
     cost, shape = stage.predict(Checkpoint(tiny_model(kind)).shape, "cpu")
     assert shape.tensors == checkpoint.tensors
@@ -86,7 +96,9 @@ def test_models_stay_what_they_were(kind: str, fields: dict[str, Any], tiny_mode
 
 def test_blocks_round_their_inputs_in_groups(square: Path, tmp_path: Path) -> None:
     run(square, tmp_path / "block", Fp8(scales="block"))
-    group = json.loads((tmp_path / "block" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    group = json.loads((tmp_path / "block" / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
     assert group["input_activations"]["group_size"] == 128
     session, plain = open_session(tmp_path / "block"), open_session(square)
     assert "fp8: 14 of 14 layers are dequantized at each call, inputs are rounded in groups" in session.notes
@@ -96,7 +108,9 @@ def test_blocks_round_their_inputs_in_groups(square: Path, tmp_path: Path) -> No
 
 
 def test_static_scales_reach_every_calibrated_input(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The scale of the first block's q_proj is that of the largest input in float; later ones come from what quantized blocks return."""
+    """The scale of the first block's q_proj is that of the largest input in float; later ones come
+    from what quantized blocks return.
+    """
     source = tiny_model("llama")
     stage = Fp8(**STATIC)
     run(source, tmp_path / "fp8", stage)
@@ -105,7 +119,9 @@ def test_static_scales_reach_every_calibrated_input(tiny_model: TinyModel, tmp_p
     seen: dict[str, float] = {}
     for name, module in model.named_modules():
         if name.endswith("_proj"):
-            module.register_forward_pre_hook(lambda _, given, name=name: seen.update({name: float(given[0].abs().max())}))
+            module.register_forward_pre_hook(
+                lambda _, given, name=name: seen.update({name: float(given[0].abs().max())})
+            )
     with torch.no_grad():
         model(stage.calibration.tokens(source, None))
     checkpoint = Checkpoint(tmp_path / "fp8")
@@ -136,9 +152,15 @@ def test_an_expert_without_tokens_is_calibrated_as_the_others(tiny_model: TinyMo
         assert all(scales[index] == max(seen) for index in scales if f"{prefix}.{index}.{leaf}" in without)
 
 
-def test_layers_without_any_token_are_refused(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_any_token_are_refused(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layer_inputs, "watch_inputs", lambda *_: None)
-    with pytest.raises(StageError, match=r"q_proj: no token of the calibration text reached the layer\. Raise fp8\.calibration"):
+    with pytest.raises(
+        StageError,
+        match=r"q_proj: no token of the calibration text "
+        r"reached the layer\. Raise fp8\.calibration",
+    ):
         run(tiny_model("llama"), tmp_path / "fp8", Fp8(**STATIC))
 
 
@@ -148,17 +170,29 @@ def test_inputs_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> N
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StageError, match=r"layers\.1\.mlp\.down_proj: the inputs of the layer are NaN or Inf.*do not fit float32"):
+    with pytest.raises(
+        StageError,
+        match=r"layers\.1\.mlp\.down_proj: the inputs of "
+        r"the layer are NaN or Inf.*do not fit float32",
+    ):
         run(source, tmp_path / "fp8", Fp8(**STATIC))
 
 
 def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"fp8: 8 layers are Conv1D \(.*Linear layers only\. Use gptq with format: gptq"):
+    with pytest.raises(
+        StageError,
+        match=r"fp8: 8 layers are Conv1D \(.*Linear "
+        r"layers only\. Use gptq with format: gptq",
+    ):
         run(tiny_model("gpt2"), tmp_path / "fp8", Fp8())
 
 
 def test_blocks_that_do_not_fill_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"q_proj: 64 x 64 weights: not both are multiples of 128, and so for 20 .*scales to channel"):
+    with pytest.raises(
+        StageError,
+        match=r"q_proj: 64 x 64 weights: not both are multiples "
+        r"of 128, and so for 20 .*scales to channel",
+    ):
         run(tiny_model("llama"), tmp_path / "fp8", Fp8(scales="block"))
 
 
@@ -180,7 +214,10 @@ def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"calibration": TEXT}, "the calibration text would not be read: take it out, or set rounding: gptq, or activations: static"),
+        (
+            {"calibration": TEXT},
+            "the calibration text would not be read: take it out, or set rounding: gptq, or activations: static",
+        ),
         ({"scales": "block", **STATIC}, "no static activations beside weights in blocks: set activations: dynamic, or"),
         ({"activations": "static"}, "activations: static needs a text: add calibration: {dataset: c4}, or take it out"),
         ({"rounding": "gptq"}, "rounding: gptq needs a text: add calibration: {dataset: c4}, or take it out"),

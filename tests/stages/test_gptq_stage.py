@@ -1,4 +1,6 @@
-"""Stage `gptq` on tiny models: what calibration buys, what is reported, and what it says when it cannot work."""
+"""Stage `gptq` on tiny models: what calibration buys, what is reported, and what it says when it
+cannot work.
+"""
 
 import shutil
 import weakref
@@ -37,14 +39,18 @@ def weights(directory: Path, bits: int = 4) -> dict[str, torch.Tensor]:
         module, _, leaf = name.rpartition(".")
         layers.setdefault(module, {})[leaf] = checkpoint.read(name)
     return {
-        module: (unpack_gptq(tensors, bits) if "qweight" in tensors else unpack_compressed_tensors(tensors, bits)).dequantize().float()
+        module: (unpack_gptq(tensors, bits) if "qweight" in tensors else unpack_compressed_tensors(tensors, bits))
+        .dequantize()
+        .float()
         for module, tensors in layers.items()
         if {"qweight", "weight_packed"} & set(tensors)
     }
 
 
 def outputs(source: Path, tokens: torch.Tensor, changed: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Return the logits of a model whose layers have other weights; names are those of the checkpoint."""
+    """Return the logits of a model whose layers have other weights; names are those of the
+    checkpoint.
+    """
     skeleton = Skeleton(Checkpoint(source))
     skeleton.load_("", "cpu")
     with torch.no_grad():
@@ -64,19 +70,26 @@ def test_outputs_stay_nearer_than_with_rounding(
         fields = fields | {"format": "gptq"}
     source, bits = tiny_model(kind), fields.get("bits", 4)
     report = quantize(source, tmp_path / "gptq", Gptq(calibration=text, **fields))
-    quantize(source, tmp_path / "rtn", Rtn(**{name: value for name, value in fields.items() if name != "true_sequential"}))
+    quantize(
+        source, tmp_path / "rtn", Rtn(**{name: value for name, value in fields.items() if name != "true_sequential"})
+    )
     tokens = text.tokens(source, None)[:8]
     original = outputs(source, tokens)
     ours, theirs = (
-        (outputs(source, tokens, weights(tmp_path / place, bits)) - original).square().mean().item() for place in ("gptq", "rtn")
+        (outputs(source, tokens, weights(tmp_path / place, bits)) - original).square().mean().item()
+        for place in ("gptq", "rtn")
     )
     assert ours < (0.8 if kind != "mixtral" else 0.95) * theirs
-    assert set(report.details["losses"]) == set(weights(tmp_path / "gptq", bits)) - set(report.details["rounded_to_nearest"])
+    assert set(report.details["losses"]) == set(weights(tmp_path / "gptq", bits)) - set(
+        report.details["rounded_to_nearest"]
+    )
     assert all(0 <= loss < 0.2 for loss in report.details["losses"].values())
     assert report.calibrated_on == (text.identity(),)
 
 
-def test_all_formats_and_options_write_what_was_predicted(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_all_formats_and_options_write_what_was_predicted(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     source = tiny_model("llama")
     for number, fields in enumerate(
         (
@@ -94,7 +107,9 @@ def test_all_formats_and_options_write_what_was_predicted(tiny_model: TinyModel,
 def test_result_does_not_depend_on_the_batch_size(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     losses = []
     for size in (1, 16):
-        report = quantize(tiny_model("llama"), tmp_path / str(size), Gptq(calibration=text, batch_size=size, refinements=0))
+        report = quantize(
+            tiny_model("llama"), tmp_path / str(size), Gptq(calibration=text, batch_size=size, refinements=0)
+        )
         losses.append(sum(report.details["losses"].values()))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
@@ -121,7 +136,9 @@ def test_layers_with_one_input_share_a_hessian(tiny_model: TinyModel, text: Cali
     assert hessians["gate_proj"] is hessians["up_proj"]
     assert len({id(hessian) for hessian in hessians.values()}) == 4
     for name, module in linears.items():
-        module.register_forward_pre_hook(lambda _module, given, name=name: seen.setdefault(name, []).append(given[0].flatten(0, 1)))
+        module.register_forward_pre_hook(
+            lambda _module, given, name=name: seen.setdefault(name, []).append(given[0].flatten(0, 1))
+        )
     collector.advance_()
     for name, batches in seen.items():
         rows = torch.cat(batches)
@@ -167,7 +184,9 @@ def test_turns_of_experts_stand_side_by_side(tiny_model: TinyModel, text: Calibr
     assert len(turns[2]) == 8
 
 
-def test_experts_that_saw_too_little_are_rounded_and_told(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_experts_that_saw_too_little_are_rounded_and_told(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     source, progress = tiny_model("mixtral"), Warnings()
     few = text.model_copy(update={"samples": 3})
     report = quantize(source, tmp_path / "gptq", Gptq(calibration=few), Context(progress=progress))
@@ -188,10 +207,15 @@ def test_damping_that_was_raised_is_reported(
     from optkit.algorithms.hessian import Hessian
 
     whole = Hessian.matrix
-    monkeypatch.setattr(Hessian, "matrix", lambda self: whole(self) - 0.03 * whole(self).diagonal().mean() * torch.eye(len(whole(self))))
+    monkeypatch.setattr(
+        Hessian, "matrix", lambda self: whole(self) - 0.03 * whole(self).diagonal().mean() * torch.eye(len(whole(self)))
+    )
     progress = Warnings()
     report = quantize(
-        tiny_model("llama"), tmp_path / "q", Gptq(calibration=text, damping=0.001, include=("*.0.*o_proj",)), Context(progress=progress)
+        tiny_model("llama"),
+        tmp_path / "q",
+        Gptq(calibration=text, damping=0.001, include=("*.0.*o_proj",)),
+        Context(progress=progress),
     )
     ((name, damping),) = report.details["raised_damping"].items()
     assert name == "model.layers.0.self_attn.o_proj"
@@ -206,7 +230,11 @@ def test_hessian_that_no_damping_mends_is_an_error(
 
     whole = Hessian.matrix
     monkeypatch.setattr(Hessian, "matrix", lambda self: -whole(self))
-    with pytest.raises(StageError, match=r"layers.0.self_attn.q_proj: the Hessian is not positive definite.* Exclude the layer, or"):
+    with pytest.raises(
+        StageError,
+        match=r"layers.0.self_attn.q_proj: the Hessian is "
+        r"not positive definite.* Exclude the layer, or",
+    ):
         quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text))
     assert not list((tmp_path / "q").glob("*.safetensors"))
 
@@ -219,7 +247,10 @@ def test_activations_that_overflow_are_an_error(tiny_model: TinyModel, tmp_path:
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     config = (source / "config.json").read_text().replace('"float32"', '"float16"')
     (source / "config.json").write_text(config)
-    message = r"layers.1.*: the inputs of the layer are NaN or Inf .* Activations do not fit float16. Put `- cast: \{dtype: bfloat16\}`"
+    message = (
+        r"layers.1.*: the inputs of the layer are NaN or Inf .* Activations do not fit float16. Put "
+        r"`- cast: \{dtype: bfloat16\}`"
+    )
     with pytest.raises(StageError, match=message):
         quantize(source, tmp_path / "q", Gptq(calibration=text))
 
@@ -239,7 +270,11 @@ def test_fused_experts_are_reported(tiny_model: TinyModel, tmp_path: Path, text:
 @pytest.mark.gpu
 def test_gpu_gives_what_the_cpu_gives(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     losses = [
-        sum(quantize(tiny_model("llama"), tmp_path / device, Gptq(calibration=text), Context(device=device)).details["losses"].values())
+        sum(
+            quantize(tiny_model("llama"), tmp_path / device, Gptq(calibration=text), Context(device=device))
+            .details["losses"]
+            .values()
+        )
         for device in ("cpu", "cuda")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)

@@ -70,7 +70,9 @@ def test_the_scales_are_the_largest_keys_and_values(
 
 
 @pytest.mark.parametrize("may_link", [True, False])
-def test_weights_are_linked_where_they_may_be_and_nothing_is_lost(tiny_model: TinyModel, tmp_path: Path, may_link: bool) -> None:
+def test_weights_are_linked_where_they_may_be_and_nothing_is_lost(
+    tiny_model: TinyModel, tmp_path: Path, may_link: bool
+) -> None:
     source, target = shutil.copytree(tiny_model("llama"), tmp_path / "source"), tmp_path / "scaled"
     scaled(source, target, may_link=may_link)
     linked = target / "model-00001-of-00002.safetensors"
@@ -93,8 +95,14 @@ def test_compressed_tensors_reads_its_config(tiny_model: TinyModel, tmp_path: Pa
     for source in (tiny_model("llama"), packed(tiny_model("llama"), tmp_path / "packed")):
         target = tmp_path / f"scaled-{source.name}"
         scaled(source, target)
-        read = quantization.QuantizationConfig.model_validate(json.loads((target / "config.json").read_text())["quantization_config"])
-        assert (read.kv_cache_scheme.num_bits, read.kv_cache_scheme.type, read.kv_cache_scheme.dynamic) == (8, "float", False)
+        read = quantization.QuantizationConfig.model_validate(
+            json.loads((target / "config.json").read_text())["quantization_config"]
+        )
+        assert (read.kv_cache_scheme.num_bits, read.kv_cache_scheme.type, read.kv_cache_scheme.dynamic) == (
+            8,
+            "float",
+            False,
+        )
 
 
 @pytest.mark.parametrize("weights", ["float", "packed"])
@@ -124,12 +132,20 @@ def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, tmp_path: Path,
 
 
 def test_what_vllm_would_not_read_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"^kv_scales: the weights are stored in the format gptq\. .*Set format: compressed-tensors in"):
+    with pytest.raises(
+        StageError,
+        match=r"^kv_scales: the weights are stored in the "
+        r"format gptq\. .*Set format: compressed-tensors in",
+    ):
         scaled(packed(tiny_model("llama"), tmp_path / "gptq", format="gptq"), tmp_path / "a")
     with pytest.raises(StageError, match=r"^kv_scales: no layer has a k_proj or qkv_proj\. "):
         scaled(tiny_model("gpt2"), tmp_path / "b")
     scaled(tiny_model("llama"), tmp_path / "once")
-    with pytest.raises(StageError, match=r"^kv_scales: the model has scales for its KV cache already\. Take the stage out"):
+    with pytest.raises(
+        StageError,
+        match=r"^kv_scales: the model has scales for "
+        r"its KV cache already\. Take the stage out",
+    ):
         scaled(tmp_path / "once", tmp_path / "twice")
 
 
@@ -139,7 +155,9 @@ def test_keys_that_are_not_numbers_are_refused(tiny_model: TinyModel, tmp_path: 
     tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        StageError, match=r"^kv_scales: model\.layers\.1\.self_attn: its keys or values are 0, NaN or Inf on the calibration text"
+        StageError,
+        match=r"^kv_scales: model\.layers\.1\.self_attn: its keys "
+        r"or values are 0, NaN or Inf on the calibration text",
     ):
         scaled(source, tmp_path / "scaled")
 
@@ -150,7 +168,11 @@ def test_a_scale_that_is_missing_is_an_error(tiny_model: TinyModel, tmp_path: Pa
     tensors = load_file(part)
     del tensors["model.layers.1.self_attn.v_scale"]
     save_file(tensors, part)
-    with pytest.raises(SourceError, match=r"1 scales of the KV cache are missing: model\.layers\.1\.self_attn\.v_scale\. kv_cache_scheme"):
+    with pytest.raises(
+        SourceError,
+        match=r"1 scales of the KV cache are missing: "
+        r"model\.layers\.1\.self_attn\.v_scale\. kv_cache_scheme",
+    ):
         split_kv_scales(Checkpoint(tmp_path / "scaled"))
 
 

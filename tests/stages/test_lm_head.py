@@ -1,4 +1,6 @@
-"""`lm_head: true` of the quantizers: what is written, what opens it, and that GPTQ sees what lm_head is really given."""
+"""`lm_head: true` of the quantizers: what is written, what opens it, and that GPTQ sees what
+lm_head is really given.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,9 +46,12 @@ def test_the_skeleton_gives_what_lm_head_is_given(tiny_model: TinyModel, kind: s
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"), [("llama", {}), ("qwen2", {"overrides": {"lm_head": {"bits": 8}}}), ("llama", {"symmetric": False})]
+    ("kind", "fields"),
+    [("llama", {}), ("qwen2", {"overrides": {"lm_head": {"bits": 8}}}), ("llama", {"symmetric": False})],
 )
-def test_rtn_of_lm_head_opens_everywhere(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_rtn_of_lm_head_opens_everywhere(
+    tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
     pytest.importorskip("compressed_tensors")
     source, stage = tiny_model(kind), Rtn(lm_head=True, **fields)
     report = stage.run(source, tmp_path, Context())
@@ -110,7 +115,9 @@ def test_gptq_format_says_that_lm_head_is_packed(tiny_model: TinyModel, tmp_path
 def test_a_model_without_lm_head_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="rtn.lm_head: the model has no layer lm_head. Set lm_head: false"):
         Rtn(lm_head=True)._select({}, {})
-    with pytest.raises(StageError, match="rtn.lm_head: lm_head is not included. Add lm_head to `include`, or set lm_head: false"):
+    with pytest.raises(
+        StageError, match="rtn.lm_head: lm_head is not included. Add lm_head to `include`, or set lm_head: false"
+    ):
         Rtn(lm_head=True, include=("*.mlp.*",)).run(tiny_model("llama"), tmp_path, Context())
     with pytest.raises(StageError, match="`lm_head` is outside the decoder blocks"):
         Rtn(include=("lm_head",)).run(tiny_model("llama"), tmp_path, Context())

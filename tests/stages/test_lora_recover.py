@@ -1,4 +1,6 @@
-"""Stage `lora_recover`: adapters that are merged into float weights, and that lie beside packed ones."""
+"""Stage `lora_recover`: adapters that are merged into float weights, and that lie beside packed
+ones.
+"""
 
 import json
 from collections.abc import Callable
@@ -68,7 +70,8 @@ def half_pruned(source: Path, parent: Path) -> Path:
 
     def prune(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors | {
-            name: torch.where(tensors[name].abs() >= tensors[name].abs().median(), tensors[name], 0.0) for name in wide(tensors)
+            name: torch.where(tensors[name].abs() >= tensors[name].abs().median(), tensors[name], 0.0)
+            for name in wide(tensors)
         }
 
     return changed_copy(source, parent, prune)
@@ -83,7 +86,9 @@ def opened_by_peft(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     how = CompressedTensorsConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map={"": "cpu"}, quantization_config=how)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", device_map={"": "cpu"}, quantization_config=how
+    )
     return PeftModel.from_pretrained(model, directory / "adapter").eval()
 
 
@@ -94,7 +99,10 @@ def test_packed_weights_stay_and_the_adapter_brings_the_model_back(
     source, base, done = tiny_model("llama"), tmp_path / "base", tmp_path / "done"
     run(Rtn(bits=3, group_size=32), source, base)
     stage = LoraRecover(**fields, initialization=initialization, ranks={"*.down_proj": 8})
-    with pytest.raises(StageError, match="the model that the recipe starts from would be the teacher, and is quantized. .* Name one: `tea"):
+    with pytest.raises(
+        StageError,
+        match="the model that the recipe starts from would be the teacher, and is quantized. .* Name one: `tea",
+    ):
         stage.predict(Checkpoint(base).shape, "cpu")
     cost, predicted = stage.predict_beside(Checkpoint(base).shape, "cpu", Checkpoint(source).shape)
     assert cost.by_kind["frozen weights"] >= 4 * Checkpoint(source).shape.elements
@@ -113,27 +121,45 @@ def test_packed_weights_stay_and_the_adapter_brings_the_model_back(
         name: info for name, info in predicted.tensors.items() if name.startswith("adapter/")
     }
     config = json.loads((done / "adapter" / "adapter_config.json").read_text())
-    assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert sorted(config["target_modules"]) == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
     assert config["init_lora_weights"] is True
     with torch.no_grad():
         theirs = opened_by_peft(done)(tokens()).logits
     assert (open_session(done).logits(tokens()) - theirs).abs().max() < 1e-4
 
 
-def test_loftq_begins_with_the_best_product_for_what_was_lost(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_loftq_begins_with_the_best_product_for_what_was_lost(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     source, base = tiny_model("llama"), tmp_path / "base"
     run(Rtn(bits=3, group_size=32), source, base)
     report = run(LoraRecover(**fields, initialization="loftq"), base, tmp_path / "done", source)
     name = "model.layers.1.self_attn.o_proj"
     from optkit.algorithms.packing import unpack_compressed_tensors
 
-    parts = {key.rpartition(".")[2]: held for key, held in load_file(base / "model.safetensors").items() if key.startswith(f"{name}.")}
+    parts = {
+        key.rpartition(".")[2]: held
+        for key, held in load_file(base / "model.safetensors").items()
+        if key.startswith(f"{name}.")
+    }
     lost = load_file(source / "model.safetensors")[f"{name}.weight"] - unpack_compressed_tensors(parts, 3).dequantize()
     values = torch.linalg.svdvals(lost).square()
-    assert report.details["initial_share_of_error"][name] == pytest.approx(float(values[:4].sum() / values.sum()), abs=2e-4)
+    assert report.details["initial_share_of_error"][name] == pytest.approx(
+        float(values[:4].sum() / values.sum()), abs=2e-4
+    )
 
 
-def test_nf4_gets_an_adapter_without_bitsandbytes_in_the_training(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_nf4_gets_an_adapter_without_bitsandbytes_in_the_training(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     source, base, done = tiny_model("llama"), tmp_path / "base", tmp_path / "done"
     run(Nf4(), source, base)
     report = run(LoraRecover(**{**fields, "learning_rate": 1e-4}, initialization="loftq"), base, done, source)
@@ -144,7 +170,9 @@ def test_nf4_gets_an_adapter_without_bitsandbytes_in_the_training(tiny_model: Ti
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
-def test_float_weights_get_it_merged(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], kind: str, method: str) -> None:
+def test_float_weights_get_it_merged(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], kind: str, method: str
+) -> None:
     source, done = half_pruned(tiny_model(kind), tmp_path), tmp_path / "done"
     report = run(LoraRecover(**fields, method=method), source, done, tiny_model(kind))
     before, after = load_file(source / "model.safetensors"), load_file(done / "model.safetensors")
@@ -159,7 +187,9 @@ def test_float_weights_get_it_merged(tiny_model: TinyModel, tmp_path: Path, fiel
     assert held_out["divergence"] < report.details["held_out_before"]["divergence"]
 
 
-def test_what_is_merged_computes_what_was_trained(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_what_is_merged_computes_what_was_trained(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     from optkit.training.adapters import adapted, merge_
 
     source = half_pruned(tiny_model("llama"), tmp_path)
@@ -182,24 +212,39 @@ def test_zeros_need_not_stay(tiny_model: TinyModel, tmp_path: Path, fields: dict
     source, done = half_pruned(tiny_model("llama"), tmp_path), tmp_path / "done"
     report = run(LoraRecover(**fields, keep_zeros=False), source, done, tiny_model("llama"))
     assert report.details["layers_that_keep_zeros"] == 0
-    assert float((load_file(done / "model.safetensors")["model.layers.0.mlp.up_proj.weight"] == 0).float().mean()) < 0.01
+    assert (
+        float((load_file(done / "model.safetensors")["model.layers.0.mlp.up_proj.weight"] == 0).float().mean()) < 0.01
+    )
 
 
-def test_zeros_that_stay_are_not_what_loftq_makes_up_for(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_zeros_that_stay_are_not_what_loftq_makes_up_for(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     source, stage = half_pruned(tiny_model("llama"), tmp_path), LoraRecover(**fields, initialization="loftq")
-    said = r"up_proj: what \d+ layers lost are weights that are to stay 0. .* Set initialization: zero, or keep_zeros: false"
+    said = (
+        r"up_proj: what \d+ layers lost are weights that are to stay 0. .* Set initialization: "
+        r"zero, or keep_zeros: false"
+    )
     with pytest.raises(StageError, match=said.replace("up_proj", "(up|gate)_proj")):
         run(stage, source, tmp_path / "done", tiny_model("llama"))
-    with pytest.raises(StageError, match="lora_recover.initialization: there is no model to begin from. Set initialization: zero"):
+    with pytest.raises(
+        StageError, match="lora_recover.initialization: there is no model to begin from. Set initialization: zero"
+    ):
         stage._student(source, Context())
 
 
-def test_where_nothing_was_lost_loftq_leaves_an_adapter_that_learns(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_where_nothing_was_lost_loftq_leaves_an_adapter_that_learns(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     source, base, done = tiny_model("llama"), tmp_path / "base", tmp_path / "done"
     run(Rtn(bits=3, group_size=32, exclude=("*.down_proj",)), source, base)
     report = run(LoraRecover(**fields, initialization="loftq"), base, done, source)
     assert report.details["initial_share_of_error"]["model.layers.0.mlp.down_proj"] == 0
-    learned = {name: held for name, held in load_file(done / "adapter" / "adapter_model.safetensors").items() if "down_proj" in name}
+    learned = {
+        name: held
+        for name, held in load_file(done / "adapter" / "adapter_model.safetensors").items()
+        if "down_proj" in name
+    }
     assert len(learned) == 6
     assert all(bool(held.any()) for held in learned.values())
 
@@ -229,10 +274,17 @@ def test_dropout_is_for_learning_alone(tiny_model: TinyModel, fields: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"include": ("*.q_prj",)}, r"lora_recover.include: `\*.q_prj` matches none of 21 layers. Did you mean '\*.q_proj'"),
+        (
+            {"include": ("*.q_prj",)},
+            r"lora_recover.include: `\*.q_prj` matches "
+            r"none of 21 layers. Did you mean '\*.q_proj'",
+        ),
         ({"ranks": {"*.wq": 2}}, r"lora_recover.ranks: `\*.wq` matches none"),
         ({"rank": 64}, "lora_recover.rank: .*k_proj: rank 64 is larger than the layer, which is 32 x 64"),
-        ({"ranks": {"*.q_proj": 65}}, "lora_recover.ranks: .*q_proj: rank 65 is larger than the layer, which is 64 x 64"),
+        (
+            {"ranks": {"*.q_proj": 65}},
+            "lora_recover.ranks: .*q_proj: rank 65 is larger than the layer, which is 64 x 64",
+        ),
         ({"sequence_length": 1024}, "sequences of 1,024 tokens, and the model was built for 512"),
     ],
 )
@@ -278,9 +330,17 @@ def test_weights_without_gradients_are_refused(
     source, base = tiny_model("llama"), tmp_path / "base"
     run(stage, source, base)
     left, origin = stage.predict(Checkpoint(source).shape, "cpu")[1], Checkpoint(source).shape
-    with pytest.raises(StageError, match=rf"lora_recover: there are no gradients through {planned}. Adapters .* Quantize with nf4, rtn,"):
+    with pytest.raises(
+        StageError,
+        match=r"lora_recover: there are no gradients through "
+        rf"{planned}. Adapters .* Quantize with nf4, rtn,",
+    ):
         LoraRecover(**fields).predict_beside(left, "cpu", origin)
-    with pytest.raises(StageError, match=rf"there are no gradients through {what}.* Quantize with nf4, rtn, gptq or awq"):
+    with pytest.raises(
+        StageError,
+        match=rf"there are no gradients through {what}.* "
+        r"Quantize with nf4, rtn, gptq or awq",
+    ):
         run(LoraRecover(**fields), base, tmp_path / "done", source)
 
 
@@ -298,9 +358,15 @@ def test_a_base_that_is_no_approximation_has_lost_nothing_that_could_be_made_up_
 ) -> None:
     stage = LoraRecover(**fields, initialization="loftq")
     flipped = changed_copy(tiny_model("llama"), tmp_path, lambda held: {name: -each for name, each in held.items()})
-    with pytest.raises(StageError, match="its weights are 2.00 of their norm away from those of the recipe's first model"):
+    with pytest.raises(
+        StageError, match="its weights are 2.00 of their norm away from those of the recipe's first model"
+    ):
         run(stage, flipped, tmp_path / "done", tiny_model("llama"))
-    with pytest.raises(StageError, match=r"the layer is \[64, 64\], and the recipe's first model has none of that name"):
+    with pytest.raises(
+        StageError,
+        match=r"the layer is \[64, 64\], and the "
+        r"recipe's first model has none of that name",
+    ):
         run(stage, tiny_model("llama"), tmp_path / "other", tiny_model("gpt2"))
 
 
@@ -338,9 +404,18 @@ def recipe(tmp_path: Path, model: Path, *stages: str) -> Path:
     ("stages", "said"),
     [
         (("nf4", "lora_recover", "lora_recover"), "leaves one with packed weights and an adapter. Keep one of them."),
-        (("rtn", "lora_recover", "onnx"), "Take one of them out, or put lora_recover before the stage that packs the weights"),
-        (("rtn", "lora_recover", "gptq"), "gptq reads a checkpoint with float weights and lora_recover leaves one with packed weights and"),
-        (("rtn", "lora_recover", "cuda_graphs"), "the setting cuda_graphs knows no adapter beside packed weights, and lora_recover leaves"),
+        (
+            ("rtn", "lora_recover", "onnx"),
+            "Take one of them out, or put lora_recover before the stage that packs the weights",
+        ),
+        (
+            ("rtn", "lora_recover", "gptq"),
+            "gptq reads a checkpoint with float weights and lora_recover leaves one with packed weights and",
+        ),
+        (
+            ("rtn", "lora_recover", "cuda_graphs"),
+            "the setting cuda_graphs knows no adapter beside packed weights, and lora_recover leaves",
+        ),
         (("rtn", "lora_recover", "onnx_provider: cpu"), "the setting onnx_provider is applied to an ONNX model"),
     ],
 )
@@ -354,16 +429,22 @@ def test_formats_follow_what_it_reads(tmp_path: Path, tiny_model: TinyModel) -> 
         ((RECOVER, "rtn"), ["checkpoint", "checkpoint", "quantized"]),
         (("rtn: {group_size: 32}", RECOVER, "compile"), ["checkpoint", "quantized", "adapted"]),
     ):
-        plan = make_plan(load_recipe(recipe(tmp_path, tiny_model("llama"), *stages)).pinned(None), Store(tmp_path / "store"), "cpu")
+        plan = make_plan(
+            load_recipe(recipe(tmp_path, tiny_model("llama"), *stages)).pinned(None), Store(tmp_path / "store"), "cpu"
+        )
         assert [step.format for step in plan.steps] == formats
 
 
-def test_an_adapted_model_takes_no_second_adapter(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_an_adapted_model_takes_no_second_adapter(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     base, done = tmp_path / "base", tmp_path / "done"
     run(Rtn(bits=3, group_size=32), tiny_model("llama"), base)
     run(LoraRecover(**fields), base, done, tiny_model("llama"))
     store = Store(tmp_path / "store")
-    with pytest.raises(StageError, match="lora_recover: reads .* gets one with packed weights and an adapter. .*done has an"):
+    with pytest.raises(
+        StageError, match="lora_recover: reads .* gets one with packed weights and an adapter. .*done has an"
+    ):
         make_plan(load_recipe(recipe(tmp_path, done, RECOVER)).pinned(None), store, "cpu")
     with pytest.raises(StageError, match="cuda_graphs: knows no adapter beside packed weights, and this model has one"):
         make_plan(load_recipe(recipe(tmp_path, done, "cuda_graphs")).pinned(None), store, "cpu")
@@ -374,7 +455,9 @@ def test_the_artifact_has_its_adapter_everywhere(tiny_model: TinyModel, tmp_path
     path = recipe(tmp_path, tiny_model("llama"), "rtn: {bits: 3, group_size: 32}", f"lora_recover: {told}")
     path.write_text(path.read_text() + "evals: [footprint]\n")
     scorecard = pipeline.run(path, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
-    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(read_artifact(tmp_path / "out").record.files)
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(
+        read_artifact(tmp_path / "out").record.files
+    )
     rows = {row.metric.name: row.metric.value for row in scorecard.rows}
     adapter = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").stat().st_size
     packed = (tmp_path / "out" / "model.safetensors").stat().st_size
@@ -389,6 +472,11 @@ def test_the_artifact_has_its_adapter_everywhere(tiny_model: TinyModel, tmp_path
 
 def test_it_needs_peft(tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.execute.unmet", lambda needs: [need for need in needs if need.startswith("peft")])
-    plan = make_plan(load_recipe(recipe(tmp_path, tiny_model("llama"), RECOVER)).pinned(None), Store(tmp_path / "store"), "cpu")
-    with pytest.raises(MissingPackageError, match="lora_recover: the package `peft>=0.18` is not installed. Run: pip install 'peft>=0.18'"):
+    plan = make_plan(
+        load_recipe(recipe(tmp_path, tiny_model("llama"), RECOVER)).pinned(None), Store(tmp_path / "store"), "cpu"
+    )
+    with pytest.raises(
+        MissingPackageError,
+        match="lora_recover: the package `peft>=0.18` is not installed. Run: pip install 'peft>=0.18'",
+    ):
         check_packages(plan)

@@ -1,4 +1,6 @@
-"""What stages say that they need in memory, beside what they take, on models with layers wide enough to outweigh the rest."""
+"""What stages say that they need in memory, beside what they take, on models with layers wide
+enough to outweigh the rest.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +65,9 @@ STAGES = {
         ("mixtral", "smoothquant_fixed"),
     ],
 )
-def test_a_stage_takes_what_it_said(wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str) -> None:
+def test_a_stage_takes_what_it_said(
+    wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str
+) -> None:
     source = wide_model(kind)
     calibrated = STAGES[stage].model_copy(update={"calibration": text})
     with LiveBytes() as live:
@@ -91,10 +95,14 @@ EAGER = {
 
 
 @pytest.mark.parametrize("stage", EAGER)
-def test_matrices_of_attention_are_counted(tiny_model: Callable[[str], Path], letters: Path, tmp_path: Path, stage: str) -> None:
+def test_matrices_of_attention_are_counted(
+    tiny_model: Callable[[str], Path], letters: Path, tmp_path: Path, stage: str
+) -> None:
     """They outweigh all else where a model with a soft cap reads long sequences."""
     source = tiny_model("gemma2")
-    calibrated = EAGER[stage].model_copy(update={"calibration": Calibration(dataset=str(letters), samples=4, sequence_length=512)})
+    calibrated = EAGER[stage].model_copy(
+        update={"calibration": Calibration(dataset=str(letters), samples=4, sequence_length=512)}
+    )
     with LiveBytes() as live:
         calibrated.run(source, tmp_path, Context())
     predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes

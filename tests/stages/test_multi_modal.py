@@ -1,4 +1,6 @@
-"""Models that see images too: their language model is quantized, the rest stays, and what opens them finds every layer by its name."""
+"""Models that see images too: their language model is quantized, the rest stays, and what opens
+them finds every layer by its name.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ GEMMA3: dict[str, Any] = {
     "mm_tokens_per_image": 4,
     **{f"{name}_token_index": 500 + number for number, name in enumerate(("image", "boi", "eoi"))},
 }
-"""transformers renames what the file has: `language_model.model.layers` is `model.language_model.layers` in the model."""
+"""transformers renames what the file has: `language_model.model.layers` is
+`model.language_model.layers` in the model.
+"""
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_5",
     "text_config": {**SIZES, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
@@ -93,7 +97,9 @@ def test_the_language_model_is_quantized_and_the_rest_stays(
         torch.testing.assert_close(theirs(input_ids=tokens).logits.float(), ours, atol=0.05, rtol=0)
 
 
-def test_auto_bits_chooses_among_the_layers_of_the_language_model(models: dict[str, Path], text: Calibration, tmp_path: Path) -> None:
+def test_auto_bits_chooses_among_the_layers_of_the_language_model(
+    models: dict[str, Path], text: Calibration, tmp_path: Path
+) -> None:
     stage = AutoBits(average_bits=6, calibration=text, sensitivity_samples=2, held_out_samples=0)
     report = stage.run(models["gemma3"], tmp_path, Context())
     assert all(name.startswith(WEIGHTS["gemma3"]) for name in report.details["choices"])
@@ -110,16 +116,25 @@ def test_other_libraries_are_refused(models: dict[str, Path], tmp_path: Path) ->
     with pytest.raises(StageError) as raised:
         Rtn(backend="llmcompressor", group_size=32).run(models["gemma3"], tmp_path, Context())
     assert str(raised.value) == (
-        "rtn.backend: Gemma3ForConditionalGeneration is more than a language model. Libraries name its layers in their own ways, which"
+        "rtn.backend: Gemma3ForConditionalGeneration is more than a language model. Libraries name its "
+        "layers in their own ways, which"
         " optkit cannot hold against the checkpoint's. Take backend: optkit."
     )
 
 
 def test_the_blocks_are_those_that_config_json_counts() -> None:
     matrix = TensorInfo("F32", (2, 2))
-    tensors = {f"{group}.{index}.w.weight": matrix for group, count in (("eyes", 5), ("mind", 3), ("ears", 3)) for index in range(count)}
+    tensors = {
+        f"{group}.{index}.w.weight": matrix
+        for group, count in (("eyes", 5), ("mind", 3), ("ears", 3))
+        for index in range(count)
+    }
     tensors["mind.0.more.weight"] = matrix
     shape = ModelShape({"text_config": {"num_hidden_layers": 3}}, tensors)
-    assert (shape.block("mind.2.w.weight"), shape.block("ears.2.w.weight"), shape.block("eyes.1.w.weight")) == (("mind", 2), None, None)
+    assert (shape.block("mind.2.w.weight"), shape.block("ears.2.w.weight"), shape.block("eyes.1.w.weight")) == (
+        ("mind", 2),
+        None,
+        None,
+    )
     assert shape.outside_bytes == 8 * matrix.size_bytes
     assert ModelShape({}, tensors).block("eyes.1.w.weight") == ("eyes", 1)

@@ -48,15 +48,21 @@ def quantize(source: Path, target: Path, **fields: Any) -> Report:
 
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
-@pytest.mark.parametrize(("kind", "fields"), [("llama", {"exclude": ("*.0.mlp.*",)}), ("qwen2", {"scale_search": "minmax"}), ("gemma", {})])
-def test_a_session_computes_what_transformers_does(halved: Halved, tmp_path: Path, type: str, kind: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("llama", {"exclude": ("*.0.mlp.*",)}), ("qwen2", {"scale_search": "minmax"}), ("gemma", {})]
+)
+def test_a_session_computes_what_transformers_does(
+    halved: Halved, tmp_path: Path, type: str, kind: str, fields: dict[str, Any]
+) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     quantize(halved(kind), tmp_path / "packed", type=type, **fields)
     session = open_session(tmp_path / "packed")
     with torch.no_grad():
-        expected, original = (AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits for place in (tmp_path / "packed", halved(kind)))
+        expected, original = (
+            AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits for place in (tmp_path / "packed", halved(kind))
+        )
     assert torch.equal(session.logits(TOKENS), expected.float())
     assert not torch.allclose(expected, original, atol=1e-2)
     assert session.notes[0].startswith(f"{type}: ")
@@ -71,7 +77,9 @@ def test_transformers_opens_experts_in_mxfp4(halved: Halved, tmp_path: Path) -> 
     assert any(".experts." in name for name in Checkpoint(tmp_path / "packed").tensors)
     assert set(report.skipped.values()) == {"router", "outside the decoder blocks"}
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)(TOKENS).logits.float()
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)(
+            TOKENS
+        ).logits.float()
     assert torch.allclose(open_session(tmp_path / "packed").logits(TOKENS), expected, atol=0.05)
 
 
@@ -112,8 +120,14 @@ def test_the_layers_of_a_module_share_their_global_scale(halved: Halved, tmp_pat
     tensors, weights = (load_file(place / "model.safetensors") for place in (tmp_path / "packed", halved("llama")))
     for module in ("self_attn", "mlp"):
         prefix = f"model.layers.1.{module}."
-        scales = [value.item() for name, value in tensors.items() if name.startswith(prefix) and name.endswith("weight_global_scale")]
-        largest = max(value.abs().max().item() for name, value in weights.items() if name.startswith(prefix) and value.dim() == 2)
+        scales = [
+            value.item()
+            for name, value in tensors.items()
+            if name.startswith(prefix) and name.endswith("weight_global_scale")
+        ]
+        largest = max(
+            value.abs().max().item() for name, value in weights.items() if name.startswith(prefix) and value.dim() == 2
+        )
         assert len(scales) > 2
         assert scales == pytest.approx([448 * 6 / largest] * len(scales))
 
@@ -131,28 +145,33 @@ def refusal(source: Path, **fields: Any) -> str:
 
 def test_a_model_in_float32_is_refused(tiny_model: TinyModel) -> None:
     assert refusal(tiny_model("llama")) == (
-        "mx: the model has weights in F32. compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot mix it "
+        "mx: the model has weights in F32. compressed-tensors dequantizes 4-bit floats to bfloat16 alone, "
+        "and transformers cannot mix it "
         "with another dtype. Put `- bf16` before it."
     )
 
 
 def test_conv1d_layers_are_refused(halved: Halved) -> None:
     assert refusal(halved("gpt2")) == (
-        "mx: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). transformers opens compressed-tensors for Linear layers only. "
+        "mx: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). transformers opens compressed-tensors "
+        "for Linear layers only. "
         "Use the stage nf4, or gptq with format: gptq."
     )
 
 
 def test_experts_in_nvfp4_are_refused(halved: Halved) -> None:
     assert refusal(halved("mixtral")) == (
-        "mx.type: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). transformers opens experts in nvfp4 "
+        "mx.type: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). "
+        "transformers opens experts in nvfp4 "
         "without their global scales, which is wrong. Set type: mxfp4, or exclude *.experts.*."
     )
 
 
 def test_some_experts_alone_are_refused(halved: Halved) -> None:
     message = refusal(halved("mixtral"), type="mxfp4", exclude=("*.0.block_sparse_moe.experts.1.*",))
-    assert message.startswith("mx.exclude: model.layers.0.block_sparse_moe.experts.1.w1 is left out and other experts beside it are not.")
+    assert message.startswith(
+        "mx.exclude: model.layers.0.block_sparse_moe.experts.1.w1 is left out and other experts beside it are not."
+    )
 
 
 def test_blocks_that_do_not_fit_are_refused(halved: Halved, tmp_path: Path) -> None:
@@ -166,7 +185,8 @@ def test_blocks_that_do_not_fit_are_refused(halved: Halved, tmp_path: Path) -> N
             tensors[name] = tensors[name][:, :48].contiguous() if "down" in name else tensors[name][:48].contiguous()
     save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
     assert refusal(narrow, type="mxfp4") == (
-        "mx.type: 3 layers have columns (48) that are not a multiple of 32 (model.layers.0.mlp.down_proj, ...). Blocks of mxfp4 are 32 "
+        "mx.type: 3 layers have columns (48) that are not a multiple of 32 (model.layers.0.mlp.down_proj, "
+        "...). Blocks of mxfp4 are 32 "
         "inputs wide. Exclude them, or set type: nvfp4."
     )
     assert quantize(narrow, tmp_path / "packed").changed == 21
@@ -189,7 +209,10 @@ def test_scales_that_do_not_fit_are_named(halved: Halved, tmp_path: Path) -> Non
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(SourceError, match=f"{layer}: there is no weight_global_scale."):
         open_session(tmp_path / "packed")
-    wrong = {f"{layer}.weight_global_scale": held, f"{layer}.weight_scale": tensors[f"{layer}.weight_scale"].view(torch.uint8)}
+    wrong = {
+        f"{layer}.weight_global_scale": held,
+        f"{layer}.weight_scale": tensors[f"{layer}.weight_scale"].view(torch.uint8),
+    }
     save_file({**tensors, **wrong}, file, metadata={"format": "pt"})
     said = r"up_proj: scales uint8 \[128, 4\] are not those of a weight \[128, 64\] in nvfp4. Make the artifact again."
     with pytest.raises(SourceError, match=said):
@@ -204,7 +227,9 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
         raise MemoryError
 
     monkeypatch.setattr(microscaling, "quantize_nvfp4", full)
-    with pytest.raises(ResourceError, match="model.layers.0.mlp.down_proj: the main memory is full. Use a machine with more memory."):
+    with pytest.raises(
+        ResourceError, match="model.layers.0.mlp.down_proj: the main memory is full. Use a machine with more memory."
+    ):
         quantize(halved("llama"), tmp_path / "packed")
 
 

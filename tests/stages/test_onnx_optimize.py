@@ -31,7 +31,11 @@ def optimize(source: Path, target: Path, **fields: Any) -> Report:
 
 @pytest.mark.parametrize(
     ("level", "gone", "new"),
-    [("basic", {"Transpose", "Constant"}, set()), ("extended", {"Sigmoid"}, {"QuickGelu"}), ("all", {"Sigmoid"}, {"QuickGelu"})],
+    [
+        ("basic", {"Transpose", "Constant"}, set()),
+        ("extended", {"Sigmoid"}, {"QuickGelu"}),
+        ("all", {"Sigmoid"}, {"QuickGelu"}),
+    ],
 )
 def test_fewer_nodes_that_say_the_same(llama: Path, target: Path, level: str, gone: set[str], new: set[str]) -> None:
     report = optimize(llama, target, level=level)
@@ -44,15 +48,26 @@ def test_fewer_nodes_that_say_the_same(llama: Path, target: Path, level: str, go
     feeds = decoder_feeds(loaded(llama), TOKENS)
     assert near(outputs(target, feeds), outputs(llama, feeds))
     assert report.details["difference"] < 1e-5
-    assert [("this machine's CPU" in note) for note in report.notes] == {"basic": [], "extended": [False], "all": [True, False]}[level]
+    assert [("this machine's CPU" in note) for note in report.notes] == {
+        "basic": [],
+        "extended": [False],
+        "all": [True, False],
+    }[level]
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in llama.iterdir())
-    assert all(tensor.data_location == TensorProto.EXTERNAL for tensor in graph_of(target).initializer if np.prod(tensor.dims) > 256)
+    assert all(
+        tensor.data_location == TensorProto.EXTERNAL
+        for tensor in graph_of(target).initializer
+        if np.prod(tensor.dims) > 256
+    )
 
 
 def test_float16(llama: Path, target: Path) -> None:
     report = optimize(llama, target, level="none", float16=True)
     model = loaded(target)
-    assert {array.dtype for array in constants(model).values() if array.size > 1} <= {np.dtype("float16"), np.dtype("int64")}
+    assert {array.dtype for array in constants(model).values() if array.size > 1} <= {
+        np.dtype("float16"),
+        np.dtype("int64"),
+    }
     assert {each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)} == {
         TensorProto.FLOAT16,
         TensorProto.INT64,
@@ -70,7 +85,9 @@ def test_what_is_kept_in_float32(llama: Path, target: Path) -> None:
     report = optimize(llama, target, float16=True, keep_float32=kept, keep_inputs=True)
     arrays = constants(loaded(target))
     whole = {name for name, array in arrays.items() if array.dtype == np.float32 and array.size > 1}
-    assert {name.split("layers.")[1] for name in whole if "o_proj" in name} == {f"{layer}.attn.o_proj.MatMul.weight" for layer in range(3)}
+    assert {name.split("layers.")[1] for name in whole if "o_proj" in name} == {
+        f"{layer}.attn.o_proj.MatMul.weight" for layer in range(3)
+    }
     assert arrays["model.layers.1.input_layernorm.weight"].dtype == np.float32
     assert arrays["model.layers.1.attn.qkv_proj.MatMul.weight"].dtype == np.float16
     assert report.details["nodes_after"]["Cast"] > report.details["nodes_before"]["Cast"]
@@ -85,7 +102,10 @@ def test_another_opset(llama: Path, target: Path) -> None:
     report = optimize(llama, target, level="none", opset=22)
     assert (report.details["opset_before"], report.details["opset"]) == (21, 22)
     assert report.changed == 1
-    assert [(entry.domain, entry.version) for entry in graph_of(target, whole=True).opset_import] == [("", 22), ("com.microsoft", 1)]
+    assert [(entry.domain, entry.version) for entry in graph_of(target, whole=True).opset_import] == [
+        ("", 22),
+        ("com.microsoft", 1),
+    ]
     feeds = decoder_feeds(loaded(llama), TOKENS)
     np.testing.assert_array_equal(outputs(target, feeds), outputs(llama, feeds))
 
@@ -99,7 +119,9 @@ def test_after_quantization(llama: Path, target: Path, tmp_path: Path) -> None:
     assert near(outputs(target, feeds), outputs(tmp_path / "int4", feeds))
 
 
-def test_a_fusion_that_says_something_else_is_refused(llama: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fusion_that_says_something_else_is_refused(
+    llama: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = optimization.optimize_graph
 
     def broken(*arguments: Any) -> Any:
@@ -111,7 +133,9 @@ def test_a_fusion_that_says_something_else_is_refused(llama: Path, target: Path,
         return model
 
     monkeypatch.setattr(optimization, "optimize_graph", broken)
-    with pytest.raises(StageError, match="the result differs from its source by 1 of the largest value, and 0.001 is the limit"):
+    with pytest.raises(
+        StageError, match="the result differs from its source by 1 of the largest value, and 0.001 is the limit"
+    ):
         optimize(llama, target)
 
 
@@ -125,7 +149,10 @@ def test_weights_that_float16_does_not_hold(tmp_path: Path, target: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"float16": True, "keep_float32": ["LayerNorm"]}, "onnx_optimize.keep_float32: `LayerNorm` matches none of 42 nodes."),
+        (
+            {"float16": True, "keep_float32": ["LayerNorm"]},
+            "onnx_optimize.keep_float32: `LayerNorm` matches none of 42 nodes.",
+        ),
         ({"opset": 99}, "onnx_optimize.opset: onnx "),
         ({"opset": 13, "level": "none"}, "cannot write it in opset 13"),
     ],

@@ -115,7 +115,8 @@ def test_a_float_embedding_is_stored_as_it_is_read(llama: Path, target: Path) ->
     assert report.details["nodes_before"]["Transpose"] == 1
     assert "Transpose" not in report.details["nodes_after"]
     np.testing.assert_array_equal(
-        constants(loaded(target))["/model/embed_tokens/Transpose/output_0"], constants(loaded(llama))["lm_head.MatMul.weight"].T
+        constants(loaded(target))["/model/embed_tokens/Transpose/output_0"],
+        constants(loaded(llama))["lm_head.MatMul.weight"].T,
     )
 
 
@@ -124,10 +125,14 @@ def test_reports_and_carries_everything_along(llama: Path, target: Path, tmp_pat
     (source / "notes").mkdir()
     (source / "notes" / "licence.txt").write_text("free")
     report = quantize(source, target, exclude=["*/o_proj/*"])
-    assert {path.relative_to(source) for path in source.rglob("*")} == {path.relative_to(target) for path in target.rglob("*")}
+    assert {path.relative_to(source) for path in source.rglob("*")} == {
+        path.relative_to(target) for path in target.rglob("*")
+    }
     for name in ("genai_config.json", "config.json", "tokenizer.json", "notes/licence.txt"):
         assert (target / name).read_bytes() == (source / name).read_bytes()
-    assert report.details["kept"]["excluded"]["nodes"] == [f"/model/layers.{layer}/attn/o_proj/MatMul" for layer in range(3)]
+    assert report.details["kept"]["excluded"]["nodes"] == [
+        f"/model/layers.{layer}/attn/o_proj/MatMul" for layer in range(3)
+    ]
     assert report.details["quantized"]["MatMulNBits, 4 bits"]["count"] == 12
     assert report.details["nodes_before"]["MatMul"] == 16
     assert report.details["nodes_after"]["MatMulNBits"] == 13
@@ -144,7 +149,11 @@ def test_reads_models_with_several_hard_links(llama: Path, target: Path, tmp_pat
 
 def test_other_graphs(tmp_path: Path, target: Path) -> None:
     random = np.random.default_rng(1)
-    weights = {"turned": random.normal(size=(24, 40)), "straight": random.normal(size=(24, 24)), "stack": random.normal(size=(1, 24, 8))}
+    weights = {
+        "turned": random.normal(size=(24, 40)),
+        "straight": random.normal(size=(24, 24)),
+        "stack": random.normal(size=(1, 24, 8)),
+    }
     nodes = [
         helper.make_node("Transpose", ["turned"], ["t"], perm=[1, 0]),
         helper.make_node("MatMul", ["x", "t"], ["a"]),
@@ -157,7 +166,9 @@ def test_other_graphs(tmp_path: Path, target: Path) -> None:
         helper.make_node("ReduceSum", ["f"], ["g"], keepdims=0),
         helper.make_node("Add", ["e", "g"], ["out"]),
     ]
-    source = saved(tmp_path / "source", nodes, {name: array.astype(np.float32) for name, array in weights.items()}, 40, "out", 3)
+    source = saved(
+        tmp_path / "source", nodes, {name: array.astype(np.float32) for name, array in weights.items()}, 40, "out", 3
+    )
     report = quantize(source, target, activations="float", symmetric=False)
     assert dict(report.skipped) == {
         "Gemm:d": "a Gemm, which MatMulNBits cannot replace",
@@ -166,7 +177,11 @@ def test_other_graphs(tmp_path: Path, target: Path) -> None:
     }
     model = loaded(target)
     assert sorted(constants(model)) == sorted(
-        ["stack", "straight", *(f"{name}_Q4{end}" for name in ("straight", "turned") for end in ("", "_scales", "_zeros"))]
+        [
+            "stack",
+            "straight",
+            *(f"{name}_Q4{end}" for name in ("straight", "turned") for end in ("", "_scales", "_zeros")),
+        ]
     )
     feeds = {"x": random.normal(size=(5, 40)).astype(np.float32)}
     assert near(outputs(target, feeds), outputs(with_float_matrices(model), feeds))
@@ -222,7 +237,10 @@ def test_a_damaged_model(llama: Path, target: Path, tmp_path: Path) -> None:
         ({"algorithm": "hqq", "symmetric": True}, "hqq finds zero points: set symmetric: false"),
         ({"embedding": "shared", "lm_head": "keep"}, "embedding: shared reads the codes of lm_head"),
         ({"algorithm": "hqq", "symmetric": False, "bits": 8}, "zero points of hqq at 4 bits alone"),
-        ({"embedding": "shared", "algorithm": "hqq", "symmetric": False, "lm_head": 4}, "an embedding cannot read the zero points of hqq"),
+        (
+            {"embedding": "shared", "algorithm": "hqq", "symmetric": False, "lm_head": 4},
+            "an embedding cannot read the zero points of hqq",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) -> None:

@@ -28,14 +28,18 @@ def llama(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def product(tmp_path: Path) -> Path:
     weight = np.random.default_rng(0).normal(size=(48, 24)).astype(np.float32)
-    return saved(tmp_path / "product", [helper.make_node("MatMul", ["x", "w"], ["logits"], name="product")], {"w": weight}, 48)
+    return saved(
+        tmp_path / "product", [helper.make_node("MatMul", ["x", "w"], ["logits"], name="product")], {"w": weight}, 48
+    )
 
 
 def quantize(source: Path, target: Path, **fields: Any) -> Report:
     return OnnxQuantize(**fields).run(source, target, Context())
 
 
-def in_int8(x: NDArray[np.float32], weight: NDArray[np.float32], low: float, high: float, per_channel: bool) -> NDArray[np.float32]:
+def in_int8(
+    x: NDArray[np.float32], weight: NDArray[np.float32], low: float, high: float, per_channel: bool
+) -> NDArray[np.float32]:
     """x @ weight with uint8 inputs of one scale, which reaches from low to high, and int8 weights."""
     low, high = min(low, 0.0), max(high, 0.0)
     scale = (high - low) / 255
@@ -54,7 +58,9 @@ def test_dynamic_says_what_numpy_says(product: Path, target: Path, per_channel: 
     x = np.random.default_rng(1).normal(size=(5, 48)).astype(np.float32)
     want = in_int8(x, constants(loaded(product))["w"], x.min(), x.max(), per_channel)
     np.testing.assert_allclose(outputs(target, {"x": x}), want, atol=2e-4)
-    weight = next(array for name, array in constants(loaded(target)).items() if array.dtype == np.int8 and array.size > 24)
+    weight = next(
+        array for name, array in constants(loaded(target)).items() if array.dtype == np.int8 and array.size > 24
+    )
     assert weight.shape == (48, 24)
     scales = next(array for name, array in constants(loaded(target)).items() if name.endswith("_scale"))
     assert scales.size == (24 if per_channel else 1)
@@ -99,7 +105,10 @@ def test_static_reaches_the_largest_input(llama: Path, target: Path) -> None:
     (head,) = [node for node in inner.graph.node if node.name == "/lm_head/MatMul"]
     del inner.graph.output[:]
     inner.graph.output.append(helper.make_tensor_value_info(head.input[0], 1, None))
-    seen = [outputs(inner, decoder_feeds(inner, row[None].numpy())) for row in Calibration(**CALIBRATION).tokens(llama, None)]
+    seen = [
+        outputs(inner, decoder_feeds(inner, row[None].numpy()))
+        for row in Calibration(**CALIBRATION).tokens(llama, None)
+    ]
     low, high = min(each.min() for each in seen), max(each.max() for each in seen)
     (scale,) = [array for name, array in constants(loaded(target)).items() if name == f"{head.input[0]}_scale"]
     assert float(scale) == pytest.approx((high - low) / 255, rel=1e-5)
@@ -112,8 +121,14 @@ def test_static_reaches_the_largest_input(llama: Path, target: Path) -> None:
             {"method": "dynamic", "exclude": ["*o_prj*"]},
             "onnx_quantize.exclude: `*o_prj*` matches none of 16 nodes. Did you mean '*/o_proj/*'?",
         ),
-        ({"method": "dynamic", "op_types": ["Conv"]}, "onnx_quantize: no node is left to quantize. The graph has none of the kind."),
-        ({"method": "static", "calibration": CALIBRATION, "exclude": ["*"]}, "no node is left to quantize. 16: excluded."),
+        (
+            {"method": "dynamic", "op_types": ["Conv"]},
+            "onnx_quantize: no node is left to quantize. The graph has none of the kind.",
+        ),
+        (
+            {"method": "static", "calibration": CALIBRATION, "exclude": ["*"]},
+            "no node is left to quantize. 16: excluded.",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_told(llama: Path, target: Path, fields: dict[str, Any], message: str) -> None:
@@ -133,11 +148,20 @@ def test_text_needs_an_input_for_tokens(product: Path, target: Path) -> None:
     ("fields", "message"),
     [
         ({"method": "dynamic", "bits": 8}, "bits means nothing for method: dynamic, only for method: weights"),
-        ({"method": "dynamic", "ranges": "entropy"}, "ranges means nothing for method: dynamic, only for method: static"),
+        (
+            {"method": "dynamic", "ranges": "entropy"},
+            "ranges means nothing for method: dynamic, only for method: static",
+        ),
         ({"per_channel": False}, "per_channel means nothing for method: weights, only for method: dynamic or static"),
-        ({"method": "dynamic", "calibration": CALIBRATION}, "calibration means nothing for method: dynamic, only for method: static"),
+        (
+            {"method": "dynamic", "calibration": CALIBRATION},
+            "calibration means nothing for method: dynamic, only for method: static",
+        ),
         ({"calibration": CALIBRATION}, "calibration means nothing for method: weights, only for method: static"),
-        ({"method": "static"}, "method: static needs a text: add calibration: {dataset: c4, samples: 32}, or set method: dynamic"),
+        (
+            {"method": "static"},
+            "method: static needs a text: add calibration: {dataset: c4, samples: 32}, or set method: dynamic",
+        ),
         ({"method": "static", "calibration": CALIBRATION, "percentile": 99}, "set ranges: percentile"),
         ({"method": "dynamic", "op_types": ["Gemm"]}, "method: dynamic cannot quantize Gemm. It has MatMul, Conv"),
     ],
@@ -149,7 +173,11 @@ def test_fields_that_do_not_go_together(fields: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize(
     ("fields", "text"),
-    [({}, None), ({"method": "dynamic"}, None), ({"method": "static", "calibration": {"dataset": "python-reference"}}, "python-reference")],
+    [
+        ({}, None),
+        ({"method": "dynamic"}, None),
+        ({"method": "static", "calibration": {"dataset": "python-reference"}}, "python-reference"),
+    ],
 )
 def test_a_text_is_pinned_only_where_it_is_read(fields: dict[str, Any], text: str | None) -> None:
     pinned = load_recipe({"model": "smollm2-135m", "stages": ["onnx", {"onnx_quantize": fields}]}).pinned(None)

@@ -38,7 +38,9 @@ for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
 
 @pytest.fixture(scope="module")
 def exported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Return what exports a tiny model once for each choice of fields; copy the directory before changing it."""
+    """Return what exports a tiny model once for each choice of fields; copy the directory before
+    changing it.
+    """
     made: dict[str, tuple[Path, Report]] = {}
 
     def export(kind: str, **fields: Any) -> tuple[Path, Report]:
@@ -72,9 +74,13 @@ def test_what_it_leaves(exported: Exported, tiny_model: TinyModel) -> None:
         assert (target / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((target / "config.json").read_text()) == {**Checkpoint(source).config, "dtype": "float32"}
     graph = ModelFile(target)
-    assert {entry.key: entry.value for entry in graph.proto.graph.initializer[0].external_data}["location"] == "model.onnx.data"
+    assert {entry.key: entry.value for entry in graph.proto.graph.initializer[0].external_data}[
+        "location"
+    ] == "model.onnx.data"
     assert (report.details["opset"], report.details["ir_version"]) == (21, 10)
-    assert report.details["size_bytes"] == sum((target / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
+    assert report.details["size_bytes"] == sum(
+        (target / name).stat().st_size for name in ("model.onnx", "model.onnx.data")
+    )
     assert report.changed == len(graph.initializers)
 
 
@@ -82,18 +88,30 @@ def test_float16_on_a_cpu_has_fused_attention(exported: Exported) -> None:
     target, report = exported("llama", dtype="float16")
     assert max(report.details["logits_apart"].values()) < 2e-2
     assert report.details["nodes"]["GroupQueryAttention"] == 3
-    assert json.loads((target / "genai_config.json").read_text())["model"]["decoder"]["session_options"]["provider_options"] == []
-    assert (target / "model.onnx.data").stat().st_size < 0.52 * (exported("llama")[0] / "model.onnx.data").stat().st_size
+    assert (
+        json.loads((target / "genai_config.json").read_text())["model"]["decoder"]["session_options"][
+            "provider_options"
+        ]
+        == []
+    )
+    assert (target / "model.onnx.data").stat().st_size < 0.52 * (
+        exported("llama")[0] / "model.onnx.data"
+    ).stat().st_size
 
 
 def test_bfloat16_is_not_compared_without_a_gpu(exported: Exported) -> None:
     report = exported("llama", target="cuda", dtype="bfloat16")[1]
     assert "logits_apart" not in report.details
-    said = "the graph was not compared with its source: ONNX Runtime has no kernels of bfloat16 here, only with --device cuda"
+    said = (
+        "the graph was not compared with its source: ONNX Runtime has no kernels of bfloat16 "
+        "here, only with --device cuda"
+    )
     assert report.notes == (said,)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("dml", "float16"), ("webgpu", "float16"), ("webgpu", "float32"), ("cuda", "float16")])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("dml", "float16"), ("webgpu", "float16"), ("webgpu", "float32"), ("cuda", "float16")]
+)
 def test_graphs_for_other_providers_are_compared_on_the_cpu(exported: Exported, target: str, dtype: str) -> None:
     directory, report = exported("llama", target=target, dtype=dtype)
     assert max(report.details["logits_apart"].values()) < report.details["logits_limit"]
@@ -134,7 +152,10 @@ def overwrite(directory: Path, name: str, value: bytes) -> None:
         ("model.layers.1.mlp.down_proj.MatMul.weight", "block 1 is the first that differs, by "),
         ("model.layers.0.input_layernorm.weight", "block 0 is the first that differs, by "),
         ("sin_cache", "block 0 is the first that differs, by "),
-        ("model.layers.3.final_norm_layernorm.weight", "all blocks agree, so it is the last norm, lm_head or the KV cache"),
+        (
+            "model.layers.3.final_norm_layernorm.weight",
+            "all blocks agree, so it is the last norm, lm_head or the KV cache",
+        ),
         ("lm_head.MatMul.weight", "the embedding is the first that differs, by "),
     ],
 )
@@ -143,7 +164,10 @@ def test_a_graph_that_says_something_else_fails(
 ) -> None:
     order = order_of(exported("llama"), tiny_model("llama"), tmp_path)
     overwrite(order.target, changed, b"\0\0\0\x3f")  # 0.5
-    said = r"^onnx: the graph does not say what its source says: logits of 1 x \d tokens differ by .* the limit 2e-05 of that, "
+    said = (
+        r"^onnx: the graph does not say what its source says: logits of 1 x \d tokens differ by "
+        r".* the limit 2e-05 of that, "
+    )
     said += r"the limit of any model \(torch in float(64|32 with sdpa) is [\d.]+e-07 from itself\); "
     with pytest.raises(StageError, match=said + place):
         check_parity(order, torch.arange(600) % 512, SilentTask())
@@ -152,7 +176,9 @@ def test_a_graph_that_says_something_else_fails(
 
 @pytest.fixture(scope="module")
 def sharp(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model whose scores of attention are 128 times as large, so that float32 keeps fewer digits of its logits."""
+    """Return a model whose scores of attention are 128 times as large, so that float32 keeps fewer
+    digits of its logits.
+    """
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor * 128 if "q_proj" in name else tensor for name, tensor in tensors.items()}
@@ -168,7 +194,10 @@ def test_a_model_that_loses_digits_in_torch_too_has_a_limit_of_its_own(sharp: Pa
     assert details["logits_limit_is"] == "8 times what torch in float64 is from itself on this model"
     order = order_of((tmp_path / "onnx", report), sharp, tmp_path / "copy")
     overwrite(order.target, "model.layers.1.mlp.down_proj.MatMul.weight", b"\0\0\0\x3f")  # 0.5
-    said = r"the limit 0.00\d+ of that, 8 times what torch in float64 is from itself on this model; block 1 is the first that differs"
+    said = (
+        r"the limit 0.00\d+ of that, 8 times what torch in float64 is from itself on this model; "
+        r"block 1 is the first that differs"
+    )
     with pytest.raises(StageError, match=said):
         check_parity(order, torch.arange(600) % 512, SilentTask())
 
@@ -184,7 +213,8 @@ def test_how_far_torch_is_from_itself(tiny_model: TinyModel, kind: str) -> None:
     with torch.no_grad(), _products_in_float64(source._model):
         found = source._model(tokens, use_cache=False).logits
     assert found.dtype == torch.float64
-    assert float((found - wanted).abs().max()) < 0.5 * float((before - wanted).abs().max())  # norms are computed in float32 in both
+    # norms are computed in float32 in both
+    assert float((found - wanted).abs().max()) < 0.5 * float((before - wanted).abs().max())
     rounding = source.rounding(tokens, "float32")
     assert 1e-8 < rounding.share < 1e-5
     assert rounding.how in (("float64",) if kind == "gemma2" else ("float64", "float32 with sdpa"))
@@ -202,12 +232,17 @@ def test_how_far_torch_is_from_itself_with_codes(tiny_model: TinyModel, tmp_path
 def test_numbers_that_are_none_fail(exported: Exported, tiny_model: TinyModel, tmp_path: Path) -> None:
     order = order_of(exported("llama", dtype="float16"), tiny_model("llama"), tmp_path)
     overwrite(order.target, "model.layers.1.mlp.down_proj.MatMul.weight", b"\xff\x7f")
-    said = "^onnx: the graph gives NaN or Inf as logits of 1 x 1 tokens. Numbers of the model do not fit float16. Set dtype: float32.$"
+    said = (
+        "^onnx: the graph gives NaN or Inf as logits of 1 x 1 tokens. Numbers of the model do not "
+        "fit float16. Set dtype: float32.$"
+    )
     with pytest.raises(StageError, match=said):
         check_parity(order, torch.arange(600) % 512, SilentTask())
 
 
-def test_a_source_without_a_tokenizer_is_compared_on_numbers(exported: Exported, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_source_without_a_tokenizer_is_compared_on_numbers(
+    exported: Exported, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     from optkit.stages.onnx import _text
 
     order = order_of(exported("llama"), tiny_model("llama"), tmp_path)
@@ -224,7 +259,9 @@ def test_a_source_without_a_tokenizer_is_compared_on_numbers(exported: Exported,
 def test_genais_tokenizer_is_compared(exported: Exported, tiny_model: TinyModel, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    target = Path(shutil.copytree(exported("llama")[0], tmp_path / "onnx", ignore=shutil.ignore_patterns("model.onnx*")))
+    target = Path(
+        shutil.copytree(exported("llama")[0], tmp_path / "onnx", ignore=shutil.ignore_patterns("model.onnx*"))
+    )
     text = "def  run(self):\n\n    Über 12 345 tokens"
     ids = AutoTokenizer.from_pretrained(tiny_model("llama"))(text).input_ids
     assert agree_on_tokens(target, text, ids) == ""
@@ -233,18 +270,26 @@ def test_genais_tokenizer_is_compared(exported: Exported, tiny_model: TinyModel,
     for_sentencepiece = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     odd = {
         **plain,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, for_sentencepiece, plain["decoder"]]},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, for_sentencepiece, plain["decoder"]],
+        },
     }
     path.write_text(json.dumps(odd))
     assert genai_tokens(target, text) != ids
     assert agree_on_tokens(target, text, ids) == ""
     assert json.loads(path.read_text()) == plain
     path.write_text(json.dumps(odd))
-    said = r"^ONNX Runtime GenAI cuts text into other tokens than transformers, from token 0 of 3 on: give it token ids that transformers' "
+    said = (
+        r"^ONNX Runtime GenAI cuts text into other tokens than transformers, from token 0 of 3 on: give "
+        r"it token ids that transformers' "
+    )
     assert re.match(said, agree_on_tokens(target, text, [1, 2, 3]))
     assert json.loads(path.read_text()) == odd
     path.unlink()
-    assert agree_on_tokens(target, text, ids).startswith("ONNX Runtime GenAI cannot read its tokenizer: give it token ids")
+    assert agree_on_tokens(target, text, ids).startswith(
+        "ONNX Runtime GenAI cannot read its tokenizer: give it token ids"
+    )
 
 
 def test_sequences_fit_positions_and_reach_beyond_a_window() -> None:
@@ -273,7 +318,8 @@ def test_fields_that_do_not_go_together(tiny_model: TinyModel, fields: dict[str,
 def test_fields_of_quantized_models_alone(tiny_model: TinyModel, fields: dict[str, Any]) -> None:
     name = next(iter(fields))
     said = (
-        f"^onnx.{name}: {name} means nothing here: the model has float weights. Leave it out, put gptq, awq or rtn before onnx, or onnx_q"
+        f"^onnx.{name}: {name} means nothing here: the model has float weights. Leave it out, put gptq, "
+        "awq or rtn before onnx, or onnx_q"
     )
     with pytest.raises(StageError, match=said):
         Onnx(**fields).predict(Checkpoint(tiny_model("llama")).shape, "cpu")
@@ -285,7 +331,9 @@ def test_an_architecture_that_is_not_known(tiny_model: TinyModel) -> None:
 
 
 def test_what_the_exporter_cannot_do_is_told(tiny_model: TinyModel, tmp_path: Path) -> None:
-    odd = changed_copy(tiny_model("llama"), tmp_path, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0})
+    odd = changed_copy(
+        tiny_model("llama"), tmp_path, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}
+    )
     (tmp_path / "onnx").mkdir()
     with pytest.raises(StageError, match="^onnx: exporter genai: ValueError: rope_scaling.factor must be positive"):
         Onnx().run(odd, tmp_path / "onnx", Context())

@@ -1,4 +1,6 @@
-"""`overrides:` of the quantizers: which pattern decides, what is written for each layer, and what is refused."""
+"""`overrides:` of the quantizers: which pattern decides, what is written for each layer, and what
+is refused.
+"""
 
 import shutil
 from pathlib import Path
@@ -42,7 +44,11 @@ def test_the_longest_pattern_decides() -> None:
     assert override_of("model.layers.1.mlp.down_proj", overrides, "rtn") == Override(bits=8)
     assert override_of("model.layers.1.mlp.up_proj", overrides, "rtn") == "keep"
     assert override_of("x", {"y": "keep"}, "rtn") is None
-    with pytest.raises(StageError, match=r"rtn.overrides: `a\*` and `\*b` both match ab and say different things. The longest"):
+    with pytest.raises(
+        StageError,
+        match=r"rtn.overrides: `a\*` and `\*b` both match "
+        r"ab and say different things. The longest",
+    ):
         override_of("ab", {"a*": "keep", "*b": Override(bits=2)}, "rtn")
     assert override_of("ab", {"a*": "keep", "*b": "keep"}, "rtn") == "keep"
 
@@ -52,7 +58,8 @@ def test_each_layer_has_the_form_that_its_pattern_says(tiny_model: TinyModel, tm
     width = {name: info.shape[1] for name, info in packed.tensors.items() if name.endswith("weight_packed")}
     assert width["model.layers.0.mlp.up_proj.weight_packed"] == 64 * 8 // 32
     assert width["model.layers.1.mlp.up_proj.weight_packed"] == 64 * 4 // 32
-    assert packed.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (64, 2)  # groups of 64: the longer pattern
+    # groups of 64: the longer pattern
+    assert packed.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (64, 2)
     assert packed.tensors["model.layers.1.mlp.down_proj.weight_scale"].shape == (64, 4)
     assert "model.layers.1.self_attn.o_proj.weight" in packed.tensors
     config = packed.quantization
@@ -93,7 +100,8 @@ def test_layers_that_vllm_joins_are_named_where_they_differ(tiny_model: TinyMode
     stage = Rtn(overrides={"*.q_proj": {"bits": 8}, "model.layers.1.mlp.up_proj": "keep"})
     notes = stage.run(tiny_model("qwen2"), tmp_path, Context()).notes
     assert notes == (
-        "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj and opens them in one form only, and so in 2 other places;"
+        "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj and opens them in one form "
+        "only, and so in 2 other places;"
         " transformers opens this model",
     )
 
@@ -107,22 +115,39 @@ def test_gptq_format_lists_what_is_different(tiny_model: TinyModel, tmp_path: Pa
     assert packed.tensors["model.layers.0.mlp.down_proj.scales"].shape == (1, 64)
     tokens = torch.arange(60).view(2, 30)
     found = open_session(packed.directory).logits(tokens)
-    assert torch.nn.functional.cosine_similarity(found, open_session(tiny_model("llama")).logits(tokens), dim=-1).min() > 0.9
+    assert (
+        torch.nn.functional.cosine_similarity(found, open_session(tiny_model("llama")).logits(tokens), dim=-1).min()
+        > 0.9
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("llama", {"overrides": {"*.up_porj": "keep"}}, r"rtn.overrides: `\*.up_porj` matches none of 21 layers. Did you mean"),
+        (
+            "llama",
+            {"overrides": {"*.up_porj": "keep"}},
+            r"rtn.overrides: `\*.up_porj` matches "
+            r"none of 21 layers. Did you mean",
+        ),
         ("llama", {"overrides": {"lm_head": "keep"}}, "rtn.overrides: `lm_head` is outside the decoder blocks"),
         ("llama", {"overrides": {"*": "keep"}}, "rtn: no layer is left of 21"),
-        ("llama", {"overrides": {"*.down_proj": {"group_size": 96}}}, "128 columns are not a multiple of group_size 96, .* 2 other"),
+        (
+            "llama",
+            {"overrides": {"*.down_proj": {"group_size": 96}}},
+            "128 columns are not a multiple of group_size 96, .* 2 other",
+        ),
         (
             "mixtral",
             {"overrides": {"*.experts.1.*": {"bits": 8}}},
-            r"rtn.overrides: model.layers.0.\S*experts.1.w1 has 8 bits, groups of 64 and \S*experts.0.w1 has 4 bits, groups of 64",
+            r"rtn.overrides: model.layers.0.\S*experts.1.w1 has 8 bits, groups of 64 and \S*experts.0.w1 "
+            r"has 4 bits, groups of 64",
         ),
-        ("mixtral", {"overrides": {"*.experts.1.*": {"symmetric": False}}}, "rtn.symmetric: 6 layers belong to experts"),
+        (
+            "mixtral",
+            {"overrides": {"*.experts.1.*": {"symmetric": False}}},
+            "rtn.symmetric: 6 layers belong to experts",
+        ),
     ],
 )
 def test_refusals(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any], message: str) -> None:
@@ -135,8 +160,14 @@ def test_refusals(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict
     ("fields", "message"),
     [
         ({"overrides": {"*": {}}}, "says nothing: give bits, group_size, symmetric or method, or write keep"),
-        ({"overrides": {"*": {"group_size": 4}}}, "group_size 4: use at least 8, or -1 for one scale per output channel"),
-        ({"format": "gptq", "overrides": {"*": {"symmetric": False}}}, "open zero points in this format only from gptqmodel"),
+        (
+            {"overrides": {"*": {"group_size": 4}}},
+            "group_size 4: use at least 8, or -1 for one scale per output channel",
+        ),
+        (
+            {"format": "gptq", "overrides": {"*": {"symmetric": False}}},
+            "open zero points in this format only from gptqmodel",
+        ),
         ({"format": "gptq", "overrides": {"*": {"group_size": 48}}}, "gptqmodel opens group sizes 16, .* not 48"),
         ({"overrides": {"*": "drop"}}, "Input should be 'keep'"),
     ],

@@ -1,4 +1,6 @@
-"""Stage `prune_structured` without some of the decoder blocks: what is left computes what it did, and the right blocks go."""
+"""Stage `prune_structured` without some of the decoder blocks: what is left computes what it did,
+and the right blocks go.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def llama() -> Path:
 
 
 def skipping_(model: PreTrainedModel, removed: Sequence[int]) -> PreTrainedModel:
-    """Let blocks hand on what they are given, in the form in which the model passes it from one to the next."""
+    """Let blocks hand on what they are given, in the form in which the model passes it from one to
+    the next.
+    """
     for index in removed:
         block = blocks_of(model)[index]
         block.forward = lambda hidden, *_, **__: hidden  # type: ignore[method-assign]
@@ -73,7 +77,14 @@ def test_what_is_left_computes_what_it_did(kind: str, tmp_path: Path) -> None:
     ("kind", "told"),
     [
         ("gpt2", {"n_layer": 4}),
-        ("qwen2", {"num_hidden_layers": 4, "max_window_layers": 2, "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}),
+        (
+            "qwen2",
+            {
+                "num_hidden_layers": 4,
+                "max_window_layers": 2,
+                "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+            },
+        ),
         ("gemma3", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
         ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 1]}),
@@ -91,11 +102,19 @@ def test_kinds_that_transformers_derives_from_the_index_are_written_out(tmp_path
     config = {key: value for key, value in json.loads(path.read_text()).items() if key != "layer_types"}
     path.write_text(json.dumps(config | {"sliding_window_pattern": 3}))
     pruned(source, tmp_path / "target", remove_layers=[0])
-    assert config_of(tmp_path / "target")["layer_types"] == (["sliding_attention", "full_attention", "sliding_attention"] * 2)[:5]
+    assert (
+        config_of(tmp_path / "target")["layer_types"]
+        == (["sliding_attention", "full_attention", "sliding_attention"] * 2)[:5]
+    )
 
 
 def test_nested_config_and_lists_that_are_no_blocks() -> None:
-    text = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "eos_token_id": [1, 2, 3], "mlp_only_layers": [0, 2]}
+    text = {
+        "num_hidden_layers": 3,
+        "layer_types": ["a", "b", "c"],
+        "eos_token_id": [1, 2, 3],
+        "mlp_only_layers": [0, 2],
+    }
     made = shallower_config({"text_config": text, "num_hidden_layers": 9}, [0, 2])
     left = {"num_hidden_layers": 2, "layer_types": ["a", "c"], "eos_token_id": [1, 2, 3], "mlp_only_layers": [0, 1]}
     assert made == {"text_config": left, "num_hidden_layers": 9}
@@ -105,7 +124,9 @@ def test_block_influence_is_that_of_the_paper(llama: Path, tmp_path: Path) -> No
     report = pruned(llama, tmp_path / "target", remove_layers=0.34, calibration=letters(tmp_path), batch_size=4)
     model, passed = model_of(llama), []
     for block in blocks_of(model):
-        block.register_forward_hook(lambda _, given, left: passed.append(1 - torch.cosine_similarity(given[0], left, dim=-1).mean()))
+        block.register_forward_hook(
+            lambda _, given, left: passed.append(1 - torch.cosine_similarity(given[0], left, dim=-1).mean())
+        )
     loss(model, letters_tokens(llama, tmp_path))
     assert list(report.details["layer_scores"].values()) == pytest.approx([float(score) for score in passed], rel=1e-4)
     assert report.details["removed_layers"] == sorted(sorted(range(6), key=passed.__getitem__)[:2])
@@ -113,7 +134,14 @@ def test_block_influence_is_that_of_the_paper(llama: Path, tmp_path: Path) -> No
 
 
 def test_perplexity_is_that_of_the_model_without_the_block(llama: Path, tmp_path: Path) -> None:
-    report = pruned(llama, tmp_path / "target", remove_layers=2, layer_importance="perplexity", calibration=letters(tmp_path), batch_size=4)
+    report = pruned(
+        llama,
+        tmp_path / "target",
+        remove_layers=2,
+        layer_importance="perplexity",
+        calibration=letters(tmp_path),
+        batch_size=4,
+    )
     tokens = letters_tokens(llama, tmp_path)
     want = [math.exp(loss(skipping_(model_of(llama), [index]), tokens)) for index in range(6)]
     assert list(report.details["layer_scores"].values()) == pytest.approx(want, rel=1e-4)
@@ -122,18 +150,35 @@ def test_perplexity_is_that_of_the_model_without_the_block(llama: Path, tmp_path
 
 
 def test_one_by_one_scores_anew_without_the_blocks_that_went(llama: Path, tmp_path: Path) -> None:
-    fields = {"remove_layers": 2, "layer_importance": "perplexity", "layer_search": "one_by_one", "calibration": letters(tmp_path)}
+    fields = {
+        "remove_layers": 2,
+        "layer_importance": "perplexity",
+        "layer_search": "one_by_one",
+        "calibration": letters(tmp_path),
+    }
     report = pruned(llama, tmp_path / "target", **fields)
     tokens = letters_tokens(llama, tmp_path)
     first, second = report.details["rounds"][0]["block"], report.details["rounds"][1]
-    without = {index: math.exp(loss(skipping_(model_of(llama), [first, index]), tokens)) for index in range(6) if index != first}
-    assert second == {"block": min(without, key=without.__getitem__), "score": pytest.approx(min(without.values()), rel=1e-4)}
+    without = {
+        index: math.exp(loss(skipping_(model_of(llama), [first, index]), tokens))
+        for index in range(6)
+        if index != first
+    }
+    assert second == {
+        "block": min(without, key=without.__getitem__),
+        "score": pytest.approx(min(without.values()), rel=1e-4),
+    }
     assert report.details["removed_layers"] == sorted([first, second["block"]])
 
 
 @pytest.mark.parametrize("measure", ["perplexity", "block_influence"])
 def test_contiguous_blocks_are_scored_together(measure: str, llama: Path, tmp_path: Path) -> None:
-    fields = {"remove_layers": 3, "layer_importance": measure, "layer_search": "contiguous", "calibration": letters(tmp_path)}
+    fields = {
+        "remove_layers": 3,
+        "layer_importance": measure,
+        "layer_search": "contiguous",
+        "calibration": letters(tmp_path),
+    }
     report = pruned(llama, tmp_path / "target", **fields)
     tokens, want = letters_tokens(llama, tmp_path), []
     if measure == "perplexity":
@@ -144,7 +189,9 @@ def test_contiguous_blocks_are_scored_together(measure: str, llama: Path, tmp_pa
             block.register_forward_pre_hook(lambda _, given: states.append(given[0]))
         model.model.norm.register_forward_pre_hook(lambda _, given: states.append(given[0]))
         loss(model, tokens)
-        want = [float(1 - torch.cosine_similarity(states[start], states[start + 3], dim=-1).mean()) for start in range(4)]
+        want = [
+            float(1 - torch.cosine_similarity(states[start], states[start + 3], dim=-1).mean()) for start in range(4)
+        ]
     assert list(report.details["run_scores"].values()) == pytest.approx(want, rel=1e-4)
     start = min(range(4), key=want.__getitem__)
     assert report.details["removed_layers"] == [start, start + 1, start + 2]
@@ -153,7 +200,10 @@ def test_contiguous_blocks_are_scored_together(measure: str, llama: Path, tmp_pa
 def test_sizes_are_told(llama: Path, tmp_path: Path) -> None:
     report = pruned(llama, tmp_path / "target", remove_layers=[0, 1, 5])
     before, after = report.details["before"], report.details["after"]
-    assert [before[key] for key in ("parameters", "bytes")] == [Checkpoint(llama).shape.elements, Checkpoint(llama).shape.size_bytes]
+    assert [before[key] for key in ("parameters", "bytes")] == [
+        Checkpoint(llama).shape.elements,
+        Checkpoint(llama).shape.size_bytes,
+    ]
     assert after["parameters"] == Checkpoint(tmp_path / "target").shape.elements
     assert (before["kv_cache_bytes_per_token"], after["kv_cache_bytes_per_token"]) == (768, 384)
     assert report.notes[0].startswith(f"{before['parameters']:,} -> {after['parameters']:,} parameters, ")
@@ -205,7 +255,9 @@ def test_no_count_of_blocks() -> None:
 def test_a_block_that_computes_something_else_at_its_new_place(tmp_path: Path) -> None:
     source = save_model("gpt2", tmp_path / "source", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(
-        StageError, match=r"prune_structured: transformer.h.2: in the smaller model it computes something else: .*Remove"
+        StageError,
+        match=r"prune_structured: transformer.h.2: in the "
+        r"smaller model it computes something else: .*Remove",
     ) as caught:
         pruned(source, tmp_path / "target", remove_layers=[1])
     assert "0.001 is the limit" in str(caught.value)
@@ -221,7 +273,12 @@ def test_logits_that_are_not_finite(llama: Path, tmp_path: Path, monkeypatch: py
 def test_logits_are_in_the_predicted_memory(search: str, tmp_path: Path) -> None:
     """They are most of it where the vocabulary is large and the text is short."""
     source = save_model("llama", tmp_path / "source", vocab_size=16384)
-    fields = {"remove_layers": 2, "layer_importance": "perplexity", "layer_search": search, "calibration": letters(tmp_path, 6, 200)}
+    fields = {
+        "remove_layers": 2,
+        "layer_importance": "perplexity",
+        "layer_search": search,
+        "calibration": letters(tmp_path, 6, 200),
+    }
     stage = validate(PruneStructured, fields)
     assert not isinstance(stage, list), stage
     (tmp_path / "target").mkdir()

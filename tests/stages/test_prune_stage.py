@@ -1,4 +1,6 @@
-"""Stage `prune` on tiny models: what is zero afterwards, what calibration buys, and what it refuses."""
+"""Stage `prune` on tiny models: what is zero afterwards, what calibration buys, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def packed_weights(directory: Path) -> dict[str, torch.Tensor]:
     for name in checkpoint.tensors:
         module, _, leaf = name.rpartition(".")
         layers.setdefault(module, {})[leaf] = checkpoint.read(name)
-    return {name: unpack_compressed_tensors(parts, 4).dequantize().float() for name, parts in layers.items() if "weight_packed" in parts}
+    return {
+        name: unpack_compressed_tensors(parts, 4).dequantize().float()
+        for name, parts in layers.items()
+        if "weight_packed" in parts
+    }
 
 
 def outputs(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -76,7 +82,9 @@ def test_each_method_is_better_than_the_one_before(
         target = tmp_path / method
         report = prune(source, target, method=method, pattern=pattern, **fields)
         pruned = weights(target)
-        zeros = sum(int((weight == 0).sum()) for weight in pruned.values()) / sum(weight.numel() for weight in pruned.values())
+        zeros = sum(int((weight == 0).sum()) for weight in pruned.values()) / sum(
+            weight.numel() for weight in pruned.values()
+        )
         assert report.details["sparsity"] == pytest.approx(zeros)
         assert zeros == pytest.approx(0.5, abs=0.001)
         assert report.changed == len(pruned)
@@ -122,7 +130,9 @@ def test_zeros_outlive_quantizers_but_where_gptq_is_told_to_fill_them(
     filled = name == "gptq, filling"
     assert all(follows(weight, Pattern(2, 4)) for weight in quantized.values()) is not filled
     if name.startswith("gptq"):
-        zeros = sum(int((weight == 0).sum()) for weight in quantized.values()) / sum(weight.numel() for weight in quantized.values())
+        zeros = sum(int((weight == 0).sum()) for weight in quantized.values()) / sum(
+            weight.numel() for weight in quantized.values()
+        )
         assert report.details["zeros"] == {"layers": 21, "before": 0.5, "after": pytest.approx(zeros)}
         said = "which GPTQ fills: keep_zeros: true would keep them" if filled else "and stay so"
         assert report.notes[-1] == f"50.0% of the weights of 21 pruned layers were 0, {said}; {zeros:.1%} are now"
@@ -164,17 +174,27 @@ def test_outliers_are_counted_as_in_the_paper() -> None:
     assert by_outliers(dict.fromkeys(layers, 0.1), layers, 0.5, 0.08) == dict.fromkeys(layers, 0.5)
 
 
-def test_experts_that_few_tokens_reach_are_pruned_by_magnitude(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_experts_that_few_tokens_reach_are_pruned_by_magnitude(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
     few = text.model_copy(update={"samples": 2, "sequence_length": 60})
     for method in ("wanda", "sparsegpt"):
         told = Warnings()
-        report = prune(tiny_model("mixtral"), tmp_path / method, Context(progress=told), method=method, calibration=few, pattern="2:4")
+        report = prune(
+            tiny_model("mixtral"),
+            tmp_path / method,
+            Context(progress=told),
+            method=method,
+            calibration=few,
+            pattern="2:4",
+        )
         by_magnitude = report.details["pruned_by_magnitude"]
         assert all(tokens < 128 for tokens in by_magnitude.values())
         assert len(by_magnitude) == report.changed
         name, tokens = next(iter(by_magnitude.items()))
         assert told.lines == [
-            f"{report.changed} layers are pruned by magnitude: they saw fewer than the 128 calibration tokens that {method} needs"
+            f"{report.changed} layers are pruned by magnitude: they saw fewer than the 128 calibration "
+            f"tokens that {method} needs"
             f" ({name}: {tokens}); raise prune.calibration.samples"
         ]
     prune(tiny_model("mixtral"), tmp_path / "magnitude", method="magnitude", pattern="2:4")
@@ -190,18 +210,39 @@ def test_experts_that_few_tokens_reach_are_pruned_by_magnitude(tiny_model: TinyM
         ({"sparsity": 1.0}, "sparsity 1 leaves no weight: it is the share that becomes 0, such as 0.5"),
         ({"sparsity": 50}, "sparsity 50 leaves no weight"),
         ({"sparsity": 0}, "sparsity: 0 is not greater than 0"),
-        ({"sparsity": 0.6, "pattern": "2:4"}, "sparsity 0.6 contradicts pattern 2:4, which makes 0.5 of the weights 0: leave sparsity out"),
-        ({"pattern": "2:4", "allocation": "owl"}, "pattern 2:4 gives every layer the same sparsity: set allocation: uniform, or pattern:"),
+        (
+            {"sparsity": 0.6, "pattern": "2:4"},
+            "sparsity 0.6 contradicts pattern 2:4, which makes 0.5 of the weights 0: leave sparsity out",
+        ),
+        (
+            {"pattern": "2:4", "allocation": "owl"},
+            "pattern 2:4 gives every layer the same sparsity: set allocation: uniform, or pattern:",
+        ),
         ({"pattern": "3:4"}, "pattern: '3:4' is not one of 'unstructured', '2:4', '4:8'"),
         ({"method": "wanda", "damping": 0.1}, "damping would not be read: take it out, or set method: sparsegpt"),
         ({"method": "wanda", "refinements": 3}, "refinements would not be read"),
         ({"method": "magnitude", "equal_tokens": True}, "equal_tokens would not be read"),
-        ({"method": "magnitude", "calibration": "c4"}, "calibration would not be read: take it out, or set method: wanda or sparsegpt"),
-        ({"allocation_spread": 0.1}, "allocation_spread would not be read: take it out, or set allocation: owl or sensitivity"),
-        ({"allocation": "sensitivity", "outlier_threshold": 3}, "outlier_threshold would not be read: take it out, or set allocation: owl"),
+        (
+            {"method": "magnitude", "calibration": "c4"},
+            "calibration would not be read: take it out, or set method: wanda or sparsegpt",
+        ),
+        (
+            {"allocation_spread": 0.1},
+            "allocation_spread would not be read: take it out, or set allocation: owl or sensitivity",
+        ),
+        (
+            {"allocation": "sensitivity", "outlier_threshold": 3},
+            "outlier_threshold would not be read: take it out, or set allocation: owl",
+        ),
         ({"allocation": "owl", "sensitivity_samples": 3}, "sensitivity_samples would not be read"),
-        ({"allocation": "owl", "sparsity": 0.95}, "layers of 0.87 to 1.03 zeros: set allocation_spread below 0.05 for sparsity 0.95"),
-        ({"allocation": "owl", "sparsity": 0.05}, "layers of -0.03 to 0.13 zeros: set allocation_spread below 0.05 for sparsity 0.05"),
+        (
+            {"allocation": "owl", "sparsity": 0.95},
+            "layers of 0.87 to 1.03 zeros: set allocation_spread below 0.05 for sparsity 0.95",
+        ),
+        (
+            {"allocation": "owl", "sparsity": 0.05},
+            "layers of -0.03 to 0.13 zeros: set allocation_spread below 0.05 for sparsity 0.05",
+        ),
     ],
 )
 def test_fields_that_cannot_be_honoured_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -223,12 +264,17 @@ def test_what_is_left_out_is_filled_in_where_it_is_read() -> None:
     ("kind", "fields", "message"),
     [
         ("llama", {"include": ("*.up",)}, "prune.include: `*.up` matches none of 21 layers"),
-        ("llama", {"exclude": ("*_proj",)}, "prune: no layer is left of 21 in the decoder blocks. Widen `include` or narrow `exclude`"),
+        (
+            "llama",
+            {"exclude": ("*_proj",)},
+            "prune: no layer is left of 21 in the decoder blocks. Widen `include` or narrow `exclude`",
+        ),
         ("llama", {"include": ("lm_head",)}, "prune.include: `lm_head`"),
         (
             "llama",
             {"sparsity": 0.995},
-            "a sparsity of 0.995 leaves none of the 64 weights of an output. Lower prune.sparsity, or exclude the layer",
+            "a sparsity of 0.995 leaves none of the 64 weights of an output. Lower prune.sparsity, "
+            "or exclude the layer",
         ),
         ("llama", {"sparsity": 0.002}, "weights of an output. Raise prune.sparsity, or exclude the layer"),
     ],
@@ -251,7 +297,8 @@ def test_a_pattern_that_does_not_divide_the_inputs_is_refused() -> None:
     with pytest.raises(StageError) as error:
         refuse_unfit(layers, Pattern(4, 8), 0.5, 0.5, "prune")
     assert str(error.value) == (
-        "a: 12 inputs are not a multiple of 8, nor are those of 1 other layers. The pattern 4:8 is of 8 neighbouring inputs. Exclude the"
+        "a: 12 inputs are not a multiple of 8, nor are those of 1 other layers. The pattern 4:8 is of 8 "
+        "neighbouring inputs. Exclude the"
         " layer, or set prune.pattern: unstructured."
     )
 
@@ -259,25 +306,40 @@ def test_a_pattern_that_does_not_divide_the_inputs_is_refused() -> None:
 def test_weights_that_are_nan_are_refused(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     broken = changed_copy(tiny_model("llama"), tmp_path, replacing("model.layers.1.mlp.up_proj.weight", float("nan")))
     for fields in ({"method": "magnitude"}, {"method": "wanda", "calibration": text}):
-        with pytest.raises(SourceError, match="model.layers.1.mlp.up_proj.weight: 8,192 of 8,192 weights are NaN or Inf"):
+        with pytest.raises(
+            SourceError, match="model.layers.1.mlp.up_proj.weight: 8,192 of 8,192 weights are NaN or Inf"
+        ):
             prune(broken, tmp_path / f"{fields['method']}", **fields)
 
 
-def test_full_memory_says_what_to_lower(tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_says_what_to_lower(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise MemoryError("std::bad_alloc")
 
     monkeypatch.setattr(block_pruner, "sparsegpt", full)
     with pytest.raises(
-        ResourceError, match=r"model.layers.0: the main memory is full.*Lower prune.batch_size, prune.calibration.samples or"
+        ResourceError,
+        match=r"model.layers.0: the main memory is full.*Lower "
+        r"prune.batch_size, prune.calibration.samples or",
     ):
         prune(tiny_model("llama"), tmp_path / "pruned", calibration=text)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"method": "magnitude"}, {"method": "wanda"}, {}, {"allocation": "sensitivity"}, {"pattern": "4:8", "exclude": ("*.1.*",)}]
+    "fields",
+    [
+        {"method": "magnitude"},
+        {"method": "wanda"},
+        {},
+        {"allocation": "sensitivity"},
+        {"pattern": "4:8", "exclude": ("*.1.*",)},
+    ],
 )
-def test_the_plan_knows_what_is_left(tiny_model: TinyModel, tmp_path: Path, text: Calibration, fields: dict[str, Any]) -> None:
+def test_the_plan_knows_what_is_left(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, fields: dict[str, Any]
+) -> None:
     stage = Prune(**({} if fields.get("method") == "magnitude" else {"calibration": text}), **fields)
     source = Checkpoint(tiny_model("qwen2"))
     cost, left = stage.predict(source.shape, "cpu")
@@ -290,10 +352,14 @@ def test_the_plan_knows_what_is_left(tiny_model: TinyModel, tmp_path: Path, text
 
 def test_notes_say_who_profits(tiny_model: TinyModel, tmp_path: Path) -> None:
     notes = {
-        pattern: prune(tiny_model("llama"), tmp_path / pattern.replace(":", "of"), method="magnitude", pattern=pattern).notes[0]
+        pattern: prune(
+            tiny_model("llama"), tmp_path / pattern.replace(":", "of"), method="magnitude", pattern=pattern
+        ).notes[0]
         for pattern in ("unstructured", "2:4", "4:8")
     }
-    assert notes["unstructured"].startswith("50.0% of the weights of 21 layers are 0, in no pattern: no engine that optkit measures")
+    assert notes["unstructured"].startswith(
+        "50.0% of the weights of 21 layers are 0, in no pattern: no engine that optkit measures"
+    )
     assert notes["2:4"].startswith("21 layers are 2:4 sparse, which no engine that optkit exports to uses by itself")
     assert "torch.sparse.to_sparse_semi_structured" in notes["2:4"]
     assert notes["4:8"].startswith("21 layers are 4:8 sparse, and no engine that optkit measures has a kernel for it")
@@ -301,7 +367,10 @@ def test_notes_say_who_profits(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 def test_bfloat16_keeps_its_dtype_and_every_zero(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = changed_copy(
-        tiny_model("llama"), tmp_path, lambda tensors: {name: each.bfloat16() for name, each in tensors.items()}, dtype="bfloat16"
+        tiny_model("llama"),
+        tmp_path,
+        lambda tensors: {name: each.bfloat16() for name, each in tensors.items()},
+        dtype="bfloat16",
     )
     report = prune(source, tmp_path / "pruned", calibration=text, pattern="2:4")
     assert report.details["sparsity"] == 0.5

@@ -1,4 +1,6 @@
-"""Stage `prune_structured` with narrower parts: what has no effect goes without a trace, what matters stays, what cannot be is refused."""
+"""Stage `prune_structured` with narrower parts: what has no effect goes without a trace, what
+matters stays, what cannot be is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.support.smaller_models import config_of, letters, logits, made_model,
 
 Change = Callable[[str, Tensor], Tensor]
 REMOVED = torch.tensor([1, 4, 7, 8, 20, 21, 22, 47] * 2).unique()
-"""Channels whose effect is nothing in the models of the tests: 8 of 48 inside of the feed-forward layers, 8 of 32 of the hidden states."""
+"""Channels whose effect is nothing in the models of the tests: 8 of 48 inside of the feed-forward
+layers, 8 of 32 of the hidden states.
+"""
 HIDDEN = torch.tensor([0, 3, 5, 6, 17, 18, 30, 31])
 SMALL = {"num_hidden_layers": 2}
 
@@ -33,7 +37,9 @@ SMALL = {"num_hidden_layers": 2}
 def changed(source: Path, target: Path, change: Change) -> Path:
     """Return a copy of a model with other tensors."""
     directory = Path(shutil.copytree(source, target))
-    tensors = {name: change(name, tensor.clone()) for name, tensor in load_file(directory / "model.safetensors").items()}
+    tensors = {
+        name: change(name, tensor.clone()) for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -44,7 +50,8 @@ def assert_same(source: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "compensate"), [("llama_biases", True), ("gemma3", True), ("phi3", True), ("gpt2", True), ("opt", True), ("opt", False)]
+    ("kind", "compensate"),
+    [("llama_biases", True), ("gemma3", True), ("phi3", True), ("gpt2", True), ("opt", True), ("opt", False)],
 )
 def test_feed_forward_channels_without_effect(kind: str, compensate: bool, tmp_path: Path) -> None:
     def change(name: str, tensor: Tensor) -> Tensor:
@@ -92,7 +99,9 @@ def test_multi_head_attention_loses_keys_with_queries(tmp_path: Path) -> None:
     report = pruned(source, tmp_path / "target", attention_heads=2, calibration=letters(tmp_path))
     assert_same(source, tmp_path / "target")
     assert report.details["kv_heads"] == [((0,), (3,))] * 2
-    assert report.details["before"]["kv_cache_bytes_per_token"] == 2 * report.details["after"]["kv_cache_bytes_per_token"]
+    assert (
+        report.details["before"]["kv_cache_bytes_per_token"] == 2 * report.details["after"]["kv_cache_bytes_per_token"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["multi_head", "llama_biases", "qwen3", "phi3", "helium"])
@@ -122,7 +131,8 @@ def test_pooled_heads_are_the_mean_of_their_neighbours(tmp_path: Path) -> None:
     before, after = (load_file(each / "model.safetensors") for each in (source, tmp_path / "target"))
     name = "model.layers.1.self_attn.v_proj.weight"
     assert torch.allclose(
-        after[name], torch.cat([(before[name][:8] + before[name][8:16]) / 2, (before[name][16:24] + before[name][24:]) / 2])
+        after[name],
+        torch.cat([(before[name][:8] + before[name][8:16]) / 2, (before[name][16:24] + before[name][24:]) / 2]),
     )
 
 
@@ -158,7 +168,14 @@ def test_channels_of_the_hidden_states_without_effect(kind: str, tmp_path: Path)
 
 def test_everything_at_once(tmp_path: Path) -> None:
     source = made_model("llama")
-    fields = {"remove_layers": 2, "intermediate_size": 0.7, "attention_heads": 2, "kv_heads": 1, "hidden_size": 0.5, "multiple_of": 8}
+    fields = {
+        "remove_layers": 2,
+        "intermediate_size": 0.7,
+        "attention_heads": 2,
+        "kv_heads": 1,
+        "hidden_size": 0.5,
+        "multiple_of": 8,
+    }
     report = pruned(source, tmp_path / "target", **fields, calibration=letters(tmp_path))
     after = {"hidden": 16, "ffn": 32, "heads": 2, "key_heads": 1, "head_size": 8}
     assert report.details["widths_after"] == after
@@ -169,7 +186,8 @@ def test_everything_at_once(tmp_path: Path) -> None:
 def test_least_squares_makes_up_for_what_went() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = (
-        torch.randn(200, 6, generator=generator) @ torch.randn(6, 9, generator=generator) + torch.randn(200, 9, generator=generator) / 10
+        torch.randn(200, 6, generator=generator) @ torch.randn(6, 9, generator=generator)
+        + torch.randn(200, 9, generator=generator) / 10
     )
     weight, kept, exact = torch.randn(5, 9, generator=generator), torch.tensor([0, 2, 3, 5, 8]), inputs.double()
     made = compensated(weight, (exact.T @ exact / 200).float(), kept, damping=0.0)
@@ -215,8 +233,16 @@ def test_which_heads_are_left(before: Any, after: Any, pooling: bool, heads: Any
             {"intermediate_size": 40},
             "prune_structured.intermediate_size: 40 is not a multiple of 64. Take 64, or set multiple_of.",
         ),
-        ("llama", {"intermediate_size": 20, "multiple_of": 8}, "20 is not a multiple of 8. Take 16 or 24, or set multiple_of."),
-        ("llama", {"intermediate_size": 48, "multiple_of": 8}, "it is 48, and the model has 48. Take less, or lower multiple_of."),
+        (
+            "llama",
+            {"intermediate_size": 20, "multiple_of": 8},
+            "20 is not a multiple of 8. Take 16 or 24, or set multiple_of.",
+        ),
+        (
+            "llama",
+            {"intermediate_size": 48, "multiple_of": 8},
+            "it is 48, and the model has 48. Take less, or lower multiple_of.",
+        ),
         (
             "llama",
             {"hidden_size": 0.9},
@@ -230,7 +256,11 @@ def test_which_heads_are_left(before: Any, after: Any, pooling: bool, heads: Any
             {"attention_heads": 3},
             "3 heads of queries cannot share 2 heads of keys and values equally. The model has 4 and 2. Take a mul",
         ),
-        ("llama", {"attention_heads": 4, "kv_heads": 1, "kv_method": "importance"}, "4 heads of queries cannot share 1 heads of keys"),
+        (
+            "llama",
+            {"attention_heads": 4, "kv_heads": 1, "kv_method": "importance"},
+            "4 heads of queries cannot share 1 heads of keys",
+        ),
         (
             "multi_head",
             {"kv_heads": 3},
@@ -246,20 +276,38 @@ def test_which_heads_are_left(before: Any, after: Any, pooling: bool, heads: Any
             {"attention_heads": 2},
             "prune_structured.attention_heads: the config.json of gpt2 has no place for heads of another size or",
         ),
-        ("gpt2", {"kv_heads": 1}, "prune_structured.kv_heads: the config.json of gpt2 has no place for heads of another size or number."),
-        ("opt", {"hidden_size": 16, "multiple_of": 8}, "prune_structured.hidden_size: the config.json of opt has no place for heads"),
-        ("gemma", {"hidden_size": 16, "multiple_of": 8}, "gemma multiplies its embeddings by the root of the hidden size."),
+        (
+            "gpt2",
+            {"kv_heads": 1},
+            "prune_structured.kv_heads: the config.json of gpt2 has no place for heads of another size or number.",
+        ),
+        (
+            "opt",
+            {"hidden_size": 16, "multiple_of": 8},
+            "prune_structured.hidden_size: the config.json of opt has no place for heads",
+        ),
+        (
+            "gemma",
+            {"hidden_size": 16, "multiple_of": 8},
+            "gemma multiplies its embeddings by the root of the hidden size.",
+        ),
         (
             "mixtral",
             {"intermediate_size": 16, "multiple_of": 8},
             "the feed-forward layers are not one of equal size in every block. Experts,",
         ),
-        ("qwen2_moe", {"intermediate_size": 16, "multiple_of": 8}, "the feed-forward layers are not one of equal size in every block."),
+        (
+            "qwen2_moe",
+            {"intermediate_size": 16, "multiple_of": 8},
+            "the feed-forward layers are not one of equal size in every block.",
+        ),
         (
             "helium",
             {"attention_heads": 2},
-            "prune_structured.attention_heads: 2 heads of 8 channels are not the 32 channels of the hidden states. The attention of helium "
-            "ends in a layer of hidden size x hidden size, whatever heads there are. Take remove_layers, intermediate_size and kv_heads.",
+            "prune_structured.attention_heads: 2 heads of 8 channels are not the 32 channels of the hidden "
+            "states. The attention of helium "
+            "ends in a layer of hidden size x hidden size, whatever heads there are. Take remove_layers, "
+            "intermediate_size and kv_heads.",
         ),
         (
             "helium",
@@ -279,22 +327,31 @@ def test_which_heads_are_left(before: Any, after: Any, pooling: bool, heads: Any
     ],
 )
 def test_plans_refuse_widths_that_cannot_be(kind: str, fields: dict[str, Any], message: str) -> None:
-    assert message in refused(made_model(kind, **({"n_layer": 2} if kind == "gpt2" else {} if kind == "qwen2_moe" else SMALL)), **fields)
+    assert message in refused(
+        made_model(kind, **({"n_layer": 2} if kind == "gpt2" else {} if kind == "qwen2_moe" else SMALL)), **fields
+    )
 
 
 def test_a_tensor_that_nobody_knows_beside_those_that_change(tmp_path: Path) -> None:
     source = changed(made_model("llama", **SMALL), tmp_path / "source", lambda _, tensor: tensor)
     name = "model.layers.0.self_attn.sinks"
     save_file(load_file(source / "model.safetensors") | {name: torch.ones(4)}, source / "model.safetensors")
-    message = f"prune_structured: {name}: optkit does not know how to narrow this tensor of llama, [4]. It stands beside the layers"
+    message = (
+        f"prune_structured: {name}: optkit does not know how to narrow this tensor of llama, [4]. "
+        "It stands beside the layers"
+    )
     assert message in refused(source, attention_heads=2)
 
 
 def test_a_norm_that_subtracts_the_mean(tmp_path: Path) -> None:
     source = changed(made_model("llama", **SMALL), tmp_path / "source", lambda _, tensor: tensor)
-    save_file(load_file(source / "model.safetensors") | {"model.norm.bias": torch.ones(32)}, source / "model.safetensors")
+    save_file(
+        load_file(source / "model.safetensors") | {"model.norm.bias": torch.ones(32)}, source / "model.safetensors"
+    )
     found = refused(source, hidden_size=16, multiple_of=8)
-    assert found.startswith("prune_structured.hidden_size: model.norm.bias: a norm with a bias subtracts the mean of all channels.")
+    assert found.startswith(
+        "prune_structured.hidden_size: model.norm.bias: a norm with a bias subtracts the mean of all channels."
+    )
 
 
 def test_weights_that_no_longer_fit_their_dtype(tmp_path: Path) -> None:
@@ -303,7 +360,8 @@ def test_weights_that_no_longer_fit_their_dtype(tmp_path: Path) -> None:
 
     source = changed(made_model("llama", **SMALL), tmp_path / "source", change)
     message = (
-        "prune_structured: model.norm.weight: weights of up to 84,853 do not fit float16. They make up for what was removed. Set compensate"
+        "prune_structured: model.norm.weight: weights of up to 84,853 do not fit float16. They make up for "
+        "what was removed. Set compensate"
     )
     with pytest.raises(StageError, match=message):
         pruned(source, tmp_path / "target", hidden_size=16, multiple_of=8, calibration=letters(tmp_path))
@@ -312,11 +370,17 @@ def test_weights_that_no_longer_fit_their_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"intermediate_size": 1.5}, "intermediate_size: 1.5 is no fraction between 0 and 1. Write a whole number to say how many"),
+        (
+            {"intermediate_size": 1.5},
+            "intermediate_size: 1.5 is no fraction between 0 and 1. Write a whole number to say how many",
+        ),
         ({"hidden_size": 0}, "hidden_size: 0 is less than 1"),
         ({"kv_heads": 0}, "kv_heads: 0 is not at least 1."),
         ({"kv_method": "pooling", "attention_heads": 2}, "kv_method says how kv_heads are made: set kv_heads too"),
-        ({"kv_heads": 1, "layer_search": "at_once"}, "layer_importance and layer_search choose blocks to remove: set remove_layers too"),
+        (
+            {"kv_heads": 1, "layer_search": "at_once"},
+            "layer_importance and layer_search choose blocks to remove: set remove_layers too",
+        ),
     ],
 )
 def test_fields_that_make_no_sense(fields: dict[str, Any], message: str) -> None:

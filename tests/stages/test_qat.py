@@ -70,9 +70,20 @@ def trained_model(tiny_model: TinyModel, text: str, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def fields(text: str) -> dict[str, Any]:
-    training = {"texts": [{"dataset": text}], "sequence_length": LENGTH, "batch_size": 8, "tokens": 40 * 8 * LENGTH, "held_out": 8}
+    training = {
+        "texts": [{"dataset": text}],
+        "sequence_length": LENGTH,
+        "batch_size": 8,
+        "tokens": 40 * 8 * LENGTH,
+        "held_out": 8,
+    }
     training |= {"evaluations": 4, "precision": "float32", "learning_rate": 1e-4}
-    return {"bits": 3, "group_size": 32, "calibration": {"dataset": text, "samples": 16, "sequence_length": LENGTH}, "training": training}
+    return {
+        "bits": 3,
+        "group_size": 32,
+        "calibration": {"dataset": text, "samples": 16, "sequence_length": LENGTH},
+        "training": training,
+    }
 
 
 def beginning(fields: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +106,8 @@ def stored(directory: Path, bits: int) -> dict[str, Tensor]:
     read = {"weight_packed": unpack_compressed_tensors, "qweight": unpack_gptq}
     found = {name: read[leaf](parts, bits) for name, parts in layers.items() for leaf in read if leaf in parts}
     return {
-        name: weight.dequantize().float() if weight.scales.dtype == torch.float32 else _widened(weight) for name, weight in found.items()
+        name: weight.dequantize().float() if weight.scales.dtype == torch.float32 else _widened(weight)
+        for name, weight in found.items()
     }
 
 
@@ -120,7 +132,12 @@ def divergence_of(directory: Path, source: Path, data: Tensor) -> float:
     ],
 )
 def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
-    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict[str, Any]
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    changes: dict[str, Any],
 ) -> None:
     last: dict[str, Tensor] = {}
     write = CodesTraining._write
@@ -130,7 +147,13 @@ def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
         return write(self, student, target, context)
 
     monkeypatch.setattr(CodesTraining, "_write", remember)
-    training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
+    training = {
+        **fields["training"],
+        "tokens": 8 * 8 * LENGTH,
+        "learning_rate": 1e-3,
+        "divergence": 0,
+        "cross_entropy": 1,
+    }
     stage = Qat(**beginning({**fields, "training": training, **changes}))
     report = run(stage, tiny_model(kind), tmp_path / "done")
     found = stored(tmp_path / "done", stage.bits)
@@ -157,7 +180,13 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
         return write(self, student, target, context)
 
     monkeypatch.setattr(CodesTraining, "_write", remember)
-    training = {**fields["training"], "tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
+    training = {
+        **fields["training"],
+        "tokens": 8 * 8 * LENGTH,
+        "learning_rate": 1e-3,
+        "divergence": 0,
+        "cross_entropy": 1,
+    }
     source, stage = tiny_model(kind), Qat(**beginning({**fields, **W8A8, "training": training, "start": "rtn"}))
     shape = Checkpoint(source).shape
     report = run(stage, source, tmp_path / "done")
@@ -176,13 +205,22 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
         assert torch.allclose(model.get_submodule(name)(hidden), layer(hidden), atol=1e-5), name
     group = done.config["quantization_config"]["config_groups"]["group_0"]
     assert group["format"] == "int-quantized"
-    assert group["input_activations"] == {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    assert group["input_activations"] == {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": True,
+        "strategy": "token",
+    }
 
 
 def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
     weight, grid = torch.randn(3, 16), Grid(8, None, True)
     start = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
-    layer, hidden = FakeQuantized(weight, None, start, grid, "fixed", rounds_inputs=True), torch.randn(5, 16, requires_grad=True)
+    layer, hidden = (
+        FakeQuantized(weight, None, start, grid, "fixed", rounds_inputs=True),
+        torch.randn(5, 16, requires_grad=True),
+    )
     outer = torch.randn(5, 3)
     found = layer(hidden)
     found.backward(outer)
@@ -195,7 +233,9 @@ def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_two_processes_end_in_the_codes_of_one(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], parallel: str) -> None:
+def test_two_processes_end_in_the_codes_of_one(
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], parallel: str
+) -> None:
     training = {**fields["training"], "tokens": 6 * 8 * LENGTH, "learning_rate": 1e-3, "parallel": parallel}
     shared = beginning({**fields, "start": "rtn"})
     one = run(Qat(**{**shared, "training": training}), tiny_model("llama"), tmp_path / "one")
@@ -235,7 +275,10 @@ def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
 def test_zeros_of_a_pruned_model_stay_or_are_counted_when_all_is_over(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], keep_zeros: bool | str
 ) -> None:
-    source, training = tmp_path / "pruned", {**fields["training"], "learning_rate": 1e-2, "divergence": 0, "cross_entropy": 1}
+    source, training = (
+        tmp_path / "pruned",
+        {**fields["training"], "learning_rate": 1e-2, "divergence": 0, "cross_entropy": 1},
+    )
     run(Prune(method="magnitude", include=("*.mlp.*",)), tiny_model("llama"), source)
     stage = Qat(**{**fields, "bits": 4, "keep_zeros": keep_zeros, "training": training})
     (tmp_path / "done").mkdir()
@@ -265,7 +308,9 @@ def test_codes_that_another_stage_left_are_not_begun_with(
         if work == "there":
             (tmp_path / "here").rename(tmp_path / "there")
         (tmp_path / name).mkdir()
-        report = Qat(**{**shared, "bits": bits}).run(source, tmp_path / name, Context(origin=source, workspace=tmp_path / work))
+        report = Qat(**{**shared, "bits": bits}).run(
+            source, tmp_path / name, Context(origin=source, workspace=tmp_path / work)
+        )
         assert report.details["resumed_at"] == ([] if work == "here" else [2])
     run(Qat(**{**shared, "bits": 4}), source, tmp_path / "alone")
     expected = stored(tmp_path / "alone", 4)
@@ -352,8 +397,14 @@ def test_the_plan_counts_the_training(tiny_model: TinyModel, fields: dict[str, A
     [
         ({"lm_head": True}, "qat trains the layers of the decoder blocks. Leave lm_head out."),
         ({"activations": "dynamic"}, "set bits: 8, group_size: null, symmetric: true and format: compressed-tensors"),
-        ({"activations": "dynamic", "bits": 8, "group_size": None, "overrides": {"*": {"bits": 4}}}, "without other bits or groups"),
-        ({"start": "rtn", "calibration": {"dataset": "c4"}}, "calibration would not be read: take it out, or set start: gptq"),
+        (
+            {"activations": "dynamic", "bits": 8, "group_size": None, "overrides": {"*": {"bits": 4}}},
+            "without other bits or groups",
+        ),
+        (
+            {"start": "rtn", "calibration": {"dataset": "c4"}},
+            "calibration would not be read: take it out, or set start: gptq",
+        ),
         ({"start": "rtn", "refinements": 0}, "refinements would not be read"),
         ({"backend": "gptqmodel"}, "Input should be 'optkit'"),
     ],

@@ -22,7 +22,13 @@ from optkit.stages.rotate import Rotate
 from tests.conftest import TinyModel
 from tests.support.predictions import predicted
 
-SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": None}
 
 
@@ -54,7 +60,8 @@ def assert_same_outputs(source: Path, rotated: Path) -> None:
     assert torch.allclose(logits(rotated), want, atol=1e-4 * float(want.abs().max()))
 
 
-# llama is tied, qwen2 has biases, gemma norms with 1 + weight and a scaled embedding, the others experts.
+# llama is tied, qwen2 has biases, gemma norms with 1 + weight and a scaled embedding, the others
+# experts.
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mixtral", "qwen2_moe"])
 def test_the_model_computes_what_it_did(tiny_model: TinyModel, target: Path, kind: str) -> None:
     report = rotate(tiny_model(kind), target)
@@ -67,11 +74,13 @@ def test_the_model_computes_what_it_did(tiny_model: TinyModel, target: Path, kin
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},  # biases of writers live in the residual stream
+        # biases of writers live in the residual stream
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
         {"model_type": "qwen3", "head_dim": 32},  # norms of the heads of queries and keys stay
         {"model_type": "phi3"},  # queries, keys and values in one matrix, gate and up in another
         {"model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
-        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},  # norms of all queries at once, as wide as the stream
+        # norms of all queries at once, as wide as the stream
+        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
     ],
     ids=lambda config: config["model_type"],
 )
@@ -80,7 +89,9 @@ def test_architectures_with_a_twist(tmp_path: Path, target: Path, config: dict[s
     report = rotate(source, target)
     assert_same_outputs(source, target)
     heads = "the heads stay as they are: no v_proj"
-    assert report.skipped == ({f"model.layers.{index}": heads for index in range(2)} if config["model_type"] == "phi3" else {})
+    assert report.skipped == (
+        {f"model.layers.{index}": heads for index in range(2)} if config["model_type"] == "phi3" else {}
+    )
 
 
 def test_the_weights_are_those_of_the_papers_formula(tmp_path: Path, target: Path) -> None:
@@ -96,9 +107,12 @@ def test_the_weights_are_those_of_the_papers_formula(tmp_path: Path, target: Pat
         "model.embed_tokens.weight": before["model.embed_tokens.weight"].double() @ stream,
         "lm_head.weight": before["lm_head.weight"].double() * final @ stream,
         f"{layer}.self_attn.q_proj.weight": before[f"{layer}.self_attn.q_proj.weight"].double() * norm @ stream,
-        f"{layer}.self_attn.v_proj.weight": both.T @ (before[f"{layer}.self_attn.v_proj.weight"].double() * norm @ stream),
+        f"{layer}.self_attn.v_proj.weight": both.T
+        @ (before[f"{layer}.self_attn.v_proj.weight"].double() * norm @ stream),
         f"{layer}.self_attn.v_proj.bias": before[f"{layer}.self_attn.v_proj.bias"].double() @ both,
-        f"{layer}.self_attn.o_proj.weight": stream.T @ before[f"{layer}.self_attn.o_proj.weight"].double() @ torch.block_diag(both, both),
+        f"{layer}.self_attn.o_proj.weight": stream.T
+        @ before[f"{layer}.self_attn.o_proj.weight"].double()
+        @ torch.block_diag(both, both),
         f"{layer}.self_attn.o_proj.bias": before[f"{layer}.self_attn.o_proj.bias"].double() @ stream,
         f"{layer}.mlp.down_proj.weight": stream.T @ before[f"{layer}.mlp.down_proj.weight"].double(),
         f"{layer}.input_layernorm.weight": torch.ones(64).double(),
@@ -136,7 +150,11 @@ def test_heads_can_be_left_alone(tiny_model: TinyModel, target: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "gpt_oss", "opt", "gptj"])
 def test_heads_alone_leave_the_residual_stream_as_it_is(tiny_model: TinyModel, target: Path, kind: str) -> None:
     if kind in ("opt", "gptj"):  # out_proj
-        with pytest.raises(StageError, match=r"^rotate: no block has heads that can be rotated\. .*: no o_proj\. Take rotate out"):
+        with pytest.raises(
+            StageError,
+            match=r"^rotate: no block has heads that can be "
+            r"rotated\. .*: no o_proj\. Take rotate out",
+        ):
             rotate(tiny_model(kind), target, residual=False)
         return
     report = rotate(tiny_model(kind), target, residual=False)
@@ -163,7 +181,9 @@ def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, target: Path, k
     assert report.details["untied_lm_head_bytes"] == untied == (512 * 64 * 4 if kind in ("llama", "gemma") else 0)
 
 
-def test_a_tied_model_whose_file_holds_both_matrices_is_tied_no_longer(tiny_model: TinyModel, target: Path, tmp_path: Path) -> None:
+def test_a_tied_model_whose_file_holds_both_matrices_is_tied_no_longer(
+    tiny_model: TinyModel, target: Path, tmp_path: Path
+) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -204,14 +224,24 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("gpt2", r"^rotate: transformer\.wte\.weight: what enters the first block is not the embedding of the tokens, up to a factor"),
+        (
+            "gpt2",
+            r"^rotate: transformer\.wte\.weight: what enters the first block is not the embedding "
+            r"of the tokens, up to a factor",
+        ),
         ("opt", r"^rotate: model\.decoder\.embed_tokens\.weight: what enters the first block is not the embedding"),
         ("gptj", r"^rotate: transformer\.h\.0\.ln_1: LayerNorm is no RMS norm\. A norm that subtracts the mean"),
-        ("gemma3", r"^rotate: model\.layers\.0\.post_feedforward_layernorm: no linear layer reads what this Gemma3RMSNorm makes"),
+        (
+            "gemma3",
+            r"^rotate: model\.layers\.0\.post_feedforward_layernorm: no linear layer reads "
+            r"what this Gemma3RMSNorm makes",
+        ),
         ("gpt_oss", r"^rotate: model\.layers\.0\.mlp\.experts: the experts cannot be rotated\. "),
     ],
 )
-def test_architectures_that_do_not_commute_are_refused(tiny_model: TinyModel, target: Path, kind: str, message: str) -> None:
+def test_architectures_that_do_not_commute_are_refused(
+    tiny_model: TinyModel, target: Path, kind: str, message: str
+) -> None:
     with pytest.raises(StageError, match=message):
         rotate(tiny_model(kind), target)
     assert not list(target.iterdir())
@@ -220,11 +250,17 @@ def test_architectures_that_do_not_commute_are_refused(tiny_model: TinyModel, ta
 @pytest.mark.parametrize("kind", ["gemma2", "olmo2"])
 def test_norms_behind_the_writers_are_refused(tmp_path: Path, target: Path, kind: str) -> None:
     source = saved(tmp_path / "source", model_type=kind, head_dim=16)
-    with pytest.raises(StageError, match=r"^rotate: model\.layers\.0\.post_feedforward_layernorm: no linear .* scales what they add"):
+    with pytest.raises(
+        StageError,
+        match=r"^rotate: model\.layers\.0\.post_feedforward_layernorm: "
+        r"no linear .* scales what they add",
+    ):
         rotate(source, target)
 
 
-def test_a_block_that_computes_something_else_is_refused(tiny_model: TinyModel, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_computes_something_else_is_refused(
+    tiny_model: TinyModel, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = residual_rotation.rotate_stream_
 
     def forgetful(parts: residual_rotation.StreamParts, rotation: residual_rotation.Rotation) -> list[str]:
@@ -232,19 +268,31 @@ def test_a_block_that_computes_something_else_is_refused(tiny_model: TinyModel, 
         return real(residual_rotation.StreamParts(parts.norms, writers), rotation)
 
     monkeypatch.setattr(residual_rotation, "rotate_stream_", forgetful)
-    with pytest.raises(StageError, match=r"^rotate: model\.layers\.1: rotated, it computes something else: tokens differ by up to [\d.]+"):
+    with pytest.raises(
+        StageError,
+        match=r"^rotate: model\.layers\.1: rotated, it computes "
+        r"something else: tokens differ by up to [\d.]+",
+    ):
         rotate(tiny_model("llama"), target)
     assert not list(target.iterdir())
 
 
-def test_a_wrong_head_size_is_refused_with_its_remedy(tiny_model: TinyModel, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_head_size_is_refused_with_its_remedy(
+    tiny_model: TinyModel, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = residual_rotation.find_heads
     monkeypatch.setattr(residual_rotation, "find_heads", lambda *given: replace(real(*given), size=32))
-    with pytest.raises(StageError, match=r"model\.layers\.0: rotated, it computes something else.*Set rotate\.heads to false\.$"):
+    with pytest.raises(
+        StageError,
+        match=r"model\.layers\.0: rotated, it computes "
+        r"something else.*Set rotate\.heads to false\.$",
+    ):
         rotate(tiny_model("llama"), target)
 
 
-def test_matrices_that_the_language_model_does_not_read_are_refused(tiny_model: TinyModel, target: Path, tmp_path: Path) -> None:
+def test_matrices_that_the_language_model_does_not_read_are_refused(
+    tiny_model: TinyModel, target: Path, tmp_path: Path
+) -> None:
     source = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "source"))
     tensors = load_file(source / "model.safetensors")
     save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, source / "model.safetensors")
@@ -252,7 +300,9 @@ def test_matrices_that_the_language_model_does_not_read_are_refused(tiny_model: 
     save_file(tensors | {"model.layers.0.attn.masked_bias": torch.ones(2, 2)}, source / "model.safetensors")
     (tmp_path / "other").mkdir()
     with pytest.raises(
-        StageError, match=r"^rotate: 1 matrices belong to no part of the language model \(model\.layers\.0\.attn\.masked_bias\)"
+        StageError,
+        match=r"^rotate: 1 matrices belong to no part of the "
+        r"language model \(model\.layers\.0\.attn\.masked_bias\)",
     ):
         rotate(source, tmp_path / "other")
 
@@ -266,7 +316,10 @@ def test_weights_that_no_longer_fit_float16_are_refused(tmp_path: Path, target: 
         model.model.layers[0].self_attn.q_proj.weight.fill_(1)
     shutil.rmtree(source)
     model.save_pretrained(source)
-    message = r"q_proj\.weight: rotated weights of up to [\d,]+ do not fit float16\. Put `- cast: \{dtype: bfloat16\}` in front"
+    message = (
+        r"q_proj\.weight: rotated weights of up to [\d,]+ do not fit float16\. Put `- cast: "
+        r"\{dtype: bfloat16\}` in front"
+    )
     with pytest.raises(StageError, match=message):
         rotate(source, target)
 

@@ -22,7 +22,11 @@ from optkit.training.student import open_student
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None}
 GEMMA = {"altup_num_inputs": 2, "laurel_rank": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
-GEMMA |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0], "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA |= {
+    "num_kv_shared_layers": 0,
+    "activation_sparsity_pattern": [0.0, 0.0],
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": ({}, []),
     "mixtral": ({"num_local_experts": 4}, ["block_sparse_moe.gate"]),
@@ -73,7 +77,9 @@ def shaped(config: dict[str, Any], **tensors: tuple[int, ...]) -> ModelShape:
 
 def test_a_matrix_with_an_output_for_each_expert_beside_it_is_a_router() -> None:
     experts = {f"mlp__experts__{index}__up__weight": (48, 32) for index in range(6)}
-    shape = shaped({}, **experts, mlp__choose__weight=(6, 32), mlp__shared__weight=(48, 32), self_attn__k_proj__weight=(6, 32))
+    shape = shaped(
+        {}, **experts, mlp__choose__weight=(6, 32), mlp__shared__weight=(48, 32), self_attn__k_proj__weight=(6, 32)
+    )
     assert routers_of(shape) == {"model.layers.0.mlp.choose"}
     fused = {"mlp__experts__up": (6, 48, 32), "mlp__choose__weight": (6, 32)}
     assert routers_of(shaped({"num_experts": 6}, **fused)) == {"model.layers.0.mlp.choose"}
@@ -81,13 +87,26 @@ def test_a_matrix_with_an_output_for_each_expert_beside_it_is_a_router() -> None
 
 
 def test_names_of_routers() -> None:
-    names = {"mlp__gate": True, "mlp__router": True, "mlp__gate_proj": False, "mlp__experts__0__gate": False, "mlp__router_gate": True}
+    names = {
+        "mlp__gate": True,
+        "mlp__router": True,
+        "mlp__gate_proj": False,
+        "mlp__experts__0__gate": False,
+        "mlp__router_gate": True,
+    }
     shape = shaped({}, **{f"{name}__weight": (8, 32) for name in names})
-    assert routers_of(shape) == {f"model.layers.0.{name.replace('__', '.')}" for name, is_router in names.items() if is_router}
+    assert routers_of(shape) == {
+        f"model.layers.0.{name.replace('__', '.')}" for name, is_router in names.items() if is_router
+    }
 
 
 def test_a_router_among_experts_counts_as_plain_weights() -> None:
-    shape = shaped({"num_local_experts": 4}, attn__experts__in__weight=(4, 16, 32), attn__experts__router__layer__weight=(4, 32))
+    shape = shaped(
+        {"num_local_experts": 4}, attn__experts__in__weight=(4, 16, 32), attn__experts__router__layer__weight=(4, 32)
+    )
     head = {"lm_head.weight": TensorInfo("BF16", (64, 32))}
-    roles = {each.elements: each.role for each in weights_of(ModelShape(config=shape.config, tensors={**shape.tensors, **head}))}
+    roles = {
+        each.elements: each.role
+        for each in weights_of(ModelShape(config=shape.config, tensors={**shape.tensors, **head}))
+    }
     assert roles[4 * 32] == "plain"

@@ -62,14 +62,20 @@ def dequantized(packed: Checkpoint, bits: int) -> dict[str, torch.Tensor]:
         ("qwen2_moe", {"bits": 8}),
     ],
 )
-def test_plain_transformers_computes_the_same(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_plain_transformers_computes_the_same(
+    tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     source = tiny_model(kind)
     packed = quantize(source, tmp_path / "packed", **fields)
     shutil.copytree(source, tmp_path / "reference")
-    save_file(dequantized(packed, fields.get("bits", 4)), tmp_path / "reference" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dequantized(packed, fields.get("bits", 4)),
+        tmp_path / "reference" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
         expected, found, original = (
@@ -92,7 +98,9 @@ IN_GPTQ = {"format": "gptq", "bits": 8, "group_size": 32}
         *((kind, IN_GPTQ) for kind in ("llama", "qwen2", "gemma", "mixtral", "qwen2_moe", "gpt2")),
     ],
 )
-def test_prediction_is_what_is_written(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+def test_prediction_is_what_is_written(
+    tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
     source = tiny_model(kind)
     stage = Rtn(**fields)
     report = stage.run(source, tmp_path, Context())
@@ -157,7 +165,9 @@ def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path)
     before = load_file(source / "model.safetensors")
     packed = quantize(source, tmp_path / "packed", format="gptq", bits=8, group_size=32)
     assert packed.tensors["transformer.h.0.mlp.c_fc.qweight"].shape == (16, 256)
-    assert packed.tensors["transformer.h.0.mlp.c_fc.bias"] == Checkpoint(source).tensors["transformer.h.0.mlp.c_fc.bias"]
+    assert (
+        packed.tensors["transformer.h.0.mlp.c_fc.bias"] == Checkpoint(source).tensors["transformer.h.0.mlp.c_fc.bias"]
+    )
     weight = dequantized(packed, 8)["transformer.h.0.mlp.c_fc.weight"].T.float()
     assert torch.allclose(weight, before["transformer.h.0.mlp.c_fc.weight"], atol=0.01)
     assert json.loads((packed.directory / "quantize_config.json").read_text()) == packed.quantization
@@ -166,25 +176,54 @@ def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("llama", {"include": ("*.up_porj",)}, r"rtn.include: `\*.up_porj` matches none of 21 layers. Did you mean '\*.up_proj'\?"),
-        ("llama", {"exclude": ("model.layer.0.mlp.up_proj",)}, r"rtn.exclude: .* Did you mean 'model.layers.0.mlp.up_proj'\?"),
+        (
+            "llama",
+            {"include": ("*.up_porj",)},
+            r"rtn.include: `\*.up_porj` matches none "
+            r"of 21 layers. Did you mean '\*.up_proj'\?",
+        ),
+        (
+            "llama",
+            {"exclude": ("model.layer.0.mlp.up_proj",)},
+            r"rtn.exclude: .* Did you mean "
+            r"'model.layers.0.mlp.up_proj'\?",
+        ),
         ("llama", {"include": ("zzz",)}, r"matches none of 21 layers. Known: \*.down_proj, \*.gate_proj"),
         (
             "llama",
             {"include": ("lm_head",)},
             "rtn.include: `lm_head` is outside the decoder blocks. lm_head and embeddings stay",
         ),
-        ("llama", {"exclude": ("*_proj",)}, "rtn: no layer is left of 21 in the decoder blocks. Widen `include` or narrow"),
+        (
+            "llama",
+            {"exclude": ("*_proj",)},
+            "rtn: no layer is left of 21 in the decoder blocks. Widen `include` or narrow",
+        ),
         (
             "llama",
             {"group_size": 96},
-            r"model.layers.0.\S+_proj: \d+ columns are not a multiple of group_size 96, nor are those of 20 other layers. "
+            r"model.layers.0.\S+_proj: \d+ columns are not a multiple of group_size 96, nor are "
+            r"those of 20 other layers. "
             "Use 64, 32, 16 or 8.",
         ),
-        ("llama", {"group_size": 24, "include": ("*.0.mlp.down_proj",)}, "down_proj: 128 columns are not .* 24. Use 128, 64, 32, 16 or 8."),
+        (
+            "llama",
+            {"group_size": 24, "include": ("*.0.mlp.down_proj",)},
+            "down_proj: 128 columns are not .* 24. Use 128, 64, 32, 16 or 8.",
+        ),
         ("gpt2", {}, r"rtn.format: 8 layers are Conv1D \(transformer.h.0.attn.c_attn, ...\). .* Set format: gptq."),
-        ("mixtral", {"symmetric": False}, r"rtn.symmetric: 24 layers belong to experts .* Set symmetric: true, or exclude \*.experts.\*."),
-        ("mixtral", {"exclude": ("*.experts.2.*",)}, r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other experts"),
+        (
+            "mixtral",
+            {"symmetric": False},
+            r"rtn.symmetric: 24 layers belong to experts .* "
+            r"Set symmetric: true, or exclude \*.experts.\*.",
+        ),
+        (
+            "mixtral",
+            {"exclude": ("*.experts.2.*",)},
+            r"rtn.exclude: model.layers.0.\S*experts.2.w1 "
+            r"is left out and other experts",
+        ),
         (
             "mixtral",
             {"format": "gptq", "exclude": ("*.experts.2.*",)},
@@ -193,7 +232,9 @@ def test_conv1d_is_turned_for_gptq_format(tiny_model: TinyModel, tmp_path: Path)
         ("mixtral", {"include": ("*.gate",)}, "no layer is left"),
     ],
 )
-def test_refusals_say_what_to_do(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any], message: str) -> None:
+def test_refusals_say_what_to_do(
+    tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
     stage, source = Rtn(**fields), tiny_model(kind)
     with pytest.raises(StageError, match=message):
         stage.run(source, tmp_path, Context())
@@ -213,7 +254,8 @@ def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyM
         return stage._notes(selection, stage._formats(selection))
 
     assert notes("mixtral") == [
-        f"vLLM on GPUs opens experts in the format {stage.format}; transformers and vLLM on CPUs do not (transformers leaves them random):"
+        f"vLLM on GPUs opens experts in the format {stage.format}; transformers and vLLM on CPUs do not "
+        "(transformers leaves them random):"
         " format: compressed-tensors with symmetric: true is opened by both"
     ]
     assert notes("llama") == []
@@ -231,7 +273,10 @@ def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyM
 def test_exceptions_in_gptqs_format_are_told(tiny_model: TinyModel, fields: dict[str, Any], which: str) -> None:
     stage = Rtn(**{"format": "gptq", "group_size": 32} | fields)
     selection = stage._select(layers_of(Checkpoint(tiny_model("llama")).shape), {})
-    said = ", which vLLM and gptqmodel read in the format gptq and transformers does not: it opens format: compressed-tensors"
+    said = (
+        ", which vLLM and gptqmodel read in the format gptq and transformers does not: it "
+        "opens format: compressed-tensors"
+    )
     assert stage._notes(selection, stage._formats(selection)) == ([which + said] if which else [])
 
 
@@ -244,7 +289,9 @@ class Mine(LlamaForCausalLM):
 """
 
 
-def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     source = shutil.copytree(tiny_model("llama"), tmp_path / "mine")
     places = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
     config = json.loads((source / "config.json").read_text()) | {"auto_map": places, "model_type": "mine"}
@@ -262,18 +309,33 @@ def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(ti
 def test_shapes_that_gptq_kernels_do_not_take(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 64}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "source")
-    message = "q_proj: 48 x 48 weights: not both are multiples of 32, and so for 6 other layers. .* Set rtn.format to compressed-tensors"
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "vocab_size": 64,
+    }
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1, **sizes)).save_pretrained(
+        tmp_path / "source"
+    )
+    message = (
+        "q_proj: 48 x 48 weights: not both are multiples of 32, and so for 6 other layers. .* Set "
+        "rtn.format to compressed-tensors"
+    )
     (tmp_path / "packed").mkdir()
     with pytest.raises(StageError, match=message):
         Rtn(format="gptq", group_size=16).run(tmp_path / "source", tmp_path / "packed", Context())
 
 
 def test_limits_of_gptq_format_are_checked_with_the_recipe() -> None:
-    with pytest.raises(ValidationError, match="gptqmodel opens group sizes 16, 32, 64, 128, 256, 512, 1024 and null, not 48"):
+    with pytest.raises(
+        ValidationError, match="gptqmodel opens group sizes 16, 32, 64, 128, 256, 512, 1024 and null, not 48"
+    ):
         Rtn(format="gptq", group_size=48)
-    with pytest.raises(ValidationError, match="open zero points in this format only from gptqmodel: set symmetric: true"):
+    with pytest.raises(
+        ValidationError, match="open zero points in this format only from gptqmodel: set symmetric: true"
+    ):
         Rtn(format="gptq", symmetric=False)
     assert Rtn(group_size=-1).group_size is None
 
@@ -294,7 +356,10 @@ def test_nan_weights_are_refused_and_nothing_is_left(tiny_model: TinyModel, tmp_
     ("error", "message"),
     [
         (MemoryError(), "model.layers.3: the main memory is full. Lower this."),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "the main memory is full. .*DefaultCPUAllocator"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "the main memory is full. .*DefaultCPUAllocator",
+        ),
         (torch.OutOfMemoryError("CUDA out of memory."), "the memory of cuda is full. CUDA out of memory. Lower this."),
     ],
 )

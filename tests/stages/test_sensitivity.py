@@ -1,4 +1,6 @@
-"""The predicted divergence of quantizing one layer alone against the divergence that is measured when it alone is quantized."""
+"""The predicted divergence of quantizing one layer alone against the divergence that is measured
+when it alone is quantized.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,9 @@ def random_tokens(sequences: int = 64, length: int = 24) -> torch.Tensor:
 
 
 def brute_force(source: Path, tokens: torch.Tensor, grids: list[Grid]) -> dict[str, list[float]]:
-    """Return layer -> mean KL(model || model with this layer rounded) for each grid, every one by a run of the whole model."""
+    """Return layer -> mean KL(model || model with this layer rounded) for each grid, every one by a
+    run of the whole model.
+    """
     skeleton = Skeleton(Checkpoint(source))
     skeleton.load_("", "cpu")
     found: dict[str, list[float]] = {}
@@ -72,7 +76,9 @@ def test_one_pass_predicts_what_each_layer_alone_costs(tiny_model: TinyModel, ki
 def test_experts_are_predicted_too(tiny_model: TinyModel) -> None:
     source, tokens = tiny_model("mixtral"), random_tokens()
     true = {name: each for name, each in brute_force(source, tokens, GRIDS[:1]).items() if not name.endswith("gate")}
-    predicted = measure_sensitivity(Skeleton(Checkpoint(source)), tokens, dict.fromkeys(true, GRIDS[:1]), "rtn", "cpu", SilentProgress())
+    predicted = measure_sensitivity(
+        Skeleton(Checkpoint(source)), tokens, dict.fromkeys(true, GRIDS[:1]), "rtn", "cpu", SilentProgress()
+    )
     assert any(".experts." in name for name in predicted)
     ours, theirs = (torch.tensor([each[name][0] for name in true]) for each in (predicted, true))
     assert float(torch.corrcoef(torch.stack([ranks(ours), ranks(theirs)]))[0, 1]) > 0.9
@@ -89,7 +95,11 @@ def test_probes_have_the_covariance_of_the_fisher_information() -> None:
 def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str], Path]) -> None:
     skeleton = Skeleton(Checkpoint(tiny_model("llama")))
     grids = {"vision.blocks.0.mlp.up": [Grid(4, 32, True)]}
-    with pytest.raises(StageError, match=r"^sensitivity: 1 layers are no part of the language model's decoder blocks \(vision"):
+    with pytest.raises(
+        StageError,
+        match=r"^sensitivity: 1 layers are no part of the "
+        r"language model's decoder blocks \(vision",
+    ):
         measure_sensitivity(skeleton, torch.zeros(1, 8, dtype=torch.int64), grids, "rtn", "cpu", SilentProgress())
 
 
@@ -99,12 +109,14 @@ def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str],
         (
             "gptq",
             0.0,
-            "the Hessian is not positive definite, even with damping 10.0. Exclude the layer, round to nearest (rtn), or take more text.",
+            "the Hessian is not positive definite, even with damping 10.0. Exclude the layer, round to "
+            "nearest (rtn), or take more text.",
         ),
         (
             "rtn",
             1e30,
-            "its predicted divergence is NaN or Inf. Activations or gradients do not fit float32 on this text. Take other text, or see"
+            "its predicted divergence is NaN or Inf. Activations or gradients do not fit float32 on this "
+            "text. Take other text, or see"
             " whether the model computes on it at all.",
         ),
     ],
@@ -113,7 +125,9 @@ def test_a_layer_that_cannot_be_judged_is_named(
     tiny_model: TinyModel, tmp_path: Path, rounding: Rounding, factor: float, said: str
 ) -> None:
     changed = [f"model.layers.2.mlp.{leaf}_proj.weight" for leaf in ("gate", "up")]
-    source = changed_copy(tiny_model("llama"), tmp_path, lambda tensors: tensors | {name: tensors[name] * factor for name in changed})
+    source = changed_copy(
+        tiny_model("llama"), tmp_path, lambda tensors: tensors | {name: tensors[name] * factor for name in changed}
+    )
     grids = {"model.layers.2.mlp.down_proj": [Grid(4, 32, True)]}
     with pytest.raises(StageError) as raised:
         measure_sensitivity(Skeleton(Checkpoint(source)), random_tokens(), grids, rounding, "cpu", SilentProgress())

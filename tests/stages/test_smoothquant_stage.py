@@ -1,4 +1,6 @@
-"""Stage smoothquant: outliers move into the weights and nothing else changes; what is reported, and what is refused."""
+"""Stage smoothquant: outliers move into the weights and nothing else changes; what is reported, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def outliers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a llama that computes what the tiny one does, with two channels of each norm's output 100 times larger."""
+    """Return a llama that computes what the tiny one does, with two channels of each norm's output
+    100 times larger.
+    """
     directory = tmp_path_factory.mktemp("outliers") / "llama"
     shutil.copytree(tiny_model("llama"), directory)
     tensors = load_file(directory / "model.safetensors")
@@ -52,7 +56,9 @@ def outliers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("alpha", [0.5, "search"])
 @pytest.mark.parametrize("activations", ["dynamic", "static"])
-def test_outliers_no_longer_hurt(alpha: Any, activations: str, tiny_model: TinyModel, outliers: Path, tmp_path: Path) -> None:
+def test_outliers_no_longer_hurt(
+    alpha: Any, activations: str, tiny_model: TinyModel, outliers: Path, tmp_path: Path
+) -> None:
     tokens = TOKENS
     exact = open_session(outliers).logits(tokens)
     torch.testing.assert_close(exact, open_session(tiny_model("llama")).logits(tokens), rtol=1e-3, atol=1e-3)
@@ -67,7 +73,9 @@ def test_outliers_no_longer_hurt(alpha: Any, activations: str, tiny_model: TinyM
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "gptj", "opt", "mixtral", "qwen2_moe"])
 def test_folding_changes_no_output(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """With the weights put back in float, the smoothed model computes what the original does; only rounding is left."""
+    """With the weights put back in float, the smoothed model computes what the original does; only
+    rounding is left.
+    """
     source, target = tiny_model(kind), tmp_path / "smooth"
     report = run(source, target, alpha=0.5)
     before, after = Checkpoint(source), Checkpoint(target)
@@ -79,7 +87,9 @@ def test_folding_changes_no_output(kind: str, tiny_model: TinyModel, tmp_path: P
     shutil.copytree(source, tmp_path / "float")
     save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
     plain = open_session(source).logits(TOKENS)
-    rounded_weights, all_rounded = (apart(open_session(tmp_path / name).logits(TOKENS), plain) for name in ("float", "smooth"))
+    rounded_weights, all_rounded = (
+        apart(open_session(tmp_path / name).logits(TOKENS), plain) for name in ("float", "smooth")
+    )
     assert 0 < rounded_weights < (0.1 if "x" in kind or "moe" in kind else 0.05)  # a token may go to another expert
     assert all_rounded < 0.15
     norms = [name for name in before.tensors if name.endswith("weight") and len(before.tensors[name].shape) == 1]
@@ -103,11 +113,15 @@ def test_layers_that_cannot_be_smoothed_are_named(tiny_model: TinyModel, tmp_pat
     report = run(tiny_model("gptj"), tmp_path / "smooth")
     assert {name.rpartition(".")[2] for name in report.details["unsmoothed"]} == {"fc_out"}
     assert len(report.notes) == 1
-    assert report.notes[0].startswith("2 layers are rounded without smoothing (transformer.h.0.mlp.fc_out: the output of")
+    assert report.notes[0].startswith(
+        "2 layers are rounded without smoothing (transformer.h.0.mlp.fc_out: the output of"
+    )
 
 
 def test_layers_that_stay_float_take_the_scales_too(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """q_proj is excluded: it stays float and its columns are multiplied by the scales of the norm that feeds k and v as well."""
+    """q_proj is excluded: it stays float and its columns are multiplied by the scales of the norm
+    that feeds k and v as well.
+    """
     source, target = tiny_model("llama"), tmp_path / "smooth"
     report = run(source, target, alpha=0.5, exclude=("*.q_proj", "*.mlp.*"))
     assert report.notes[0].startswith(
@@ -132,11 +146,20 @@ def test_bfloat16(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 
 def test_models_without_a_place_for_the_scales(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    }
     config = AutoConfig.for_model("olmo", **sizes)  # its norms have no weights
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "olmo")
     save_tokenizer(tmp_path / "olmo")
-    message = r"smoothquant: no layer of the first block can be smoothed, .*q_proj for one: no norm or.*nowhere to go\. Use fp8"
+    message = (
+        r"smoothquant: no layer of the first block can be smoothed, .*q_proj for one: no norm "
+        r"or.*nowhere to go\. Use fp8"
+    )
     with pytest.raises(StageError, match=message):
         run(tmp_path / "olmo", tmp_path / "smooth", folding="norms")
     report = run(tmp_path / "olmo", tmp_path / "linear")
@@ -150,7 +173,11 @@ def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"alpha": 1.5}, "less than or equal to 1"), ({"alpha": "best"}, "'search'"), ({"activations": "none"}, "'dynamic' or 'static'")],
+    [
+        ({"alpha": 1.5}, "less than or equal to 1"),
+        ({"alpha": "best"}, "'search'"),
+        ({"activations": "none"}, "'dynamic' or 'static'"),
+    ],
 )
 def test_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
@@ -170,7 +197,9 @@ def test_scales_of_the_paper() -> None:
 
 
 def output_error(weight: torch.Tensor, rows: torch.Tensor, scales: torch.Tensor, static: bool) -> float:
-    """Return the relative squared error of the outputs once inputs and weight are rounded with the scales folded in, written out."""
+    """Return the relative squared error of the outputs once inputs and weight are rounded with the
+    scales folded in, written out.
+    """
     steps = (rows / scales).abs().amax(1, keepdim=True) / 127.5
     steps = steps.max() if static else steps
     inputs = ((rows / scales / steps).round().clamp(-128, 127) * steps).double()

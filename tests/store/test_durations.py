@@ -1,4 +1,6 @@
-"""What a plan says of time: what such work took on this machine, in proportion, and nothing where it was never done here."""
+"""What a plan says of time: what such work took on this machine, in proportion, and nothing where
+it was never done here.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_a_text_that_is_read_to_its_end_says_nothing_of_a_part(durations: Durati
     assert durations.predict("perplexity", Perplexity(dataset="c4"), 10**9) is None
 
 
-def test_another_number_of_threads_is_another_machine(durations: Durations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_threads_is_another_machine(
+    durations: Durations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     durations.note("rtn", Rtn(), 10**9, 5.0)
     monkeypatch.setattr("optkit.store.durations.cpu_threads", lambda: 99)
     assert Durations(tmp_path, "cpu").predict("rtn", Rtn(), 10**9) is None
@@ -60,7 +64,10 @@ def test_another_number_of_threads_is_another_machine(durations: Durations, tmp_
 def test_lines_that_are_damaged_are_left_out(durations: Durations, tmp_path: Path) -> None:
     durations.note("rtn", Rtn(), 10**9, 5.0)
     with (tmp_path / FILE).open("a") as file:
-        file.write('{"what": "rtn"}\n[]\n7\n{"what": "rtn", "fields": 3, "machine": [], "size_bytes": 1, "seconds": 1}\n{"what": "rt')
+        file.write(
+            '{"what": "rtn"}\n[]\n7\n{"what": "rtn", "fields": 3, "machine": [], "size_bytes": 1, '
+            '"seconds": 1}\n{"what": "rt'
+        )
     assert durations.predict("rtn", Rtn(), 10**9) == pytest.approx(5)
 
 

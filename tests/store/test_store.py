@@ -100,7 +100,9 @@ with Store(Path(sys.argv[1])).write("k") as draft:
 
 
 def test_kill_9_leaves_a_draft_that_the_next_run_deletes(store):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(store.root)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(store.root)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
     assert process.stdout.readline() == b"writing\n"
     assert len(list((store.root / "drafts").iterdir())) == 1
     fill(store, "other")
@@ -123,7 +125,9 @@ Store(Path(sys.argv[1])).put_json("0" * 64, 1.0)
 
 
 def test_a_kill_while_a_number_is_kept_leaves_nothing_either(store):
-    killed = subprocess.run([sys.executable, "-c", KILLED_METRIC, str(store.root)], cwd=Path(__file__).parents[2], check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_METRIC, str(store.root)], cwd=Path(__file__).parents[2], check=False
+    )
     assert killed.returncode == 9
     assert list((store.root / "metrics").iterdir()) == []
     store.put_json("1" * 64, 1.0)
@@ -147,7 +151,8 @@ def sweep_before(store, monkeypatch, owner, name, times=5):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Path, "mkdir"), (Path, "open"), (fcntl, "flock"), (Path, "write_text"), (Path, "rename"), (Path, "unlink")]
+    ("owner", "name"),
+    [(Path, "mkdir"), (Path, "open"), (fcntl, "flock"), (Path, "write_text"), (Path, "rename"), (Path, "unlink")],
 )
 def test_a_sweep_at_any_moment_leaves_the_draft_of_a_living_process(store, monkeypatch, owner, name):
     fill(store)
@@ -231,7 +236,14 @@ def test_metrics_that_are_not_numbers_are_refused(store):
 
 
 def test_a_full_disk_says_so_and_what_to_do(store, monkeypatch):
-    with pytest.raises(ResourceError, match=r"disk is full while writing the step k.*bytes are free.*--store or --out"), store.write("k"):
+    with (
+        pytest.raises(
+            ResourceError,
+            match=r"disk is full while writing the step "
+            r"k.*bytes are free.*--store or --out",
+        ),
+        store.write("k"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert store.get("k") is None
 
@@ -261,7 +273,15 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "record", ["{}", '{"files": 5}', '{"files": ["x"]}', '{"files": {"config.json": 5}}', '{"files": {"a\\u0000b": {}}}', '{"a":' * 20_000]
+    "record",
+    [
+        "{}",
+        '{"files": 5}',
+        '{"files": ["x"]}',
+        '{"files": {"config.json": 5}}',
+        '{"files": {"a\\u0000b": {}}}',
+        '{"a":' * 20_000,
+    ],
 )
 def test_a_record_that_lists_no_files_is_damage(store, record):
     fill(store)

@@ -49,7 +49,13 @@ def store(place: Path) -> Store:
     store = Store(place / "store")
     finish(store, MODEL, 4000, 40, kind="model", fields={"name": "smol"}, source_key=None)
     finish(
-        store, ROUNDED, 2000, 35, kind="rtn", fields={"bits": 4, "format": "gptq", "symmetric": True, "include": ["*"]}, source_key=MODEL
+        store,
+        ROUNDED,
+        2000,
+        35,
+        kind="rtn",
+        fields={"bits": 4, "format": "gptq", "symmetric": True, "include": ["*"]},
+        source_key=MODEL,
     )
     finish(store, TUNED, 1000, 0, kind="gptq", fields={"bits": 2}, source_key="d" * 64, model="other")
     for number, days in ((0, 0), (1, 50)):
@@ -59,7 +65,9 @@ def store(place: Path) -> Store:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> list[str]:
-    """Return the lines of stdout, with single spaces, of a command that must end with this status; stderr where it fails."""
+    """Return the lines of stdout, with single spaces, of a command that must end with this status;
+    stderr where it fails.
+    """
     capsys.readouterr()
     found = main(list(words))
     out, err = capsys.readouterr()
@@ -83,7 +91,9 @@ def test_what_each_step_is(store: Store, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_empty_store(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "store", "show", "--store", str(place / "none")) == [f"{place / 'none'} 0 steps, 0 measurements"]
+    assert said(capsys, "store", "show", "--store", str(place / "none")) == [
+        f"{place / 'none'} 0 steps, 0 measurements"
+    ]
     assert not (place / "none").exists()
 
 
@@ -96,7 +106,9 @@ def test_looking_is_no_use_and_asking_for_a_step_is(store: Store) -> None:
     assert prune(store, older_than_s=45 * DAY_S).metrics == 0
 
 
-@pytest.mark.parametrize("record", ["{half", '{"kind": "rtn", "fields": true}', '{"kind": "rtn", "source_key": []}', '{"a":' * 20_000])
+@pytest.mark.parametrize(
+    "record", ["{half", '{"kind": "rtn", "fields": true}', '{"kind": "rtn", "source_key": []}', '{"a":' * 20_000]
+)
 def test_a_damaged_record_is_shown_and_can_go(store: Store, record: str) -> None:
     (store.root / "steps" / ROUNDED / RECORD).write_text(record, encoding="utf-8")
     damaged = survey(store).steps[0]
@@ -153,7 +165,10 @@ def test_all_of_it_and_artifacts_stay_whole(store: Store, capsys: pytest.Capture
     artifact = store.root.parent / "artifact"
     os.link(store.root / "steps" / ROUNDED / "model" / "weights", artifact)
     lines = said(capsys, "store", "prune", "--all", "--store", str(store.root))
-    assert lines[4:] == ["3 steps and 2 measurements deleted, 5 kB freed", "2 kB of them stay on the disk, in artifacts"]
+    assert lines[4:] == [
+        "3 steps and 2 measurements deleted, 5 kB freed",
+        "2 kB of them stay on the disk, in artifacts",
+    ]
     assert artifact.read_bytes() == bytes(2000)
     assert survey(store).steps == survey(store).metrics == ()
     assert list((store.root / "drafts").iterdir()) == []
@@ -228,11 +243,16 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(store: Store) -> None:
         (["--all", "--max-size", "1GB"], "error: --all deletes everything. Leave out --older-than and --max-size."),
         (["--older-than", "30"], "error: Invalid value for '--older-than': '30' is no age. Write 45m, 12h, 30d or 2w."),
         (["--max-size", "２GB"], "error: Invalid value for '--max-size': '２GB' is no size. Write 500MB, 20GB or 0B."),
-        (["--max-size", f"{10**13}B"], f"error: Invalid value for '--max-size': '{10**13}B' is no size. Write 500MB, 20GB or 0B."),
+        (
+            ["--max-size", f"{10**13}B"],
+            f"error: Invalid value for '--max-size': '{10**13}B' is no size. Write 500MB, 20GB or 0B.",
+        ),
         (["--max-size", "20"], "error: Invalid value for '--max-size': '20' is no size. Write 500MB, 20GB or 0B."),
     ],
 )
-def test_what_cannot_be_followed(words: list[str], message: str, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_followed(
+    words: list[str], message: str, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(capsys, "store", "prune", "--store", str(store.root), *words, status=2)[0] == message
     assert len(survey(store).steps) == 3
 
@@ -287,7 +307,9 @@ def test_unfinished_work_is_listed_and_goes_by_age(store: Store, capsys: pytest.
     tried = said(capsys, "store", "prune", "--older-than", "10d", "--dry-run", "--store", str(store.root))
     assert "2 directories of unfinished work would be deleted" in tried
     assert len(survey(store).work) == 4
-    assert "2 directories of unfinished work deleted" in said(capsys, "store", "prune", "--older-than", "10d", "--store", str(store.root))
+    assert "2 directories of unfinished work deleted" in said(
+        capsys, "store", "prune", "--older-than", "10d", "--store", str(store.root)
+    )
     assert [work.name for work in survey(store).work] == [new, f"generated-{new}"]
 
 

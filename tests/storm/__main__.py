@@ -1,4 +1,6 @@
-"""`python -m tests.storm [--only FAMILY ...] [--cases N] [--seed N] [--workers N] [--keep DIR]`: a table, and 1 where anything failed."""
+"""`python -m tests.storm [--only FAMILY ...] [--cases N] [--seed N] [--workers N] [--keep DIR]`: a
+table, and 1 where anything failed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("XDG_CACHE_HOME", str(place / "cache"))
         make_model(place / "model")
         seconds = run_in_peace(place)
-        found = _all(asked.only, asked.workers, lambda name: _start(name, place, asked.cases, asked.seed, seconds), place)
+        found = _all(
+            asked.only, asked.workers, lambda name: _start(name, place, asked.cases, asked.seed, seconds), place
+        )
     return _show(found)
 
 
@@ -67,7 +71,9 @@ def _all(families: list[str], workers: int, start: Callable[[str], int], place: 
                 running[start(name)] = name
             pid, status = os.wait()
             if (name := running.pop(pid, "")) and status:
-                (place / f"{name}.json").write_text(json.dumps({"cases": 0, "failures": ["the storm itself failed"], "seconds": 0.0}))
+                (place / f"{name}.json").write_text(
+                    json.dumps({"cases": 0, "failures": ["the storm itself failed"], "seconds": 0.0})
+                )
     finally:
         for pid in running:
             with suppress(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""Runs that are killed, signalled, or at work in one store together: nothing is lost or changed by it."""
+"""Runs that are killed, signalled, or at work in one store together: nothing is lost or changed by
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminate
 
 
 def kills(desk: Desk, count: int | None) -> None:
-    """Kill a run at a moment of its own; the same command then ends in the bytes of one that was left alone."""
+    """Kill a run at a moment of its own; the same command then ends in the bytes of one that was
+    left alone.
+    """
     wanted = left(desk.peace)
     index = 0
     while index < (100 if count is None else count):
@@ -32,13 +36,17 @@ def kills(desk: Desk, count: int | None) -> None:
             flaws.append("the same command did not end well")
         else:
             flaws = [*differences(wanted, left(place)), *(f"{name} is left" for name in rubbish(place))]
-        desk.judge(f"kill {index} after {', '.join(f'{moment:.2f}' for moment in moments)} s", flaws + again.flaws, again)
+        desk.judge(
+            f"kill {index} after {', '.join(f'{moment:.2f}' for moment in moments)} s", flaws + again.flaws, again
+        )
         if not flaws:
             clear(place)
 
 
 def signals(desk: Desk, count: int | None) -> None:
-    """Send a run a signal at a moment of its own: it says so, ends with the right status and without children, and the next run is well."""
+    """Send a run a signal at a moment of its own: it says so, ends with the right status and
+    without children, and the next run is well.
+    """
     wanted = left(desk.peace)
     wanted_count = 60 if count is None else count
     index = 0
@@ -69,7 +77,9 @@ def signals(desk: Desk, count: int | None) -> None:
 
 
 def together(desk: Desk, count: int | None) -> None:
-    """Let several runs, and somebody who cleans up, use one store at once: each artifact is that of a run alone."""
+    """Let several runs, and somebody who cleans up, use one store at once: each artifact is that of
+    a run alone.
+    """
     wanted = {name: digest for name, digest in left(desk.peace).items() if name.startswith("artifact")}
     other = {**RECIPE, "name": "other", "stages": ["bf16", {"rtn": {"bits": 8, "group_size": 32}}]}
     alone = desk.place("alone")
@@ -79,7 +89,11 @@ def together(desk: Desk, count: int | None) -> None:
     for index in range(10 if count is None else count):
         place, flaws = desk.place("together"), []
         write(place / "other.yaml", other)
-        runs = [start(run_words("out0"), place), start(run_words("out1"), place), start(run_words("out2", recipe="other.yaml"), place)]
+        runs = [
+            start(run_words("out0"), place),
+            start(run_words("out1"), place),
+            start(run_words("out2", recipe="other.yaml"), place),
+        ]
         runs.append(start(["store", "prune", "--older-than", "1h", "--store", "store"], place))
         for running in runs:
             ended = running.wait(AGAIN_S)
@@ -89,8 +103,16 @@ def together(desk: Desk, count: int | None) -> None:
                 found = {each: digest for each, digest in left(place, name).items() if each.startswith("artifact")}
                 flaws += [f"{name}: {each}" for each in differences(expected, found)]
             flaws += [f"{name} is left" for name in rubbish(place)]
-            keys = {step["key"] for name in ("out0", "out2") for step in json.loads((place / name / "optkit.json").read_text())["steps"]}
-            flaws += [f"step {key[:8]} is lost" for key in keys if not (place / "store" / "steps" / key / "record.json").is_file()]
+            keys = {
+                step["key"]
+                for name in ("out0", "out2")
+                for step in json.loads((place / name / "optkit.json").read_text())["steps"]
+            }
+            flaws += [
+                f"step {key[:8]} is lost"
+                for key in keys
+                if not (place / "store" / "steps" / key / "record.json").is_file()
+            ]
         desk.judge(f"set {index}", flaws)
         if not flaws:
             clear(place)
@@ -136,5 +158,9 @@ def _signal(running: Running, number: signal.Signals, double: bool) -> list[str]
         return ["it goes on"]
     flaws = [] if status == expected else [f"status {status} and not {expected}"]
     flaws += [] if took <= END_S else [f"it took {took:.1f} s to end"]
-    flaws += [] if said is not None and said <= MESSAGE_S else ["it says nothing" if said is None else f"it said so after {said:.1f} s"]
+    flaws += (
+        []
+        if said is not None and said <= MESSAGE_S
+        else ["it says nothing" if said is None else f"it said so after {said:.1f} s"]
+    )
     return flaws + (["a traceback"] if "Traceback" in running.err or "Exception ignored" in running.err else [])

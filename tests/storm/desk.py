@@ -1,4 +1,6 @@
-"""What all cases share: a tiny random model, the recipe that is run with it, files that betray executed code, and what a run left."""
+"""What all cases share: a tiny random model, the recipe that is run with it, files that betray
+executed code, and what a run left.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def write(path: Path, recipe: dict[str, Any]) -> None:
 
 
 def make_model(directory: Path) -> None:
-    """Write the tiny model, in a fork: what computes here would leave threads that a fork does not have."""
+    """Write the tiny model, in a fork: what computes here would leave threads that a fork does not
+    have.
+    """
     from tests.conftest import save_tiny_model
 
     assert apart(lambda: save_tiny_model("llama", directory), 120) == 0
@@ -88,7 +92,9 @@ def run_words(out: str = "out", store: str = "store", recipe: str = "r.yaml") ->
 
 
 def run_in_peace(place: Path) -> float:
-    """Run the recipe in `place / PEACE`, once kernels are compiled; return the seconds that it took."""
+    """Run the recipe in `place / PEACE`, once kernels are compiled; return the seconds that it
+    took.
+    """
     for name in ("first", PEACE):
         made = place / name
         made.mkdir()
@@ -100,7 +106,9 @@ def run_in_peace(place: Path) -> float:
 
 
 def left(place: Path, out: str = "out", store: str = "store") -> dict[str, str]:
-    """Return digests of all that a run left: weights byte by byte, records and scorecards but for moments."""
+    """Return digests of all that a run left: weights byte by byte, records and scorecards but for
+    moments.
+    """
     found = dict(_artifact(place / out))
     for step in sorted((place / store / "steps").iterdir()):
         found |= {f"step {step.name[:8]} {name}": digest for name, digest in _files(step / "model")}
@@ -112,7 +120,10 @@ def left(place: Path, out: str = "out", store: str = "store") -> dict[str, str]:
 
 def rubbish(place: Path, store: str = "store") -> list[str]:
     """Return what a finished run may not leave: drafts, beside the artifact and in the store."""
-    return [path.name for path in (*(place / store / "drafts").glob("*"), *place.glob(".*.draft-*"), *place.glob(".*.old-*"))]
+    return [
+        path.name
+        for path in (*(place / store / "drafts").glob("*"), *place.glob(".*.draft-*"), *place.glob(".*.old-*"))
+    ]
 
 
 def differences(wanted: dict[str, str], found: dict[str, str]) -> list[str]:

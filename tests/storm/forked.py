@@ -1,4 +1,6 @@
-"""Run the command line in a fork of this process, which has imported everything already: a run then costs what it computes alone."""
+"""Run the command line in a fork of this process, which has imported everything already: a run then
+costs what it computes alone.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ class Running:
 
 
 def start(words: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None) -> Running:
-    """Start the command line with these words in a directory, in a session of its own; what it says goes to `out` and `err` there."""
+    """Start the command line with these words in a directory, in a session of its own; what it says
+    goes to `out` and `err` there.
+    """
     said = directory / f".said-{time.monotonic_ns()}"
     said.mkdir()
     pid = os.fork()
@@ -119,7 +123,9 @@ def start(words: Sequence[str], directory: Path, variables: Mapping[str, str] | 
     return Running(tuple(words), pid, said)
 
 
-def call(words: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None, limit_s: float = LIMIT_S) -> Ended:
+def call(
+    words: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
+) -> Ended:
     """Run the command line with these words, and return how it ended."""
     return start(words, directory, variables).wait(limit_s)
 
@@ -130,7 +136,9 @@ def call_apart(words: Sequence[str], directory: Path, limit_s: float = 60.0) -> 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
     command = [sys.executable, "-P", "-m", "optkit_cli.start", *words]
     try:
-        done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, timeout=limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return Ended(tuple(words), None, "", "", limit_s)
     out, err = (each.decode(errors="replace") for each in (done.stdout, done.stderr))
@@ -138,7 +146,9 @@ def call_apart(words: Sequence[str], directory: Path, limit_s: float = 60.0) -> 
 
 
 def apart(work: Callable[[], Any], limit_s: float) -> int | None:
-    """Run a function in a fork; return its exit status, 0 where it returned, None where it was still there at the limit."""
+    """Run a function in a fork; return its exit status, 0 where it returned, None where it was
+    still there at the limit.
+    """
     pid = os.fork()
     if pid == 0:
         status = 1

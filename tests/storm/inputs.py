@@ -1,4 +1,6 @@
-"""Models, tokenizers, GGUF files, texts, artifacts and stores that are damaged: refused in a sentence, or read as what they still are."""
+"""Models, tokenizers, GGUF files, texts, artifacts and stores that are damaged: refused in a
+sentence, or read as what they still are.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def inputs(desk: Desk, count: int | None) -> None:
             clear(place)
 
 
-def _model(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str) -> list[str]:
+def _model(
+    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
+) -> list[str]:
     model = place / "model"
     model.unlink()
     shutil.copytree(desk.root / "model", model)
@@ -72,7 +76,9 @@ def _judged(desk: Desk, place: Path, name: str, refused: bool, recipe: str = "r.
     return flaws
 
 
-def _text(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str) -> list[str]:
+def _text(
+    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
+) -> list[str]:
     damage(place)
     dataset = next(each.name for each in place.iterdir() if each.name.startswith("data."))
     perplexity = {"dataset": dataset, "window": 16, "windows": 2}
@@ -83,11 +89,17 @@ def _text(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, w
     return _judged(desk, place, name, refused) + _judged(desk, place, f"{name}, to calibrate", refused, "s.yaml")
 
 
-def _artifact(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str) -> list[str]:
+def _artifact(
+    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
+) -> list[str]:
     shutil.copytree(peace / "out", place / "out")
     damage(place / "out")
     flaws: list[str] = []
-    for words in (["show", "out"], ["compare", "out", "out", "--json"], ["verify", "out", "--engine", "transformers", "--device", "cpu"]):
+    for words in (
+        ["show", "out"],
+        ["compare", "out", "out", "--json"],
+        ["verify", "out", "--engine", "transformers", "--device", "cpu"],
+    ):
         if words[0] == "verify" and desk.cases % 5:
             continue
         ended = call(words, place, limit_s=60.0)
@@ -96,7 +108,9 @@ def _artifact(desk: Desk, place: Path, peace: Path, damage: Damage, refused: boo
     return flaws
 
 
-def _store(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str) -> list[str]:
+def _store(
+    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
+) -> list[str]:
     shutil.copytree(peace / "store", place / "store")
     damage(place / "store")
     shown = call(["store", "show", "--store", "store"], place)
@@ -111,7 +125,14 @@ def _store(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, 
 
 def _configs() -> Iterator[Case]:
     """Yield config.json with one value that it cannot have."""
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
+    numbers = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "intermediate_size",
+    )
     for field in (
         *numbers,
         "architectures",
@@ -152,7 +173,11 @@ def _headers(desk: Desk) -> Iterator[Case]:
     }
     for field, values in changes.items():
         for value in values:
-            yield f"header {field} = {value!r}", _header(lambda entry, field=field, value=value: entry.update({field: value})), True
+            yield (
+                f"header {field} = {value!r}",
+                _header(lambda entry, field=field, value=value: entry.update({field: value})),
+                True,
+            )
         yield f"header without {field}", _header(lambda entry, field=field: entry.pop(field)), True
     yield "header metadata is a number", _metadata(5), True
     for length in (0, 1, 2**40, 2**63, 2**64 - 1):
@@ -165,7 +190,11 @@ def _headers(desk: Desk) -> Iterator[Case]:
         yield f"index {value!r}", _put("model.safetensors.index.json", json.dumps(value).encode()), True
     for index in range(10):
         place = desk.draw.randrange(8, 2000)
-        yield f"header byte {place} ({index})", _patch("model.safetensors", place, bytes([desk.draw.randrange(256)])), False
+        yield (
+            f"header byte {place} ({index})",
+            _patch("model.safetensors", place, bytes([desk.draw.randrange(256)])),
+            False,
+        )
 
 
 def _tokenizers() -> Iterator[Case]:
@@ -231,7 +260,17 @@ def _records(desk: Desk) -> Iterator[Case]:
     for name in ("optkit.json", "scorecard.json"):
         for text in ("", "{", "[]", "5", "null", "{}", '{"a":' * 20_000):
             yield f"{name} is {text[:10]!r}", _put(name, text.encode()), True
-    for field in ("name", "key", "recipe", "settings", "steps", "files", "calibrated_on", "finished", "optkit_artifact"):
+    for field in (
+        "name",
+        "key",
+        "recipe",
+        "settings",
+        "steps",
+        "files",
+        "calibrated_on",
+        "finished",
+        "optkit_artifact",
+    ):
         for value in ("x", 5, [], {"a": 1}, None):
             yield f"optkit.json {field} = {value!r}", _set(field, value, "optkit.json"), False
     yield "weights cut", _cut("model.safetensors", 0.5), True
@@ -239,8 +278,20 @@ def _records(desk: Desk) -> Iterator[Case]:
 
 def _stored(desk: Desk) -> Iterator[Case]:
     """Yield stores in which a file was changed or cut off: the next run makes it again."""
-    for pattern in ("steps/*/record.json", "steps/*/model/config.json", "steps/*/model/*.safetensors", "metrics/*.json", "counts/*.json"):
-        for what, text in (("empty", b""), ("cut off", None), ("a list", b"[]"), ("no text", b"\xff"), ("a word", b"null")):
+    for pattern in (
+        "steps/*/record.json",
+        "steps/*/model/config.json",
+        "steps/*/model/*.safetensors",
+        "metrics/*.json",
+        "counts/*.json",
+    ):
+        for what, text in (
+            ("empty", b""),
+            ("cut off", None),
+            ("a list", b"[]"),
+            ("no text", b"\xff"),
+            ("a word", b"null"),
+        ):
             yield f"{pattern} is {what}", _in_store(desk, pattern, text), False
 
 
@@ -250,7 +301,11 @@ def _gguf(desk: Desk) -> Iterator[Case]:
     counts = (0, 1, 2**32, 2**62, 2**64 - 1)
     for tensors in counts:
         for values in counts:
-            yield f"{tensors} tensors, {values} values", _put("m.gguf", head + struct.pack("<QQ", tensors, values)), True
+            yield (
+                f"{tensors} tensors, {values} values",
+                _put("m.gguf", head + struct.pack("<QQ", tensors, values)),
+                True,
+            )
     if (whole := desk.root / "whole.gguf").is_file():
         for index in range(20):
             yield f"changed bytes {index}", _put("m.gguf", mutated_bytes(whole.read_bytes(), desk.draw, 4000)), False
@@ -260,7 +315,9 @@ def _gguf(desk: Desk) -> Iterator[Case]:
         yield f"file {text[:8]!r}", _put("m.gguf", text), True
 
 
-def _gguf_run(desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str) -> list[str]:
+def _gguf_run(
+    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
+) -> list[str]:
     damage(place)
     write(place / "r.yaml", {**RECIPE, "model": "m.gguf"})
     return _judged(desk, place, name, refused)

@@ -1,4 +1,6 @@
-"""Small changes that make something malformed out of something right; drawn, so that a seed repeats them."""
+"""Small changes that make something malformed out of something right; drawn, so that a seed repeats
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,28 @@ import random
 import struct
 from typing import Any
 
-VALUES = (None, True, -1, 0, 1, 2**31, 2**63, 10**25, -0.5, 1e308, "", "x", "\0", "../..", "1e999", [], {}, [[]], {"x": {}}, ["x", 5])
+VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**25,
+    -0.5,
+    1e308,
+    "",
+    "x",
+    "\0",
+    "../..",
+    "1e999",
+    [],
+    {},
+    [[]],
+    {"x": {}},
+    ["x", 5],
+)
 WORDS = (
     "",
     " ",
@@ -44,7 +67,9 @@ NUMBERS = (0, 1, 2**7, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
 
 
 def mutated_json(value: Any, draw: random.Random) -> bytes:
-    """Return JSON with one or two values changed, lost, doubled or nested; now and then no JSON at all."""
+    """Return JSON with one or two values changed, lost, doubled or nested; now and then no JSON at
+    all.
+    """
     if draw.random() < 0.15:
         return mutated_bytes(json.dumps(value).encode(), draw)
     changed = copy.deepcopy(value)
@@ -54,7 +79,9 @@ def mutated_json(value: Any, draw: random.Random) -> bytes:
 
 
 def mutated_bytes(data: bytes, draw: random.Random, header: int | None = None) -> bytes:
-    """Return bytes of which some in the first `header` were flipped, set to a number's, cut, doubled or lost."""
+    """Return bytes of which some in the first `header` were flipped, set to a number's, cut,
+    doubled or lost.
+    """
     end = max(1, min(len(data), header or len(data)))
     for _ in range(draw.choice((1, 1, 2, 4))):
         place = draw.randrange(end)

@@ -1,4 +1,6 @@
-"""Every reader of a format, fed with what is nearly right: it reads it, or raises an error of optkit."""
+"""Every reader of a format, fed with what is nearly right: it reads it, or raises an error of
+optkit.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def _feed(feed: Feed, note: Path) -> None:
         except (OptkitError, click.ClickException):
             continue
         except BaseException as error:
-            frames = [f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)[-3:]]
+            frames = [
+                f"{Path(each.filename).name}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)[-3:]
+            ]
             note.write_text(f"{type(error).__name__}: {str(error)[:160]} at {' > '.join(frames)}", encoding="utf-8")
             return
 
@@ -74,10 +78,18 @@ def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
     from optkit.recipe.recipe import load_recipe
 
     draw, recipes = desk.draw, sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-    yield "recipes", lambda: _ignore(load_recipe, mutated_text(draw.choice(recipes).read_text(encoding="utf-8"), draw) + "\n")
+    yield (
+        "recipes",
+        lambda: _ignore(load_recipe, mutated_text(draw.choice(recipes).read_text(encoding="utf-8"), draw) + "\n"),
+    )
     yield "recipes as JSON", lambda: _ignore(load_recipe, mutated_json(RECIPE, draw).decode("utf-8", "replace") + "\n")
     yield "overrides", lambda: _ignore(load_recipe, RECIPE, overrides=[mutated_text("stages.1.rtn.bits=4", draw)])
-    yield "gates", lambda: _or_value_error(parse_gate, mutated_text("decode_tokens_per_s[batch=1]", draw), mutated_text(">= 1.10x", draw))
+    yield (
+        "gates",
+        lambda: _or_value_error(
+            parse_gate, mutated_text("decode_tokens_per_s[batch=1]", draw), mutated_text(">= 1.10x", draw)
+        ),
+    )
     yield "sizes", lambda: _or_value_error(size_bytes, mutated_text("20 GB", draw))
     for kind, text in ((Age(), "30d"), (Size(), "20 GB"), (Device(), "cuda:0"), (Assignment(), "a.b=c")):
         yield kind.name, lambda kind=kind, text=text: _ignore(kind.convert, mutated_text(text, draw), None, None)  # type: ignore[misc]
@@ -94,7 +106,9 @@ def _of_models(desk: Desk) -> Iterator[tuple[str, Feed]]:
     from optkit.source.training_text import TrainingText
 
     draw, model = desk.draw, Path(shutil.copytree(desk.root / "model", desk.root / "fed"))
-    config, tokenizer, its_config = (_json(model / name) for name in ("config.json", "tokenizer.json", "tokenizer_config.json"))
+    config, tokenizer, its_config = (
+        _json(model / name) for name in ("config.json", "tokenizer.json", "tokenizer_config.json")
+    )
     weights = (model / "model.safetensors").read_bytes()
     text = TrainingText(dataset="python-reference", split="test", packing="joined")
 
@@ -117,10 +131,15 @@ def _of_models(desk: Desk) -> Iterator[tuple[str, Feed]]:
     yield "config.json", lambda: restored("config.json", mutated_json(config, draw), shape)
     yield (
         "safetensors",
-        lambda: restored("model.safetensors", mutated_bytes(weights, draw, 3000), lambda: Checkpoint(model).shape.size_bytes),
+        lambda: restored(
+            "model.safetensors", mutated_bytes(weights, draw, 3000), lambda: Checkpoint(model).shape.size_bytes
+        ),
     )
     index = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "model.safetensors"}}
-    yield "index.json", lambda: restored("model.safetensors.index.json", mutated_json(index, draw), lambda: Checkpoint(model))
+    yield (
+        "index.json",
+        lambda: restored("model.safetensors.index.json", mutated_json(index, draw), lambda: Checkpoint(model)),
+    )
     yield "tokenizer.json", lambda: restored("tokenizer.json", mutated_json(tokenizer, draw), count)
     yield (
         "tokenizer_config.json",
@@ -180,7 +199,10 @@ def _of_binaries(desk: Desk) -> Iterator[tuple[str, Feed]]:
         file = desk.root / "seed.gguf"
         assert apart(lambda: save_gguf((desk.root / "model").resolve(), file, "llama"), 60) == 0
         data, fed = file.read_bytes(), desk.root / "fed.gguf"
-        yield "gguf", lambda: (fed.write_bytes(mutated_bytes(data, draw, 4000)), checkpoint_shape(read_gguf(fed)))[0] and None
+        yield (
+            "gguf",
+            lambda: (fed.write_bytes(mutated_bytes(data, draw, 4000)), checkpoint_shape(read_gguf(fed)))[0] and None,
+        )
     except (ImportError, click.ClickException):
         pass
     try:

@@ -1,4 +1,6 @@
-"""Recipes and overrides that are wrong: each is refused by `validate`, or by `plan` where a model or a machine is needed to see it."""
+"""Recipes and overrides that are wrong: each is refused by `validate`, or by `plan` where a model
+or a machine is needed to see it.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,27 @@ CASES = 800
 APART = 20
 """Of so many cases one is a process of its own."""
 WRONG = {"a mapping": {"zzz": 1}, "lists": [[["zzz"]]]}
-WRONG_NUMBERS = {"text": "many", "nan": "NAN", "infinite": "INF", "negative": -(10**30), "huge": 10**30, "a truth": "TRUE"}
+WRONG_NUMBERS = {
+    "text": "many",
+    "nan": "NAN",
+    "infinite": "INF",
+    "negative": -(10**30),
+    "huge": 10**30,
+    "a truth": "TRUE",
+}
 ENCODINGS = ("utf-16", "utf-32", "utf-7")
 HEAD = "model: model\n"
 
 
 def recipes(desk: Desk, count: int | None) -> None:
-    """Validate wrong recipes, then plan those that were accepted; a plan that accepts one too has failed."""
-    cases = drawn([*_by_field(), *_by_entry(), *_by_text(desk), *_by_gate(), *_by_override()], CASES if count is None else count, desk.draw)
+    """Validate wrong recipes, then plan those that were accepted; a plan that accepts one too has
+    failed.
+    """
+    cases = drawn(
+        [*_by_field(), *_by_entry(), *_by_text(desk), *_by_gate(), *_by_override()],
+        CASES if count is None else count,
+        desk.draw,
+    )
     place = desk.place("recipes")
     for index, (name, text, overrides) in enumerate(cases):
         (place / "r.yaml").write_bytes(text)
@@ -65,7 +80,9 @@ def _by_field() -> Iterator[Case]:
 
 
 NEEDED: dict[str, dict[str, Any]] = {}
-MAY_BE_HUGE = frozenset({"seed", "limit_s", "threshold", "first_token_limit_s", "inter_token_limit_s", "window", "prompt_lookup"})
+MAY_BE_HUGE = frozenset(
+    {"seed", "limit_s", "threshold", "first_token_limit_s", "inter_token_limit_s", "window", "prompt_lookup"}
+)
 
 
 OVERRIDES = """
@@ -148,7 +165,8 @@ def _by_entry() -> Iterator[Case]:
 def _by_text(desk: Desk) -> Iterator[Case]:
     """Yield what is no YAML, or YAML that would run code."""
     call_code = f"open({str(desk.canary('yaml'))!r}, 'w')"
-    for tag in ("python/object/apply:os.system", "python/object/new:subprocess.Popen", "python/name:os.system", "python/module:os",
+    for tag in ("python/object/apply:os.system", "python/object/new:subprocess.Popen", "python/name:os.system",
+                "python/module:os",
                 "python/object/apply:builtins.eval", "python/tuple", "binary", "omap", "custom"):  # fmt: skip
         yield f"tag {tag}", f"{HEAD}stages: [!!{tag} [{call_code!r}]]\n".encode(), ()
         yield f"tag {tag} of a key", f"? !!{tag} [x]\n: 1\n{HEAD}".encode(), ()

@@ -1,4 +1,6 @@
-"""A session that needs no transformers: a bigram model whose logits are rows of a table, with characters as tokens."""
+"""A session that needs no transformers: a bigram model whose logits are rows of a table, with
+characters as tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import Tensor
 
 
 class BigramSession:
-    def __init__(self, *, vocabulary: int = 32, positions: int = 64, seed: int = 0, before: str = "", after: str = "") -> None:
+    def __init__(
+        self, *, vocabulary: int = 32, positions: int = 64, seed: int = 0, before: str = "", after: str = ""
+    ) -> None:
         self.directory = Path("bigram")
         self.device = "cpu"
         self.vocabulary = vocabulary
@@ -22,7 +26,9 @@ class BigramSession:
         self.on_token: Callable[[int, int], None] = lambda batch, index: None
 
     def encode(self, text: str) -> Tensor:
-        return torch.tensor([ord(letter) % self.vocabulary for letter in self.before + text + self.after], dtype=torch.int64)
+        return torch.tensor(
+            [ord(letter) % self.vocabulary for letter in self.before + text + self.after], dtype=torch.int64
+        )
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.table[tokens]

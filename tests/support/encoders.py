@@ -7,11 +7,24 @@ from typing import Any
 
 from tests.conftest import save_tokenizer
 
-SIZES = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 ENCODERS: dict[str, dict[str, Any]] = {
     "BertModel": {"model_type": "bert", **SIZES, "max_position_embeddings": 64},
     "BertForSequenceClassification": {"model_type": "bert", **SIZES, "max_position_embeddings": 64, "num_labels": 3},
-    "DistilBertModel": {"model_type": "distilbert", "vocab_size": 512, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
+    "DistilBertModel": {
+        "model_type": "distilbert",
+        "vocab_size": 512,
+        "dim": 32,
+        "hidden_dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+    }
     | {"max_position_embeddings": 64},
     "RobertaModel": {"model_type": "roberta", **SIZES, "max_position_embeddings": 66, "pad_token_id": 1},
     "BertForMaskedLM": {"model_type": "bert", **SIZES, "max_position_embeddings": 64},
@@ -19,7 +32,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def save_encoder(architecture: str, directory: Path) -> Path:
-    """Write a seeded random float32 model of one of `ENCODERS`, as transformers saves it, with the tiny tokenizer."""
+    """Write a seeded random float32 model of one of `ENCODERS`, as transformers saves it, with the
+    tiny tokenizer.
+    """
     import torch
     import transformers
 

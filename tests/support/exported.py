@@ -1,4 +1,6 @@
-"""What tests of the ONNX stages share: tiny exported models, graphs made by hand, and ten lines that undo MatMulNBits."""
+"""What tests of the ONNX stages share: tiny exported models, graphs made by hand, and ten lines
+that undo MatMulNBits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def exported(source: Path, target: Path, precision: str = "fp32") -> Path:
-    """Return `target` with a decoder as ONNX Runtime GenAI's model builder exports it for the CPU, and config.json.
+    """Return `target` with a decoder as ONNX Runtime GenAI's model builder exports it for the CPU,
+    and config.json.
 
     `precision` is `fp32` or `int4`; what the builder makes of `fp16` does not decode on the CPU.
     """
@@ -30,13 +33,21 @@ def exported(source: Path, target: Path, precision: str = "fp32") -> Path:
     return target
 
 
-def saved(directory: Path, nodes: list[Any], weights: Arrays, width: int, output: str = "logits", rank: int = 2) -> Path:
-    """Return a directory with a graph from `x`, float [rows, width], to `output`; weights lie in the data file."""
+def saved(
+    directory: Path, nodes: list[Any], weights: Arrays, width: int, output: str = "logits", rank: int = 2
+) -> Path:
+    """Return a directory with a graph from `x`, float [rows, width], to `output`; weights lie in
+    the data file.
+    """
     directory.mkdir()
     held = [numpy_helper.from_array(np.asarray(array), name) for name, array in weights.items()]
     ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", width])]
     graph = helper.make_graph(
-        nodes, "made", ends, [helper.make_tensor_value_info(output, TensorProto.FLOAT, [f"size_{axis}" for axis in range(rank)])], held
+        nodes,
+        "made",
+        ends,
+        [helper.make_tensor_value_info(output, TensorProto.FLOAT, [f"size_{axis}" for axis in range(rank)])],
+        held,
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     onnx.save(model, directory / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=0)
@@ -79,7 +90,9 @@ def with_float_matrices(model: Any) -> Any:
     for node in plain.graph.node:
         if node.op_type == "MatMulNBits":
             plain.graph.initializer.append(numpy_helper.from_array(dequantized(node, arrays), f"{node.name}/float"))
-            node.CopyFrom(helper.make_node("MatMul", [node.input[0], f"{node.name}/float"], list(node.output), name=node.name))
+            node.CopyFrom(
+                helper.make_node("MatMul", [node.input[0], f"{node.name}/float"], list(node.output), name=node.name)
+            )
     return plain
 
 
@@ -88,7 +101,9 @@ def outputs(model: Any, feeds: Arrays) -> NDArray[np.float32]:
     given = str(model / "model.onnx") if isinstance(model, Path) else model.SerializeToString()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    return np.asarray(onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"]).run(None, dict(feeds))[0])
+    return np.asarray(
+        onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"]).run(None, dict(feeds))[0]
+    )
 
 
 def decoder_feeds(model: Any, tokens: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

@@ -1,4 +1,6 @@
-"""A library that nobody has, and what stands in for installing it: a directory with this Python, without packages."""
+"""A library that nobody has, and what stands in for installing it: a directory with this Python,
+without packages.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class HeardTask(SilentTask):
 def fake_install(library: Library, directory: Path, torch: SharedTorch, progress: Progress) -> dict[str, str]:
     """Link this Python into a directory that has no packages; the bytes are those of one file."""
     (directory / "bin").mkdir(parents=True)
-    (directory / "bin" / "python").symlink_to(Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}")
+    (directory / "bin" / "python").symlink_to(
+        Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    )
     (directory / "weight").write_bytes(b"x" * 1000)
     return {"toy_quantizer": "1.0", "transformers": "4.51.3", "torch": torch.version}
 
@@ -67,5 +71,11 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environments:
 def environment_at(directory: Path, name: str = "toy", versions: Mapping[str, str] | None = None) -> Environment:
     """Return an environment that runs this Python without packages."""
     fake_install(TOY, directory, SharedTorch(), SilentProgress())
-    known: dict[str, Any] = {"state": "ready", "python": platform.python_version(), "torch": "2", "size_bytes": 0, "created": ""}
+    known: dict[str, Any] = {
+        "state": "ready",
+        "python": platform.python_version(),
+        "torch": "2",
+        "size_bytes": 0,
+        "created": "",
+    }
     return Environment(name=name, directory=directory, versions=versions or {}, **known)

@@ -1,4 +1,6 @@
-"""Stands in for `optkit.session.rank` without torch: does what the directory's name says, so that every way to fail is quick."""
+"""Stands in for `optkit.session.rank` without torch: does what the directory's name says, so that
+every way to fail is quick.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the tests share that throw damage at a boundary: the draws, the property, and a file that is damaged for a while."""
+"""What the tests share that throw damage at a boundary: the draws, the property, and a file that is
+damaged for a while.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ MOST_BYTES = 256 << 20
 
 
 def damages(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test with so many generators of damage, the same ones each time; it has the argument `draw`."""
+    """Run a test with so many generators of damage, the same ones each time; it has the argument
+    `draw`.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         drawn = given(draw=st.integers(0, 2**32 - 1).map(Random))(test)
         quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-        return settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=quiet)(drawn)
+        return settings(
+            max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=quiet
+        )(drawn)
 
     return decorate
 

@@ -1,4 +1,6 @@
-"""A decoder made by hand whose KV cache grows by concatenation: one head over embeddings, in the fewest nodes; and what it must say."""
+"""A decoder made by hand whose KV cache grows by concatenation: one head over embeddings, in the
+fewest nodes; and what it must say.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,22 @@ NUMBERS = {"float": 1, "float16": 10, "bfloat16": 16}
 
 
 def handmade(directory: Path, dtype: str = "float", *, cached: bool = True) -> Path:
-    """Write the decoder with a cache and logits of `float`, `float16` or `bfloat16`; without a cache it reads whole sequences."""
-    ends = {side: f"{dtype}[b, 1, {length}, 8] {side}_0_key, {dtype}[b, 1, {length}, 8] {side}_0_value" for side, length in SIDES.items()}
+    """Write the decoder with a cache and logits of `float`, `float16` or `bfloat16`; without a
+    cache it reads whole sequences.
+    """
+    ends = {
+        side: f"{dtype}[b, 1, {length}, 8] {side}_0_key, {dtype}[b, 1, {length}, 8] {side}_0_value"
+        for side, length in SIDES.items()
+    }
     joined = "\n".join(f"present_0_{part} = Concat <axis = 2> (past_0_{part}, stored)" for part in ("key", "value"))
     alone = "\n".join(f"present_0_{part} = Identity (stored)" for part in ("key", "value"))
-    text = GRAPH.format(pasts=ends["past"], presents=ends["present"], dtype=dtype, number=NUMBERS[dtype], cache=joined if cached else alone)
+    text = GRAPH.format(
+        pasts=ends["past"],
+        presents=ends["present"],
+        dtype=dtype,
+        number=NUMBERS[dtype],
+        cache=joined if cached else alone,
+    )
     if not cached:
         text = text.replace(f", {ends['past']}", "").replace(f", {ends['present']}", "")
     model = parser.parse_model(text)

@@ -13,21 +13,27 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak` is the most bytes of tensors made inside that were alive at once; what an operation holds within itself is not seen."""
+    """`peak` is the most bytes of tensors made inside that were alive at once; what an operation
+    holds within itself is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
 
-    def __torch_dispatch__(self, operation: Any, _types: Any, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, _types: Any, given: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
         made = operation(*given, **(options or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._count(leaf.untyped_storage())
         return made
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         super().__exit__(kind, error, trace)
         self._sizes.clear()
 

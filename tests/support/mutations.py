@@ -1,4 +1,5 @@
-"""Damage for files and recipes: pure functions from something valid and a `random.Random` to something that may be malformed.
+"""Damage for files and recipes: pure functions from something valid and a `random.Random` to
+something that may be malformed.
 
 `MUTATORS` lists them by format, for whoever wants to throw them at a whole program.
 """
@@ -20,7 +21,18 @@ ODD_VALUES: tuple[Any, ...] = (
     {}, {"": None}, {"text": {}}, {"rope_type": 5},
 )  # fmt: skip
 """What no author of a file meant at most places."""
-ODD_BYTES = (b"", b"\0", b"\xff", b"\0" * 8, b"\xff" * 8, b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01", b"(((", b"{", b'"', b"\n")
+ODD_BYTES = (
+    b"",
+    b"\0",
+    b"\xff",
+    b"\0" * 8,
+    b"\xff" * 8,
+    b"\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01",
+    b"(((",
+    b"{",
+    b'"',
+    b"\n",
+)
 
 
 def damaged_bytes(valid: bytes, draw: Random) -> bytes:
@@ -50,7 +62,9 @@ def damaged_bytes(valid: bytes, draw: Random) -> bytes:
 
 
 def damaged_json(valid: Any, draw: Random) -> Any:
-    """Return JSON in which a few values are odd, missing, renamed, of another type, or nested deeply."""
+    """Return JSON in which a few values are odd, missing, renamed, of another type, or nested
+    deeply.
+    """
     value = copy.deepcopy(valid)
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         value = _changed(value, draw)
@@ -133,7 +147,9 @@ def damaged_text(valid: str, draw: Random) -> str:
     return "".join(lines)
 
 
-def safetensors_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_bytes(
+    tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return a file of zeros: name -> dtype, shape, bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -156,7 +172,10 @@ def damaged_safetensors(valid: bytes, draw: Random) -> bytes:
         case 0:
             return damaged_bytes(valid, draw)
         case 1:
-            return struct.pack("<Q", draw.choice((0, 1, length - 1, length + 1, len(valid), 2**31, 2**63, 2**64 - 1))) + valid[8:]
+            return (
+                struct.pack("<Q", draw.choice((0, 1, length - 1, length + 1, len(valid), 2**31, 2**63, 2**64 - 1)))
+                + valid[8:]
+            )
         case 2:
             return _with_header(header, max(0, data + draw.choice((-8, -1, 1, 8))))
         case _:
@@ -169,11 +188,18 @@ GGUF_TYPES = {"u8": 0, "u32": 4, "f32": 6, "bool": 7, "str": 8, "arr": 9, "u64":
 
 
 def gguf_bytes(
-    metadata: Sequence[tuple[str, str, Any]], tensors: Sequence[tuple[str, Sequence[int], int, int]], alignment: int = 32
+    metadata: Sequence[tuple[str, str, Any]],
+    tensors: Sequence[tuple[str, Sequence[int], int, int]],
+    alignment: int = 32,
 ) -> bytes:
-    """Return a file of zeros: (key, type, value) of the metadata; name, dimensions as ggml has them, type and bytes of each tensor."""
+    """Return a file of zeros: (key, type, value) of the metadata; name, dimensions as ggml has
+    them, type and bytes of each tensor.
+    """
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    head += b"".join(_gguf_text(key) + struct.pack("<I", GGUF_TYPES[kind]) + _gguf_value(kind, value) for key, kind, value in metadata)
+    head += b"".join(
+        _gguf_text(key) + struct.pack("<I", GGUF_TYPES[kind]) + _gguf_value(kind, value)
+        for key, kind, value in metadata
+    )
     at = 0
     for name, dimensions, kind, size in tensors:
         head += _gguf_text(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, at)

@@ -16,13 +16,18 @@ from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
 from optkit.kernels import choice
 
-FORMATS = {"compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"}, "gptq": {"checkpoint_format": "gptq"}}
+FORMATS = {
+    "compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"},
+    "gptq": {"checkpoint_format": "gptq"},
+}
 
 
 def random_grid(
     shape: tuple[int, int], bits: int, group_size: int, symmetric: bool, order: Tensor | None = None
 ) -> tuple[QuantizedWeight, Tensor]:
-    """Return codes on a random grid, and the float32 weight; with an `order`, input order[i] takes the scale of group i // group_size."""
+    """Return codes on a random grid, and the float32 weight; with an `order`, input order[i] takes
+    the scale of group i // group_size.
+    """
     outputs, inputs = shape
     codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8)
     scales = (torch.rand(outputs, inputs // group_size) + 0.5) / (1 << bits) / inputs**0.5 * 4
@@ -49,13 +54,20 @@ def save_packed(
     activation_order: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Put the matrices of all blocks (routers excepted) on random grids: packed in `packed`, float in `plain`."""
+    """Put the matrices of all blocks (routers excepted) on random grids: packed in `packed`, float
+    in `plain`.
+    """
     torch.manual_seed(bits)
     transposed = json.loads((source / "config.json").read_text())["model_type"] == "gpt2"
     stored, dense = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         layer, _, leaf = name.rpartition(".")
-        if tensor.dim() != 2 or leaf != "weight" or "gate.weight" in name or not any(part.isdigit() for part in name.split(".")):
+        if (
+            tensor.dim() != 2
+            or leaf != "weight"
+            or "gate.weight" in name
+            or not any(part.isdigit() for part in name.split("."))
+        ):
             stored[name] = dense[name] = tensor.to(dtype)
             continue
         shape = tuple(tensor.T.shape if transposed else tensor.shape)

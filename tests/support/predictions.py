@@ -9,7 +9,9 @@ from optkit.stage import Cost, Transform
 
 
 def predicted(stage: Transform, source: Path, target: Path) -> Cost:
-    """Assert that tensors, config.json and bytes of what a stage left are those that it predicts on a CPU; return what that costs."""
+    """Assert that tensors, config.json and bytes of what a stage left are those that it predicts on
+    a CPU; return what that costs.
+    """
     cost, shape = stage.predict(Checkpoint(source).shape, "cpu")
     written = Checkpoint(target)
     assert dict(shape.tensors) == written.tensors

@@ -44,7 +44,9 @@ class Together(Transform):
 
 
 class Trains(Transform):
-    """Train a tiny model in several ways by several processes; the first one tells what came out, and leaves the weights."""
+    """Train a tiny model in several ways by several processes; the first one tells what came out,
+    and leaves the weights.
+    """
 
     ways: tuple[str, ...]
 
@@ -90,11 +92,16 @@ class Trains(Transform):
             options = replace(OPTIONS, steps=10)
             try:
                 progress = Stops() if "stopped" in name else SilentProgress()
-                result = train(objective, data, teacher, options, where="test", progress=progress, place=place, ranks=ranks)
+                result = train(
+                    objective, data, teacher, options, where="test", progress=progress, place=place, ranks=ranks
+                )
             except KeyboardInterrupt:
                 return
             if ranks.first:
-                found[name] = {"curve": result.course.curve, "held_out": [each["total"] for each in result.course.held_out]}
+                found[name] = {
+                    "curve": result.course.curve,
+                    "held_out": [each["total"] for each in result.course.held_out],
+                }
                 found[name]["resumed"] = result.course.resumed
                 tensors = {key: value.contiguous() for key, value in student.model.state_dict().items()}
                 save_file({key: value.clone() for key, value in tensors.items()}, target / f"{name}.safetensors")

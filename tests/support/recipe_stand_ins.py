@@ -1,4 +1,6 @@
-"""Stages and evals that stand in for the real ones in tests of recipes, so that these say nothing of any real field."""
+"""Stages and evals that stand in for the real ones in tests of recipes, so that these say nothing
+of any real field.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def register_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def register_onnx_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let recipes know, beside the stand-ins, those that have to do with ONNX; as `onnx` the export, whatever has that name."""
+    """Let recipes know, beside the stand-ins, those that have to do with ONNX; as `onnx` the
+    export, whatever has that name.
+    """
     stages = {"onnx": Export, "fuse": Fuse, "threads": Threads, "providers": Providers}
     for known, classes in ((registry.STAGES, stages), (registry.EVALS, {"weigh": Weigh})):
         for kind, each in classes.items():

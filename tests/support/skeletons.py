@@ -1,4 +1,6 @@
-"""What tests of the skeleton share: tokens, transformers' own model to compare with, changed copies of a model directory."""
+"""What tests of the skeleton share: tokens, transformers' own model to compare with, changed copies
+of a model directory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def real(module: nn.Module) -> bool:
 
 
 def run_all_blocks(skeleton: Skeleton, tokens: Tensor, batch_size: int) -> list[Tensor]:
-    """Return the output of each block, float [sequences, length, hidden], with one block real at a time."""
+    """Return the output of each block, float [sequences, length, hidden], with one block real at a
+    time.
+    """
     inputs = skeleton.capture_inputs(tokens, "cpu", batch_size)
     outputs = []
     for index, block in enumerate(skeleton.blocks):

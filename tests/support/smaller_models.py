@@ -1,4 +1,6 @@
-"""What tests of structured pruning share: small random models of many architectures, a text, and transformers' own logits."""
+"""What tests of structured pruning share: small random models of many architectures, a text, and
+transformers' own logits.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,35 @@ from optkit.stage import Context, Report
 from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import save_tokenizer
 
-SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
-GPT2 = {"vocab_size": 512, "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 256, "bos_token_id": 0, "eos_token_id": 0}
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+GPT2 = {
+    "vocab_size": 512,
+    "n_embd": 32,
+    "n_layer": 6,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
     "llama_biases": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
@@ -38,7 +65,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", **SIZES},
     "helium": {"model_type": "helium", **SIZES, "head_dim": 8},
     "gpt2": {"model_type": "gpt2", **GPT2},
-    "opt": {"model_type": "opt", "vocab_size": 512, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_attention_heads": 4}
+    "opt": {
+        "model_type": "opt",
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+        "num_attention_heads": 4,
+    }
     | {"num_hidden_layers": 6, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"model_type": "qwen2_moe", **SIZES, **MIXTURE, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
@@ -53,7 +87,9 @@ def _models() -> Path:
 
 
 def made_model(kind: str, **config: Any) -> Path:
-    """Return the directory of a random model, the same one for every test, so copy it before changing it."""
+    """Return the directory of a random model, the same one for every test, so copy it before
+    changing it.
+    """
     directory = _models() / "-".join([kind, *(f"{key}-{value}" for key, value in config.items())])
     return directory if directory.exists() else save_model(kind, directory, **config)
 

@@ -1,4 +1,6 @@
-"""The process that exports, with the code in $TOY_EXPORTER in the place of the export; it sees `order`."""
+"""The process that exports, with the code in $TOY_EXPORTER in the place of the export; it sees
+`order`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stands in for `optkit.measuring.child`: no torch and no model; the order's directory says what becomes of it."""
+"""Stands in for `optkit.measuring.child`: no torch and no model; the order's directory says what
+becomes of it.
+"""
 
 import json
 import os
@@ -11,7 +13,14 @@ from optkit.errors import MissingPackageError, ResourceError
 from optkit.measuring.child import Channel
 from optkit.measuring.parent import told_error
 
-METRIC = {"name": "speed", "value": 0.1, "unit": "tokens/s", "higher_is_better": True, "protocol": "p", "samples": [0.1, 1 / 3]}
+METRIC = {
+    "name": "speed",
+    "value": 0.1,
+    "unit": "tokens/s",
+    "higher_is_better": True,
+    "protocol": "p",
+    "samples": [0.1, 1 / 3],
+}
 
 
 class OwnError(ResourceError):
@@ -29,15 +38,28 @@ def main() -> None:
                     inner.advance()
                     outer.advance(2, "there")
                 channel.warn("slow")
-                environment = {"threads": order["threads"], "waiting": os.environ["OPTKIT_PARENT_ON_GPU"], "path": sys.path}
-                answer = {"metrics": [METRIC], "notes": [json.dumps(order)], "session_notes": ["opened"], "environment": environment}
+                environment = {
+                    "threads": order["threads"],
+                    "waiting": os.environ["OPTKIT_PARENT_ON_GPU"],
+                    "path": sys.path,
+                }
+                answer = {
+                    "metrics": [METRIC],
+                    "notes": [json.dumps(order)],
+                    "session_notes": ["opened"],
+                    "environment": environment,
+                }
                 channel.tell("answer", evals=[answer for _ in order["evals"]])
             case "no memory":
-                channel.tell("error", **told_error(OwnError("memory ran out", where="here", why="So it is", remedy="Lower it")))
+                channel.tell(
+                    "error", **told_error(OwnError("memory ran out", where="here", why="So it is", remedy="Lower it"))
+                )
             case "no package":
                 channel.tell("error", **told_error(MissingPackageError("torch", where="there")))
             case "bug":
-                channel.tell("crash", what="ZeroDivisionError at x.py:3: so", trace="Traceback: all", no_memory=False, errno=None)
+                channel.tell(
+                    "crash", what="ZeroDivisionError at x.py:3: so", trace="Traceback: all", no_memory=False, errno=None
+                )
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "lost":

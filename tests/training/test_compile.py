@@ -21,13 +21,31 @@ def fields(tmp_path: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     letters = torch.randint(97, 123, (4_000,), generator=generator).tolist()
     (tmp_path / "letters.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
-    shared = {"texts": [{"dataset": str(tmp_path / "letters.txt")}], "sequence_length": LENGTH, "batch_size": 4, "held_out": 4}
-    return shared | {"tokens": 6 * 4 * LENGTH, "evaluations": 2, "precision": "float32", "divergence": 0, "cross_entropy": 1}
+    shared = {
+        "texts": [{"dataset": str(tmp_path / "letters.txt")}],
+        "sequence_length": LENGTH,
+        "batch_size": 4,
+        "held_out": 4,
+    }
+    return shared | {
+        "tokens": 6 * 4 * LENGTH,
+        "evaluations": 2,
+        "precision": "float32",
+        "divergence": 0,
+        "cross_entropy": 1,
+    }
 
 
-@pytest.mark.parametrize(("stage", "backend"), [("qat", "aot_eager"), pytest.param("distill", "inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "backend"), [("qat", "aot_eager"), pytest.param("distill", "inductor", marks=pytest.mark.slow)]
+)
 def test_it_trains_as_without(
-    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, stage: str, backend: str
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    fields: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    backend: str,
 ) -> None:
     compile_ = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_(module, backend=backend))
@@ -35,9 +53,13 @@ def test_it_trains_as_without(
     reports = {}
     for compiled in (False, True):
         training = {**fields, "compile": compiled, "learning_rate": 1e-3}
-        made: Any = Distill(**training) if stage == "distill" else Qat(bits=4, group_size=16, start="rtn", training=training)
+        made: Any = (
+            Distill(**training) if stage == "distill" else Qat(bits=4, group_size=16, start="rtn", training=training)
+        )
         (tmp_path / str(compiled)).mkdir()
-        reports[compiled] = made.run(tiny_model("llama"), tmp_path / str(compiled), Context(origin=tiny_model("llama"))).details
+        reports[compiled] = made.run(
+            tiny_model("llama"), tmp_path / str(compiled), Context(origin=tiny_model("llama"))
+        ).details
     plain, fast = reports[False], reports[True]
     assert dict(fast["curve"]) == pytest.approx(dict(plain["curve"]), rel=1e-4)
     assert fast["held_out_after"] == pytest.approx(plain["held_out_after"], rel=1e-4)

@@ -1,4 +1,6 @@
-"""Texts become sequences: none is lost but the rest at the end, none that is held out is trained on, and the order is the seed's."""
+"""Texts become sequences: none is lost but the rest at the end, none that is held out is trained
+on, and the order is the seed's.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,17 @@ def test_the_order_is_the_seeds_and_another_one_in_each_epoch():
 
 
 def test_nothing_left_to_train_on():
-    with pytest.raises(StageError, match=r"distill: the texts give 4 sequences of 4 tokens, and 4 are to be held out. Nothing is left"):
+    with pytest.raises(
+        StageError,
+        match=r"distill: the texts give 4 sequences of 4 "
+        r"tokens, and 4 are to be held out. Nothing is left",
+    ):
         made(4, held_out=4)
 
 
-@pytest.mark.parametrize(("tokens", "epochs", "steps"), [(None, 1, 12), (None, 3, 36), (33, 1, 3), (192, 1, 12), (384, 2, 24)])
+@pytest.mark.parametrize(
+    ("tokens", "epochs", "steps"), [(None, 1, 12), (None, 3, 36), (33, 1, 3), (192, 1, 12), (384, 2, 24)]
+)
 def test_a_budget_of_tokens_is_a_number_of_steps(tokens, epochs, steps):
     assert Budget(4, 4, 2, tokens, epochs, "distill").steps(48) == steps
 
@@ -85,8 +93,20 @@ def test_a_budget_of_tokens_is_a_number_of_steps(tokens, epochs, steps):
     ("tokens", "epochs", "sequences", "message"),
     [
         (193, 1, 4, r"208 tokens are asked for, and the texts have 192 to train on. A step takes 16. Set `epochs: 2`"),
-        (1000, 2, 4, r"1,008 tokens are asked for, and the texts have 192 to train on, 384 in 2 epochs. A step takes 16. Set `epochs: 6`"),
-        (None, 1, 64, r"256 tokens are asked for, and the texts have 192 to train on. A step takes 256. Set `epochs: 2`"),
+        (
+            1000,
+            2,
+            4,
+            r"1,008 tokens are asked for, and the texts have 192 to train on, 384 in 2 epochs. A "
+            r"step takes 16. Set `epochs: 6`",
+        ),
+        (
+            None,
+            1,
+            64,
+            r"256 tokens are asked for, and the texts have "
+            r"192 to train on. A step takes 256. Set `epochs: 2`",
+        ),
     ],
 )
 def test_too_little_text(tokens, epochs, sequences, message):

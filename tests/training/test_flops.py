@@ -1,4 +1,6 @@
-"""The operations of a training step, against torch's own counter, and what share of a rate they are."""
+"""The operations of a training step, against torch's own counter, and what share of a rate they
+are.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +24,17 @@ DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")
 BATCH, LENGTH = 2, 7
 
 
-def counted(directory: Path, *, checkpointing: bool = False, frozen: bool = False, frozen_head: bool = False, backward: bool = True) -> int:
-    """Let torch count one step; its eager attention computes pairs that a causal mask throws away too."""
+def counted(
+    directory: Path,
+    *,
+    checkpointing: bool = False,
+    frozen: bool = False,
+    frozen_head: bool = False,
+    backward: bool = True,
+) -> int:
+    """Let torch count one step; its eager attention computes pairs that a causal mask throws away
+    too.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()
     if frozen:
         model.requires_grad_(False)
@@ -48,7 +59,9 @@ def masked(shape: ModelShape) -> int:
 
 @pytest.mark.parametrize("kind", DENSE)
 @pytest.mark.parametrize(("checkpointing", "frozen"), [(False, False), (True, False), (False, True), (True, True)])
-def test_operations_of_a_step_are_those_that_torch_counts(tiny_model: TinyModel, kind: str, checkpointing: bool, frozen: bool) -> None:
+def test_operations_of_a_step_are_those_that_torch_counts(
+    tiny_model: TinyModel, kind: str, checkpointing: bool, frozen: bool
+) -> None:
     shape = Checkpoint(tiny_model(kind)).shape
     step = step_flops(shape, LENGTH, recomputed=checkpointing, frozen=frozen)
     beside = (4 if checkpointing else 3) * masked(shape)
@@ -63,7 +76,10 @@ def test_a_step_is_three_forwards_and_four_with_gradient_checkpointing(tiny_mode
     assert plain.model == plain.hardware == 3 * forward.total
     assert again.model == plain.model
     assert again.hardware == 4 * forward.total - forward.head
-    assert again.formula == f"3.0 x forward, {again.hardware / forward.total:.1f} x with what gradient checkpointing computes again"
+    assert (
+        again.formula == f"3.0 x forward, {again.hardware / forward.total:.1f} "
+        "x with what gradient checkpointing computes again"
+    )
 
 
 def test_frozen_weights_need_no_gradients_of_their_own(tiny_model: TinyModel) -> None:
@@ -144,7 +160,9 @@ def test_the_rate_of_a_cpu_is_known_where_it_was_measured(tmp_path: Path, monkey
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
     assert peak_of("cpu") is None
     rate = roofs.Rate(value=5e9, low=5e9, high=5e9, repeats=1)
-    monkeypatch.setattr(measured, "measure_roof", lambda *_: roofs.Roof(reading=rate, copying=rate, products={"fp32": rate}))
+    monkeypatch.setattr(
+        measured, "measure_roof", lambda *_: roofs.Roof(reading=rate, copying=rate, products={"fp32": rate})
+    )
     roofs.measured_device("cpu")
     found = peak_of("cpu")
     assert found is not None

@@ -46,7 +46,9 @@ def failure(how: str, place: Path) -> OptkitError:
 
 def alive(place: Path) -> list[int]:
     pids = [int(path.read_text()) for path in (place / "target").glob("*.pid")]
-    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()]
+    return [
+        pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    ]
 
 
 def test_the_report_of_the_first_process_comes_back(tmp_path: Path) -> None:
@@ -86,10 +88,19 @@ def test_what_one_refuses_names_it_though_others_miss_it_before(tmp_path: Path) 
 
 def test_a_mistake_of_the_code_names_the_first_rank_and_its_last_lines(tmp_path: Path) -> None:
     told(tmp_path, 0, 2.0, "RuntimeError", "lost", **BROKEN)
-    told(tmp_path, 1, 1.0, "ValueError", "one\ntwo\n\nthree\nfour\n", what="ValueError at x.py:3: a mistake", trace="Traceback: all of it")
+    told(
+        tmp_path,
+        1,
+        1.0,
+        "ValueError",
+        "one\ntwo\n\nthree\nfour\n",
+        what="ValueError at x.py:3: a mistake",
+        trace="Traceback: all of it",
+    )
     error = _error(tmp_path, 2, "together")
     assert str(error).startswith(
-        "together: rank 1 of 2 failed with ValueError at x.py:3: a mistake. Its last lines: two / three / four. What they"
+        "together: rank 1 of 2 failed with ValueError at x.py:3: a mistake. Its last lines: "
+        "two / three / four. What they"
     )
     assert "Traceback: all of it" in error.__notes__[0]
 
@@ -97,7 +108,8 @@ def test_a_mistake_of_the_code_names_the_first_rank_and_its_last_lines(tmp_path:
 def test_processes_that_do_not_start_are_told_by_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "launcher.log").write_text("No module named accelerate\n")
     expected = (
-        f"together: 2 processes could not be started. Its last lines: No module named accelerate. The launcher's output is in {tmp_path}."
+        "together: 2 processes could not be started. Its last lines: No module named accelerate. The "
+        f"launcher's output is in {tmp_path}."
     )
     assert str(_error(tmp_path, 2, "together")) == expected
     (tmp_path / "launcher.log").unlink()
@@ -108,7 +120,9 @@ def test_a_lost_process_is_named_with_its_last_lines_and_the_other_is_ended(tmp_
     started = time.monotonic()
     error = failure("killed", tmp_path)
     assert isinstance(error, StageError)
-    assert str(error).startswith("together: rank 1 of 2 was ended by SIGKILL (the system ends a process so when memory runs out).")
+    assert str(error).startswith(
+        "together: rank 1 of 2 was ended by SIGKILL (the system ends a process so when memory runs out)."
+    )
     assert "Its last lines: a line of rank 1." in str(error)
     assert f"is in {tmp_path / 'work' / 'ranks'}; the training goes on from its last checkpoint" in str(error)
     assert time.monotonic() - started < 40
@@ -130,7 +144,9 @@ def test_a_failure_is_told_as_it_was(tmp_path: Path, how: str, expected: str) ->
 
 def wait_for(place: Path, count: int = 2) -> None:
     for _ in range(300):
-        if len(list((place / "target").glob("*.pid"))) == count and len(list((place / "work" / "ranks").glob("messages.jsonl"))):
+        if len(list((place / "target").glob("*.pid"))) == count and len(
+            list((place / "work" / "ranks").glob("messages.jsonl"))
+        ):
             return
         time.sleep(0.1)
     raise AssertionError("the processes did not start")
@@ -152,9 +168,14 @@ def test_an_interrupt_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from tests.training.test_launch import together; together('sleep', Path({str(tmp_path)!r}))"
+    code = (
+        "from pathlib import Path; from tests.training.test_launch import together; together('sleep', "
+        f"Path({str(tmp_path)!r}))"
+    )
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    ) as process:
         wait_for(tmp_path)
         process.kill()
     for _ in range(100):

@@ -1,4 +1,6 @@
-"""The loop of a training: it goes on bit by bit where it was killed, and stops with a sentence for everything that goes wrong."""
+"""The loop of a training: it goes on bit by bit where it was killed, and stops with a sentence for
+everything that goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from optkit.training.optimizer import learning_rate
 from optkit.training.ranks import Ranks
 from optkit.training.student import open_student
 
-OPTIONS = TrainingOptions(steps=12, batch_size=2, accumulation=2, learning_rate=1e-3, evaluations=4, patience=None, checkpoint_steps=3)
+OPTIONS = TrainingOptions(
+    steps=12, batch_size=2, accumulation=2, learning_rate=1e-3, evaluations=4, patience=None, checkpoint_steps=3
+)
 CROSS_ENTROPY = LossWeights(divergence=0.0, cross_entropy=1.0)
 
 
@@ -36,9 +40,13 @@ def some_data(sequences: int = 60, length: int = 16, seed: int = 0) -> TrainingD
     return split(tokens, [f"text, row {row}" for row in range(sequences)], held_out=4, seed=seed, where="test")
 
 
-def run(source: Path, options: TrainingOptions = OPTIONS, place: Path | None = None, **rest) -> tuple[Objective, TrainingResult]:
+def run(
+    source: Path, options: TrainingOptions = OPTIONS, place: Path | None = None, **rest
+) -> tuple[Objective, TrainingResult]:
     objective = Objective(open_student(source, "cpu").model, CROSS_ENTROPY)
-    return objective, train(objective, some_data(), None, options, where="test", progress=SilentProgress(), place=place, **rest)
+    return objective, train(
+        objective, some_data(), None, options, where="test", progress=SilentProgress(), place=place, **rest
+    )
 
 
 def weights(objective: Objective) -> dict[str, torch.Tensor]:
@@ -130,7 +138,9 @@ class TestResume:
     def test_each_process_goes_on_with_random_numbers_of_its_own_device(self, monkeypatch):
         set_to = {}
         monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([7, device.index]))
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: set_to.update({device.index: state.tolist()}))
+        monkeypatch.setattr(
+            torch.cuda, "set_rng_state", lambda state, device: set_to.update({device.index: state.tolist()})
+        )
         saved = checkpoints.random_state(torch.device("cuda", 0))
         for index in range(2):
             checkpoints.set_random_state(saved, torch.device("cuda", index))
@@ -146,7 +156,11 @@ class TestResume:
             written(tensors, path, metadata)
 
         monkeypatch.setattr(checkpoints, "save_file", full)
-        with pytest.raises(ResourceError, match=r"step-00000009: the disk is full: [\d,]+ bytes were to be written and [\d,]+ are free"):
+        with pytest.raises(
+            ResourceError,
+            match=r"step-00000009: the disk is full: [\d,]+ "
+            r"bytes were to be written and [\d,]+ are free",
+        ):
             run(tiny_model("llama"), place=tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
         monkeypatch.undo()
@@ -165,18 +179,26 @@ class TestStops:
         assert float(again) == pytest.approx(result.best["total"], rel=1e-5)
 
     def test_a_loss_that_never_falls(self, tiny_model):
-        with pytest.raises(StageError, match=r"test: the held-out loss never fell below its start: .* Lower `learning_rate`"):
+        with pytest.raises(
+            StageError,
+            match=r"test: the held-out loss never fell "
+            r"below its start: .* Lower `learning_rate`",
+        ):
             run(tiny_model("llama"), replace(OPTIONS, steps=8, learning_rate=3.0, diverged=1e9))
 
     def test_a_loss_that_diverges(self, tiny_model):
         with pytest.raises(
-            StageError, match=r"diverges: the loss was .* at the start and is .* at step .*Lower `learning_rate`, e.g. to 1"
+            StageError,
+            match=r"diverges: the loss was .* at the start and is "
+            r".* at step .*Lower `learning_rate`, e.g. to 1",
         ):
             run(tiny_model("llama"), replace(OPTIONS, steps=60, learning_rate=5.0, diverged=1.2))
 
     def test_a_few_texts_with_large_losses_are_no_divergence(self, tiny_model):
         objective = Objective(open_student(tiny_model("llama"), "cpu").model, CROSS_ENTROPY)
-        loop = Loop(objective, some_data(), None, replace(OPTIONS, steps=20), "test", None, "", SilentProgress(), Ranks())
+        loop = Loop(
+            objective, some_data(), None, replace(OPTIONS, steps=20), "test", None, "", SilentProgress(), Ranks()
+        )
         loop.course.step, loop.course.curve = 20, [1.0] * 16 + [50.0] * 4
         loop._check_divergence()
         loop.course.curve = [1.0] * 10 + [3.1] * 10
@@ -190,7 +212,11 @@ class TestStops:
         data = some_data()
         poisoned = data.rows(4, 4)[1]
         data.tokens[poisoned, 3] = 500
-        with pytest.raises(StageError, match=rf"the loss is nan at step 2, on 1 of 4 sequences \(text, row {poisoned}\)"):
+        with pytest.raises(
+            StageError,
+            match=r"the loss is nan at step 2, on 1 of "
+            rf"4 sequences \(text, row {poisoned}\)",
+        ):
             train(objective, data, None, OPTIONS, where="test", progress=SilentProgress())
 
     def test_patience(self, tiny_model):
@@ -213,7 +239,9 @@ class TestStops:
 
         monkeypatch.setattr("optkit.training.loop.time", clock)
         monkeypatch.setattr(Loop, "_losses", slow)
-        _, result = run(tiny_model("qwen2"), replace(OPTIONS, steps=10_000, minutes=2.0, evaluations=10, learning_rate=1e-5))
+        _, result = run(
+            tiny_model("qwen2"), replace(OPTIONS, steps=10_000, minutes=2.0, evaluations=10, learning_rate=1e-5)
+        )
         judged = [each["step"] for each in result.course.held_out]
         assert judged[:2] == [0, 1]
         assert all(later - earlier > 10 for earlier, later in pairwise(judged[1:]))

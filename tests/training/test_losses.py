@@ -1,4 +1,6 @@
-"""The losses against ten lines each of their own, and logits taken in parts against logits taken at once."""
+"""The losses against ten lines each of their own, and logits taken in parts against logits taken at
+once.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_a_very_sure_teacher_is_kept_in_16_bits():
 
 def test_hidden_and_attention():
     ours, theirs = drawn(1, 2, 3, 8), drawn(2, 2, 3, 8)
-    expected = sum(float((a - b) ** 2) for a, b in zip(ours.flatten(), theirs.flatten(), strict=True)) / float(theirs.square().sum())
+    expected = sum(float((a - b) ** 2) for a, b in zip(ours.flatten(), theirs.flatten(), strict=True)) / float(
+        theirs.square().sum()
+    )
     assert float(losses.hidden_distance(ours, theirs)) == pytest.approx(expected, rel=1e-5)
     few, many = drawn(3, 2, 2, 4, 4).softmax(-1), drawn(4, 2, 6, 4, 4).softmax(-1)
     p, q = many.mean(1), few.mean(1)
@@ -98,7 +102,9 @@ def gradients(objective_: Objective, tokens: torch.Tensor, targets) -> tuple[flo
     objective_.zero_grad(set_to_none=True)
     found = objective_(tokens, targets)
     found.total.backward()
-    return found.total.item(), {name: each.grad.clone() for name, each in objective_.named_parameters() if each.grad is not None}
+    return found.total.item(), {
+        name: each.grad.clone() for name, each in objective_.named_parameters() if each.grad is not None
+    }
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2", "opt", "mixtral"])
@@ -125,13 +131,17 @@ def test_logits_in_parts_give_the_gradients_of_the_whole_model(tiny_model, kind,
     assert total == pytest.approx(float(expected), rel=1e-4)
     assert found.keys() == {f"student.{name}" for name in wanted}
     for name, gradient in wanted.items():
-        assert torch.allclose(found[f"student.{name}"], gradient, rtol=1e-3, atol=1e-6 + 1e-3 * float(gradient.abs().max())), name
+        assert torch.allclose(
+            found[f"student.{name}"], gradient, rtol=1e-3, atol=1e-6 + 1e-3 * float(gradient.abs().max())
+        ), name
 
 
 def test_a_teacher_says_nothing_new_about_itself(tiny_model):
     tokens = torch.randint(0, 512, (2, 12), generator=torch.Generator().manual_seed(0))
     teacher = LiveTeacher(tiny_model("llama"), "cpu", hidden=True, attention=True)
-    student = Objective(open_student(tiny_model("llama"), "cpu").model, LossWeights(hidden=1.0, attention=1.0), teacher.width)
+    student = Objective(
+        open_student(tiny_model("llama"), "cpu").model, LossWeights(hidden=1.0, attention=1.0), teacher.width
+    )
     found = student(tokens, teacher.targets((), tokens))
     assert all(float(part) == pytest.approx(0.0, abs=1e-4) for part in found.parts.values())
     assert set(found.parts) == {"divergence", "hidden", "attention"}
@@ -211,12 +221,18 @@ def test_bfloat16_is_near(tiny_model):
 def test_a_model_that_cannot_be_taken_apart(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
     forward = model.forward
-    model.forward = lambda **options: (out := forward(**options), out.__setitem__("logits", out.logits + model.model.norm.weight.sum()))[0]
+    model.forward = lambda **options: (
+        out := forward(**options),
+        out.__setitem__("logits", out.logits + model.model.norm.weight.sum()),
+    )[0]
     first = iter(range(100))
     inner = model.model.forward
     model.model.forward = lambda **options: (
         out := inner(**options),
         out.__setitem__("last_hidden_state", out.last_hidden_state + next(first)),
     )[0]
-    with pytest.raises(SourceError, match="llama: unsupported architecture LlamaForCausalLM: decoder and output layer cannot be run apart"):
+    with pytest.raises(
+        SourceError,
+        match="llama: unsupported architecture LlamaForCausalLM: decoder and output layer cannot be run apart",
+    ):
         TwoParts(model)

@@ -1,4 +1,6 @@
-"""The predicted peak memory of a training, beside the bytes of all tensors that are alive at once on a CPU."""
+"""The predicted peak memory of a training, beside the bytes of all tensors that are alive at once
+on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.live_memory import LiveBytes
 
 BATCH, LENGTH = 4, 128
-WIDE_LLAMA = {**CONFIGS["llama"], "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 2048}
+WIDE_LLAMA = {
+    **CONFIGS["llama"],
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "vocab_size": 2048,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +53,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONFIGS, "wide_llama", WIDE_LLAMA)
-        patch.setitem(CONFIGS, "bloom", {"model_type": "bloom", "vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4})
+        patch.setitem(
+            CONFIGS, "bloom", {"model_type": "bloom", "vocab_size": 512, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+        )
         yield make
 
 
@@ -63,17 +73,24 @@ def peak_and_setup(
     tokens = torch.randint(0, 512, (3 * BATCH * accumulation + 2, length), generator=torch.Generator().manual_seed(0))
     data = split(tokens, ["text"] * len(tokens), held_out=2, seed=0, where="test")
     precision = torch.bfloat16 if half else torch.float32
-    options = TrainingOptions(steps=3, batch_size=BATCH, accumulation=accumulation, learning_rate=1e-4, evaluations=1, patience=None)
+    options = TrainingOptions(
+        steps=3, batch_size=BATCH, accumulation=accumulation, learning_rate=1e-4, evaluations=1, patience=None
+    )
     with LiveBytes() as live:
         student = open_student(source, "cpu")
         teacher = LiveTeacher(source, "cpu", precision, attention=attention > 0) if taught else None
-        objective = Objective(student.model, LossWeights(float(taught), float(not taught), 0.0, attention), None, precision)
+        objective = Objective(
+            student.model, LossWeights(float(taught), float(not taught), 0.0, attention), None, precision
+        )
         if checkpointing:
             checkpoint_activations_(student.model)
-        with contextlib.suppress(StageError):  # a student that is the teacher has nothing to learn, which the loop says at its end
+        # a student that is the teacher has nothing to learn, which the loop says at its end
+        with contextlib.suppress(StageError):
             train(objective, data, teacher, options, where="test", progress=SilentProgress())
     shape = Checkpoint(source).shape
-    setup = Setup(BATCH * length, length, half, checkpointing, accumulation, divergence=taught, attention_loss=attention > 0)
+    setup = Setup(
+        BATCH * length, length, half, checkpointing, accumulation, divergence=taught, attention_loss=attention > 0
+    )
     return live.peak, replace(setup, teacher=shape if taught else None)
 
 
@@ -150,7 +167,8 @@ def test_kinds_of_memory_are_those_of_adamw_in_float32() -> None:
 
 def test_gradient_checkpointing_and_fewer_tokens_take_less() -> None:
     plain, again, short = (
-        predicted_memory(SHAPE, Setup(**{**vars(ON_GPU), **change})) for change in ({}, {"checkpointing": True}, {"positions": 2048})
+        predicted_memory(SHAPE, Setup(**{**vars(ON_GPU), **change}))
+        for change in ({}, {"checkpointing": True}, {"positions": 2048})
     )
     assert again.activations < plain.activations
     assert short.activations == plain.activations // 2
@@ -188,7 +206,9 @@ def test_main_memory_beside_a_gpu_has_the_best_weights_and_what_a_checkpoint_cop
 
 
 @pytest.mark.parametrize("kind", ["distill", "lora_recover"])
-def test_the_teacher_of_a_pruned_student_is_the_whole_model(model: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+def test_the_teacher_of_a_pruned_student_is_the_whole_model(
+    model: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
     source = model("wide_llama")
     pruned = {"remove_layers": [1, 2, 3], "calibration": "python-reference"}
     fields = {"precision": "float32", "sequence_length": 8, "texts": ["python-reference"]}
@@ -203,7 +223,9 @@ def test_the_teacher_of_a_pruned_student_is_the_whole_model(model: Callable[[str
 def test_what_fsdp_cannot_divide_is_refused(model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.stages.teaching.stage.visible_gpus", lambda: 2)
     stage = Distill(devices=2, parallel="fsdp")
-    with pytest.raises(StageError, match="the weights of experts cannot be divided. An expert that no token of a device is sent to"):
+    with pytest.raises(
+        StageError, match="the weights of experts cannot be divided. An expert that no token of a device is sent to"
+    ):
         stage.predict(Checkpoint(model("mixtral")).shape, "cuda")
     packed = ModelShape({**SHAPE.config, "quantization_config": {"quant_method": "gptq"}}, SHAPE.tensors)
     with pytest.raises(StageError, match="the weights of packed layers cannot be divided. .* Set `parallel: ddp`."):

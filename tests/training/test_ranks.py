@@ -23,7 +23,9 @@ WAYS = ("ddp-teacher-checkpointing", "fsdp-teacher-checkpointing", "fsdp-resumed
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
 def test_two_processes_train_as_one_does(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """With a teacher, gradient checkpointing, accumulation, pruned weights, and when killed and resumed; in float32 on CPUs by gloo."""
+    """With a teacher, gradient checkpointing, accumulation, pruned weights, and when killed and
+    resumed; in float32 on CPUs by gloo.
+    """
     places = {name: tmp_path / name for name in ("one", "two")}
     for place in places.values():
         place.mkdir()
@@ -45,23 +47,31 @@ def test_two_processes_train_as_one_does(tiny_model: TinyModel, tmp_path: Path) 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"batch_size 8 cannot be shared by 3 devices alike. Use 9."):
         Distill(devices=3)
-    with pytest.raises(ValidationError, match=r"adamw_8bit cannot keep its state in parts. Use `parallel: ddp`, or `optimizer: adamw`."):
+    with pytest.raises(
+        ValidationError,
+        match=r"adamw_8bit cannot keep its state in parts. "
+        r"Use `parallel: ddp`, or `optimizer: adamw`.",
+    ):
         Distill(devices=2, parallel="fsdp", optimizer="adamw_8bit")
 
 
-def test_more_devices_than_there_are_are_refused_in_the_plan(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_than_there_are_are_refused_in_the_plan(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = Checkpoint(tiny_model("llama")).shape
     monkeypatch.setattr("optkit.stages.teaching.stage.cpu_cores", lambda: 1)
     monkeypatch.setattr("optkit.stages.teaching.stage.visible_gpus", lambda: 4)
     with pytest.raises(StageError) as caught:
         Distill(devices=2).predict(shape, "cpu")
     assert str(caught.value) == (
-        "distill: 2 devices are asked for, and there is 1. Each process takes a core of the CPU at least. Set `devices` to at most 1."
+        "distill: 2 devices are asked for, and there is 1. Each process takes a core of the CPU at "
+        "least. Set `devices` to at most 1."
     )
     with pytest.raises(StageError) as caught:
         Distill(devices=8).predict(shape, "cuda")
     assert str(caught.value) == (
-        "distill: 8 devices are asked for, and there are 4. Each process takes a GPU of its own. Set `devices` to at most 4."
+        "distill: 8 devices are asked for, and there are 4. Each process takes a GPU of its own. "
+        "Set `devices` to at most 4."
     )
     with pytest.raises(StageError, match="2 devices are asked for, and cuda:1 is one. Say `--device cuda`."):
         Distill(devices=2).predict(shape, "cuda:1")

@@ -39,7 +39,8 @@ SPEED = SpeedRecord(
 
 def points(losses: list[float], tokens_per_step: int = 512) -> tuple[Point, ...]:
     return tuple(
-        Point(step=step, tokens=step * tokens_per_step, loss=loss, learning_rate=1e-4) for step, loss in enumerate(losses, start=1)
+        Point(step=step, tokens=step * tokens_per_step, loss=loss, learning_rate=1e-4)
+        for step, loss in enumerate(losses, start=1)
     )
 
 
@@ -49,7 +50,9 @@ def record(losses: list[float], **changes: object) -> TrainingRecord:
 
 
 def step(made: TrainingRecord, kind: str = "distill") -> StepLine:
-    return StepLine(kind=kind, key="k" * 64, cached=False, seconds=1.0, report={"changed": 3, "details": made.details()})
+    return StepLine(
+        kind=kind, key="k" * 64, cached=False, seconds=1.0, report={"changed": 3, "details": made.details()}
+    )
 
 
 def texts(svg: str) -> list[str]:
@@ -83,8 +86,10 @@ def test_the_sentence_says_what_was_reached_and_what_it_took() -> None:
         parallel="fsdp",
     )
     assert training_line(Training("distill", made)) == (
-        "distill: loss 3.000 to 2.000, held-out loss 3.100 to 2.200; 2 steps, 1,024 tokens on 2 devices (fsdp); 12,288 tok/s,"
-        " 11.2 TFLOP/s a device (3.0 x forward), MFU 41.2% (HFU 52.9%) of bf16 of a device, its datasheet; peak memory 1.000 GB,"
+        "distill: loss 3.000 to 2.000, held-out loss 3.100 to 2.200; 2 steps, 1,024 tokens on 2 "
+        "devices (fsdp); 12,288 tok/s,"
+        " 11.2 TFLOP/s a device (3.0 x forward), MFU 41.2% (HFU 52.9%) of bf16 of a device, its "
+        "datasheet; peak memory 1.000 GB,"
         " 900.0 MB predicted (weights 500.0 MB, gradients 400.0 MB); 2.05 kJ, 2,000 mJ a token"
     )
 
@@ -100,19 +105,29 @@ def test_of_many_held_out_losses_those_that_the_sentence_says_are_kept(losses: l
 
 
 def test_energy_is_not_known_where_several_runs_made_the_steps() -> None:
-    course = Course(step=2, seconds=1.0, step_seconds=1.0, curve=[3.0, 2.0], rates=[1e-4] * 2, held_out=[{"step": 0, "total": 3.0}])
+    course = Course(
+        step=2, seconds=1.0, step_seconds=1.0, curve=[3.0, 2.0], rates=[1e-4] * 2, held_out=[{"step": 0, "total": 3.0}]
+    )
     shape = ModelShape({"model_type": "llama"}, {})
     trainee = Trainee(shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None)
     for resumed, energy in (([], 5.0), ([1], None)):
-        made = account(TrainingResult(replace(course, resumed=resumed), 1024), trainee, Spent("cpu", 1, 5.0), Ranks(), "ddp", None)
+        made = account(
+            TrainingResult(replace(course, resumed=resumed), 1024), trainee, Spent("cpu", 1, 5.0), Ranks(), "ddp", None
+        )
         assert made.energy_j == energy
 
 
-def test_several_processes_on_a_cpu_are_no_share_of_its_rate(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_on_a_cpu_are_no_share_of_its_rate(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     peak = Device("a CPU", 1e12, {"fp32": 1e12}, 1e9, "measured")
     monkeypatch.setattr("optkit.training.account.peak_of", lambda device: peak)
-    trainee = Trainee(Checkpoint(tiny_model("llama")).shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None)
-    course = Course(step=1, seconds=1.0, step_seconds=1.0, curve=[3.0], rates=[1e-4], held_out=[{"step": 0, "total": 3.0}])
+    trainee = Trainee(
+        Checkpoint(tiny_model("llama")).shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None
+    )
+    course = Course(
+        step=1, seconds=1.0, step_seconds=1.0, curve=[3.0], rates=[1e-4], held_out=[{"step": 0, "total": 3.0}]
+    )
     for count in (1, 2):
         ranks = Ranks()
         ranks.count = count
@@ -144,14 +159,18 @@ def test_the_picture_has_a_panel_for_each_training() -> None:
     first = record([3 - each / 40 for each in range(40)], judged=judged)
     svg = loss_curves([Training("distill", first), Training("qat", record([2.0]))])
     found = texts(svg)
-    assert [each for each in found if "loss over tokens" in each] == ["distill: loss over tokens", "qat: loss over tokens"]
+    assert [each for each in found if "loss over tokens" in each] == [
+        "distill: loss over tokens",
+        "qat: loss over tokens",
+    ]
     assert found.count("held-out loss") == 1
     tree = ElementTree.fromstring(svg)
     width, height = (float(tree.attrib[name]) for name in ("width", "height"))
     for line in tree.iter(f"{SVG}polyline"):
         places = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
         assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
-    assert len(list(tree.iter(f"{SVG}circle"))) == 2 + 1, "two held-out losses, and the only loss of the second training"
+    circles = list(tree.iter(f"{SVG}circle"))
+    assert len(circles) == 2 + 1, "two held-out losses, and the only loss of the second training"
 
 
 def test_losses_of_several_sizes_have_a_scale_in_powers_of_10() -> None:
@@ -170,7 +189,14 @@ def test_every_curve_can_be_drawn(losses: list[float]) -> None:
 
 
 def test_a_run_leaves_the_curve_beside_the_scorecard(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    fields = {"texts": ["python-reference"], "tokens": 2048, "sequence_length": 64, "held_out": 2, "learning_rate": 1e-3, "patience": None}
+    fields = {
+        "texts": ["python-reference"],
+        "tokens": 2048,
+        "sequence_length": 64,
+        "held_out": 2,
+        "learning_rate": 1e-3,
+        "patience": None,
+    }
     fields |= {"divergence": 0.0, "cross_entropy": 1.0, "precision": "float32", "evaluations": 2}
     recipe = load_recipe({"name": "tiny", "model": str(tiny_model("llama")), "stages": [{"distill": fields}]})
     card = pipeline.run(recipe, out=tmp_path / "out", device="cpu", store=tmp_path / "store")
@@ -181,7 +207,10 @@ def test_a_run_leaves_the_curve_beside_the_scorecard(tiny_model: Callable[[str],
     assert made.record.speed is not None
     assert made.record.speed.tokens_per_s > 0
     assert made.record.predicted is not None
-    assert made.record.predicted.total == pipeline.plan(recipe, device="cpu", store=tmp_path / "new").steps[1].cost.ram_bytes
+    assert (
+        made.record.predicted.total
+        == pipeline.plan(recipe, device="cpu", store=tmp_path / "new").steps[1].cost.ram_bytes
+    )
     assert "distill: loss over tokens" in texts((tmp_path / "out" / "loss_curve.svg").read_text(encoding="utf-8"))
     assert training_line(made) in (tmp_path / "out" / "scorecard.md").read_text(encoding="utf-8")
     again = pipeline.run(recipe, out=tmp_path / "out", device="cpu", store=tmp_path / "store")

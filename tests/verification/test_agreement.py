@@ -30,7 +30,10 @@ def two_models(noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
 
 def likeliest(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
     found = torch.log_softmax(logits, -1).topk(count, -1)
-    return [list(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values in zip(found.indices, found.values, strict=True)]
+    return [
+        list(zip(ids.tolist(), values.tolist(), strict=True))
+        for ids, values in zip(found.indices, found.values, strict=True)
+    ]
 
 
 def test_logits_against_the_definition() -> None:

@@ -116,7 +116,9 @@ def test_a_tensor_that_one_block_lacks(names: tuple[str, ...], said: str, model:
 
 def test_a_block_that_is_lost(model: Path, tmp_path: Path) -> None:
     lose(model, *(name for name in load_file(model / "model.safetensors") if ".layers.2." in name))
-    assert broken(published(model, tmp_path / "out")) == {"blocks": "config.json says 3 decoder blocks, and there are no weights of 2"}
+    assert broken(published(model, tmp_path / "out")) == {
+        "blocks": "config.json says 3 decoder blocks, and there are no weights of 2"
+    }
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "gemma3", "gpt2", "opt", "gptj", "gpt_oss"])
@@ -130,7 +132,11 @@ def test_models_of_every_make_are_whole(kind: str, tiny_model: TinyModel, tmp_pa
         (False, None, "tie_word_embeddings is false, and there is no lm_head.weight"),
         (True, lambda embedding: embedding.clone(), None),
         (False, lambda embedding: embedding + 1, None),
-        (True, lambda embedding: embedding + 1, "tie_word_embeddings is true, and lm_head.weight differs from model.embed_tokens.weight"),
+        (
+            True,
+            lambda embedding: embedding + 1,
+            "tie_word_embeddings is true, and lm_head.weight differs from model.embed_tokens.weight",
+        ),
         (
             True,
             lambda embedding: embedding[:-1].clone(),
@@ -180,7 +186,8 @@ def test_shards_and_their_index(tiny_model: TinyModel, tmp_path: Path) -> None:
     index["weight_map"]["model.extra.weight"] = norm
     path.write_text(json.dumps(index))
     assert broken(published(sharded, tmp_path / "mixed")) == {
-        "weights": f"model.extra.weight is not in {norm}; model.norm.weight in {norm} is not in model.safetensors.index.json"
+        "weights": f"model.extra.weight is not in {norm}; model.norm.weight "
+        f"in {norm} is not in model.safetensors.index.json"
     }
 
 
@@ -188,7 +195,9 @@ def test_a_format_that_is_not_known_is_not_checked_and_that_is_said(model: Path,
     write_words(model, quantization_config={"quant_method": "exl3"})
     checks = {check.name: check for check in check_artifact(published(model, tmp_path / "out"))}
     assert checks["layers"].ok
-    assert checks["layers"].detail == "not checked: optkit does not know how the layers of quant_method exl3 lie on disk"
+    assert (
+        checks["layers"].detail == "not checked: optkit does not know how the layers of quant_method exl3 lie on disk"
+    )
 
 
 def test_the_directory_alone_is_believed(model: Path, tmp_path: Path) -> None:

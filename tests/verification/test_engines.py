@@ -1,4 +1,6 @@
-"""Every way in which an engine's process can end, with programs that stand for its Python; and plain transformers itself."""
+"""Every way in which an engine's process can end, with programs that stand for its Python; and
+plain transformers itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ import torch
 from optkit.environment import package_version
 from optkit.errors import UsageError
 from optkit.verification.agreement import compare_logits, read_logits
-from optkit.verification.engines import ENGINE_NAMES, ENGINES, TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
+from optkit.verification.engines import (
+    ENGINE_NAMES,
+    ENGINES,
+    TRANSFORMERS,
+    VLLM,
+    WORKERS,
+    Answer,
+    ask,
+    install_command,
+    interpreter,
+)
 from optkit.verification.workers import vllm_worker
 from tests.conftest import TinyModel
 
@@ -34,7 +46,14 @@ def program(directory: Path, text: str) -> str:
 
 
 def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> Answer:
-    usual = {"tokens": [1, 2], "new_tokens": 2, "device": "cpu", "quantized": False, "trust_remote_code": False, "helpers": []}
+    usual = {
+        "tokens": [1, 2],
+        "new_tokens": 2,
+        "device": "cpu",
+        "quantized": False,
+        "trust_remote_code": False,
+        "helpers": [],
+    }
     places = {"logits": str(folder / "logits.f32"), "stepped_logits": str(folder / "steps.f32")}
     return ask(TRANSFORMERS, python, usual | places | {"prompt": 1, "likeliest": 4} | request, folder, timeout_s)
 
@@ -52,7 +71,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def test_no_answer_in_time_ends_every_process_of_it(tmp_path: Path) -> None:
     started = time.monotonic()
-    answer = asked(tmp_path, program(tmp_path, f"echo loading; sleep 300 & echo $! > {tmp_path}/child; wait"), timeout_s=1)
+    answer = asked(
+        tmp_path, program(tmp_path, f"echo loading; sleep 300 & echo $! > {tmp_path}/child; wait"), timeout_s=1
+    )
     assert time.monotonic() - started < 20
     assert answer.problem == "no answer within 1 s; it printed last: loading"
     child = int((tmp_path / "child").read_text())
@@ -71,7 +92,9 @@ def test_a_process_that_fails_says_its_last_lines(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_its_first_line(tmp_path: Path) -> None:
-    answer = asked(tmp_path, program(tmp_path, r"""printf '%s' '{"versions": {}, "refused": "\nValueError: no\nand more"}' > $4"""))
+    answer = asked(
+        tmp_path, program(tmp_path, r"""printf '%s' '{"versions": {}, "refused": "\nValueError: no\nand more"}' > $4""")
+    )
     assert answer.problem == "ValueError: no"
     told = r"""printf '%s' '{"versions": {}, "refused": "ValueError: no kernel. Reasons:\n  A: 3 bits\n  B: no GPU"}' > $4"""
     assert asked(tmp_path, program(tmp_path, told)).problem == "ValueError: no kernel. Reasons: A: 3 bits B: no GPU"
@@ -114,7 +137,9 @@ def test_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert interpreter("onnxruntime-genai", {}) == python
 
 
-def test_a_relative_interpreter_is_found_from_anywhere_and_its_link_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_interpreter_is_found_from_anywhere_and_its_link_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(program(tmp_path, """echo '{"versions": {}, "refused": "found"}' > $4"""))
     monkeypatch.chdir(tmp_path)
@@ -233,7 +258,10 @@ def test_transformers_refuses_with_its_own_words(tmp_path: Path, tiny_model: Tin
     held = load_file(directory / "model.safetensors")
     del held["model.norm.weight"]
     save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
-    assert asked(tmp_path, sys.executable, directory=str(directory)).problem == "ValueError: 1 missing keys: model.norm.weight"
+    assert (
+        asked(tmp_path, sys.executable, directory=str(directory)).problem == "ValueError: 1 missing "
+        "keys: model.norm.weight"
+    )
 
 
 def test_the_command_line_names_the_engines_that_there_are() -> None:
@@ -244,4 +272,8 @@ def test_the_command_line_names_the_engines_that_there_are() -> None:
 def test_workers_know_nothing_of_optkit() -> None:
     assert {f"{engine.worker}.py" for engine in ENGINES.values()} < {path.name for path in WORKERS.iterdir()}
     for path in WORKERS.glob("*.py"):
-        assert not [line for line in path.read_text().splitlines() if "import" in line and "optkit" in line and '"""' not in line]
+        assert not [
+            line
+            for line in path.read_text().splitlines()
+            if "import" in line and "optkit" in line and '"""' not in line
+        ]

@@ -1,4 +1,6 @@
-"""config.json against the headers of the weights: what every quantizing stage writes holds, and each kind of damage is named."""
+"""config.json against the headers of the weights: what every quantizing stage writes holds, and
+each kind of damage is named.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_a_float_checkpoint_has_plain_layers(model: str, tiny_model: TinyModel) 
 @pytest.fixture(scope="module")
 def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a 4-bit llama in groups of 32, its block 0 attention kept."""
-    return quantized(tiny_model("llama"), tmp_path_factory.mktemp("packed") / "p", "rtn", group_size=32, exclude=["*.0.self_attn.*"])
+    return quantized(
+        tiny_model("llama"), tmp_path_factory.mktemp("packed") / "p", "rtn", group_size=32, exclude=["*.0.self_attn.*"]
+    )
 
 
 @pytest.fixture
@@ -110,14 +114,26 @@ def group(**weights: Any) -> dict[str, Any]:
     [
         ({"config_groups": group(group_size=64)}, "weight_scale [64, 1], and it is [64, 2]"),
         ({"config_groups": group(num_bits=8)}, "weight_packed [64, 16], and it is [64, 8]"),
-        ({"config_groups": group(symmetric=False)}, "config.json says pack-quantized, and there is no weight_zero_point"),
+        (
+            {"config_groups": group(symmetric=False)},
+            "config.json says pack-quantized, and there is no weight_zero_point",
+        ),
         ({"config_groups": group(strategy="diagonal")}, "cannot be pack-quantized: config.json says strategy diagonal"),
-        ({"config_groups": {"group_0": group()["group_0"] | {"format": "int-quantized"}}}, "cannot be int-quantized: there is no weight"),
-        ({"config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized"}}}, "config.json has no 'weights'"),
+        (
+            {"config_groups": {"group_0": group()["group_0"] | {"format": "int-quantized"}}},
+            "cannot be int-quantized: there is no weight",
+        ),
+        (
+            {"config_groups": {"group_0": {"targets": ["Linear"], "format": "pack-quantized"}}},
+            "config.json has no 'weights'",
+        ),
         ({"ignore": ["lm_head"]}, f"{Q}: config.json says pack-quantized"[:30]),
         ({"ignore": ["lm_head", "re:.*layers\\.[01].*"]}, f"{UP}: config.json says plain, and there is no weight"),
         ({"config_groups": {}}, "config.json says plain, which has no weight_packed, weight_scale, weight_shape"),
-        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, "there is no model.layers.0.self_attn.k_scale"),
+        (
+            {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+            "there is no model.layers.0.self_attn.k_scale",
+        ),
     ],
 )
 def test_words_that_do_not_fit_the_tensors(words: dict[str, Any], said: str, copy: Path) -> None:
@@ -128,11 +144,23 @@ def test_words_that_do_not_fit_the_tensors(words: dict[str, Any], said: str, cop
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        (lambda held: held.pop(f"{UP}.weight_scale"), f"{UP}: config.json says pack-quantized, and there is no weight_scale"),
+        (
+            lambda held: held.pop(f"{UP}.weight_scale"),
+            f"{UP}: config.json says pack-quantized, and there is no weight_scale",
+        ),
         (lambda held: held.pop(f"{UP}.weight_shape"), f"{UP} cannot be pack-quantized: there is no weight_shape"),
-        (lambda held: held.update({f"{UP}.g_idx": torch.zeros(64)}), f"{UP}: config.json says pack-quantized, which has no g_idx"),
-        (lambda held: held.update({f"{UP}.weight": torch.zeros(128, 64)}), f"{UP}: config.json says pack-quantized, which has no weight"),
-        (lambda held: held.update({f"{Q}.weight_scale": torch.zeros(64, 2)}), f"{Q}: config.json says plain, which has no weight_scale"),
+        (
+            lambda held: held.update({f"{UP}.g_idx": torch.zeros(64)}),
+            f"{UP}: config.json says pack-quantized, which has no g_idx",
+        ),
+        (
+            lambda held: held.update({f"{UP}.weight": torch.zeros(128, 64)}),
+            f"{UP}: config.json says pack-quantized, which has no weight",
+        ),
+        (
+            lambda held: held.update({f"{Q}.weight_scale": torch.zeros(64, 2)}),
+            f"{Q}: config.json says plain, which has no weight_scale",
+        ),
         (
             lambda held: held.update({f"{UP}.weight_packed": held[f"{UP}.weight_packed"].long()}),
             f"{UP}: config.json says pack-quantized, and weight_packed is I64, not I32",
@@ -147,7 +175,9 @@ def test_words_that_do_not_fit_the_tensors(words: dict[str, Any], said: str, cop
         ),
     ],
 )
-def test_tensors_that_do_not_fit_the_words(tensors: Callable[[dict[str, torch.Tensor]], object], said: str, copy: Path) -> None:
+def test_tensors_that_do_not_fit_the_words(
+    tensors: Callable[[dict[str, torch.Tensor]], object], said: str, copy: Path
+) -> None:
     assert said in problems_of_layers(Checkpoint(change(copy, tensors)))
 
 
@@ -165,7 +195,10 @@ def test_more_specific_targets_come_first(copy: Path) -> None:
         ({"group_size": 64}, "scales [1, 64], and it is [2, 64]"),
         ({"dynamic": {}}, f"{Q} cannot be gptq: there is no qweight"),
         ({"dynamic": {"-:.*": {}}}, "config.json has a quantization_config, and no layer is packed"),
-        ({"dynamic": {"+:.*up_proj": {"bits": 2}}}, f"{UP}: config.json says gptq with qweight [4, 128], and it is [8, 128]"),
+        (
+            {"dynamic": {"+:.*up_proj": {"bits": 2}}},
+            f"{UP}: config.json says gptq with qweight [4, 128], and it is [8, 128]",
+        ),
     ],
 )
 def test_words_of_gptq(words: dict[str, Any], said: str, tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -178,7 +211,10 @@ def test_words_of_gptq(words: dict[str, Any], said: str, tiny_model: TinyModel, 
 def test_words_of_bitsandbytes(tiny_model: TinyModel, tmp_path: Path) -> None:
     made = quantized(tiny_model("llama"), tmp_path / "made", "nf4", double_quantization=False)
     problems = problems_of_layers(Checkpoint(change(made, bnb_4bit_use_double_quant=True)))
-    assert "cannot be bitsandbytes: config.json says bnb_4bit_use_double_quant, and its quant_state has no nested_blocksize" in problems[0]
+    assert (
+        "cannot be bitsandbytes: config.json says bnb_4bit_use_double_quant, and its quant_state "
+        "has no nested_blocksize" in problems[0]
+    )
     problems = problems_of_layers(Checkpoint(change(made, bnb_4bit_use_double_quant=False, bnb_4bit_quant_type="fp4")))
     assert "there is no weight.quant_state.bitsandbytes__fp4" in problems[0]
 
@@ -187,7 +223,9 @@ def test_a_format_that_is_not_known_is_said(copy: Path) -> None:
     with pytest.raises(ValueError, match="^quant_method exl3$"):
         problems_of_layers(Checkpoint(change(copy, quant_method="exl3")))
     with pytest.raises(ValueError, match="^compressed-tensors format sparse$"):
-        problems_of_layers(Checkpoint(change(copy, quant_method="compressed-tensors", config_groups={"a": {"format": "sparse"}})))
+        problems_of_layers(
+            Checkpoint(change(copy, quant_method="compressed-tensors", config_groups={"a": {"format": "sparse"}}))
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +244,9 @@ def test_which_models_round_their_activations(words: dict[str, Any], rounds: boo
 
 
 def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The layout of AutoAWQ's WQLinear_GEMM: qweight [in, out / 8], qzeros [in / group, out / 8], scales [in / group, out]."""
+    """The layout of AutoAWQ's WQLinear_GEMM: qweight [in, out / 8], qzeros [in / group, out / 8],
+    scales [in / group, out].
+    """
     made = shutil.copytree(tiny_model("llama"), tmp_path / "made")
     held = load_file(made / "model.safetensors")
     for name in [name for name in held if name.endswith("_proj.weight") and ".1." not in name]:
@@ -218,7 +258,9 @@ def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None
     save_file(held, made / "model.safetensors")
     words = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"quantization_config": words | {"modules_to_not_convert": ["layers.1."]}}))
+    (made / "config.json").write_text(
+        json.dumps(config | {"quantization_config": words | {"modules_to_not_convert": ["layers.1."]}})
+    )
     assert problems_of_layers(Checkpoint(made)) == []
     problems = problems_of_layers(Checkpoint(change(made, group_size=64)))
     assert any("scales [1, 64], and it is [2, 64]" in problem for problem in problems)
@@ -226,7 +268,8 @@ def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None
 
 def test_no_torch_is_needed(packed: Path) -> None:
     code = (
-        "import sys, pathlib; from optkit.model.checkpoint import Checkpoint; from optkit.verification.checks import problems_of_layers;"
+        "import sys, pathlib; from optkit.model.checkpoint import Checkpoint; from optkit.verification.checks "
+        "import problems_of_layers;"
         f"assert problems_of_layers(Checkpoint(pathlib.Path({str(packed)!r}))) == []; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=60)

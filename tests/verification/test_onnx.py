@@ -1,4 +1,6 @@
-"""Damage that `optkit verify` finds in the files of an ONNX artifact, and what it says of sound ones."""
+"""Damage that `optkit verify` finds in the files of an ONNX artifact, and what it says of sound
+ones.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def broken(model: Path, tmp_path: Path) -> Broken:
     """Return what publishes the model as it is now, and returns the checks that do not hold."""
 
     def find() -> dict[str, str]:
-        return {check.name: check.detail for check in check_artifact(published(model, tmp_path / "out")) if not check.ok}
+        return {
+            check.name: check.detail for check in check_artifact(published(model, tmp_path / "out")) if not check.ok
+        }
 
     return find
 
@@ -48,7 +52,10 @@ def test_a_whole_artifact(precision: str, tiny_onnx: TinyOnnx, tmp_path: Path) -
     assert list(checks) == ["digests", "weights", "numbers", "graph", "versions", "config", "genai_config", "tokenizer"]
     assert checks["weights"].detail.endswith(" tensors, whole, in model.onnx and model.onnx.data")
     assert checks["numbers"].detail.endswith(" tensors, all finite")
-    said = " nodes, the KV cache of 3 layers; onnx.checker finds nothing wrong, but for 1 of ONNX Runtime's own in ONNX's domain"
+    said = (
+        " nodes, the KV cache of 3 layers; onnx.checker finds nothing wrong, but for 1 of ONNX "
+        "Runtime's own in ONNX's domain"
+    )
     assert checks["graph"].detail.endswith(said)
     assert checks["versions"].detail.startswith("IR version 10, opsets ai.onnx 21, com.microsoft 1, which onnxruntime ")
 
@@ -129,7 +136,8 @@ def test_infinities_beside_zeros_alone_are_a_mask(model: Path, broken: Broken) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("FLOAT16", b"\x00\x7e"), ("BFLOAT16", b"\xc0\x7f"), ("FLOAT8E5M2", b"\x7f"), ("DOUBLE", b"\xff" * 8)]
+    ("kind", "bits"),
+    [("FLOAT16", b"\x00\x7e"), ("BFLOAT16", b"\xc0\x7f"), ("FLOAT8E5M2", b"\x7f"), ("DOUBLE", b"\xff" * 8)],
 )
 def test_nan_in_every_float_dtype_inside_the_graph(kind: str, bits: bytes, model: Path, broken: Broken) -> None:
     def add(graph: Any) -> None:
@@ -161,11 +169,19 @@ def test_a_graph_that_is_not_valid(model: Path, broken: Broken) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda model: setattr(model, "ir_version", 99), "Unsupported model IR version: 99, max supported IR version: "),
-        (lambda model: setattr(model.opset_import[0], "version", 99), "Current official support for domain ai.onnx is till opset "),
+        (
+            lambda model: setattr(model, "ir_version", 99),
+            "Unsupported model IR version: 99, max supported IR version: ",
+        ),
+        (
+            lambda model: setattr(model.opset_import[0], "version", 99),
+            "Current official support for domain ai.onnx is till opset ",
+        ),
     ],
 )
-def test_a_newer_version_than_onnxruntime_reads(change: Callable[[Any], None], said: str, model: Path, broken: Broken) -> None:
+def test_a_newer_version_than_onnxruntime_reads(
+    change: Callable[[Any], None], said: str, model: Path, broken: Broken
+) -> None:
     change_graph(model, change)
     found = broken()["versions"]
     assert said in found
@@ -173,17 +189,25 @@ def test_a_newer_version_than_onnxruntime_reads(change: Callable[[Any], None], s
     assert found.endswith("Upgrade it, or export with an older opset")
 
 
-def test_without_onnxruntime_nobody_says_whether_it_reads_the_versions(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnxruntime_nobody_says_whether_it_reads_the_versions(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     checks = {check.name: check for check in onnx_checks.check_onnx(model)}
     assert checks["versions"].ok
     assert checks["versions"].detail.endswith("; no onnxruntime is installed here to say whether it reads them")
 
 
-def test_without_the_package_onnx_nothing_is_said_to_be_damaged(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_onnx_nothing_is_said_to_be_damaged(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = published(model, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(MissingPackageError, match=r"the package `onnx` is not installed\. Run: pip install 'optkit\[onnx\]'"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"the package `onnx` is not installed\. "
+        r"Run: pip install 'optkit\[onnx\]'",
+    ):
         check_artifact(artifact)
 
 

@@ -30,7 +30,10 @@ def broken(directory: Path) -> dict[str, str]:
     ("change", "said"),
     [
         (lambda words: words.update(num_hidden_layers=4), "config.json says num_hidden_layers 4, and the graph has 3"),
-        (lambda words: words.update(num_key_value_heads=4), "config.json says num_key_value_heads 4, and the graph has 2"),
+        (
+            lambda words: words.update(num_key_value_heads=4),
+            "config.json says num_key_value_heads 4, and the graph has 2",
+        ),
         (lambda words: words.update(vocab_size=500), "config.json says vocab_size 500, and the graph has 512"),
         (
             lambda words: words.update(quantization_config={"quant_method": "gptq"}),
@@ -61,12 +64,21 @@ def inputs(**names: object) -> Callable[[Words], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (decoder(num_hidden_layers=4), "genai_config.json says num_hidden_layers 4, and the graph has the KV cache of 3"),
+        (
+            decoder(num_hidden_layers=4),
+            "genai_config.json says num_hidden_layers 4, and the graph has the KV cache of 3",
+        ),
         (decoder(num_key_value_heads=4), "genai_config.json says num_key_value_heads 4, and the graph has 2"),
         (decoder(num_attention_heads=2), "genai_config.json says num_attention_heads 2, and the graph has 4"),
         (decoder(head_size=64), "genai_config.json says head_size 64, and the graph has 16"),
-        (decoder(filename="decoder.onnx"), "genai_config.json names the file decoder.onnx, and the model is model.onnx"),
-        (lambda config: config["model"].update(vocab_size=500), "genai_config.json says vocab_size 500, and the graph has 512"),
+        (
+            decoder(filename="decoder.onnx"),
+            "genai_config.json names the file decoder.onnx, and the model is model.onnx",
+        ),
+        (
+            lambda config: config["model"].update(vocab_size=500),
+            "genai_config.json says vocab_size 500, and the graph has 512",
+        ),
         (
             lambda config: config["model"].update(context_length=4096),
             "genai_config.json says context_length 4096, and the graph has a rotary table of 512 positions",

@@ -1,4 +1,6 @@
-"""What plain onnxruntime and ONNX Runtime GenAI, each in a process of its own, make of an ONNX directory."""
+"""What plain onnxruntime and ONNX Runtime GenAI, each in a process of its own, make of an ONNX
+directory.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def model(tiny_onnx: Callable[[str, str], Path], tmp_path: Path) -> Path:
 
 
 def asked(engine: Engine, directory: Path, folder: Path, **request: Any) -> Answer:
-    usual = {"directory": str(directory), "tokens": TOKENS, "new_tokens": 6, "device": "cpu", "logits": str(folder / "logits.f32")}
+    usual = {
+        "directory": str(directory),
+        "tokens": TOKENS,
+        "new_tokens": 6,
+        "device": "cpu",
+        "logits": str(folder / "logits.f32"),
+    }
     return ask(engine, sys.executable, usual | request, folder, 60)
 
 
@@ -44,13 +52,19 @@ def test_logits_and_tokens_are_those_of_the_model(
 
     answer = asked(engine, tiny_onnx("qwen2", "fp32"), tmp_path)
     assert answer.problem == ""
-    assert (answer.said["dtype"], answer.said["device"], answer.said["logits_shape"]) == ("float32", "cpu", [len(TOKENS), 512])
+    assert (answer.said["dtype"], answer.said["device"], answer.said["logits_shape"]) == (
+        "float32",
+        "cpu",
+        [len(TOKENS), 512],
+    )
     assert engine.name in answer.said["versions"]
     assert "torch" not in answer.said["versions"]
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"))
     with torch.no_grad():
         ours = model(torch.tensor([TOKENS])).logits[0]
-        going_on = model.generate(torch.tensor([TOKENS]), do_sample=False, min_new_tokens=6, max_new_tokens=6, pad_token_id=1)
+        going_on = model.generate(
+            torch.tensor([TOKENS]), do_sample=False, min_new_tokens=6, max_new_tokens=6, pad_token_id=1
+        )
     theirs = read_logits(tmp_path / "logits.f32", answer.said["logits_shape"])
     assert compare_logits(ours, theirs).max_logit_difference < 1e-4
     assert answer.said["generated"] == going_on[0, len(TOKENS) :].tolist()
@@ -65,12 +79,20 @@ def test_both_go_on_after_the_token_that_ends_a_text(others: list[int], model: P
 
 
 def test_a_graph_without_genai_config_and_without_a_cache(tmp_path: Path) -> None:
-    """A graph that computes nothing: what the loop feeds (length of the mask, position, type) comes out as logits."""
+    """A graph that computes nothing: what the loop feeds (length of the mask, position, type) comes
+    out as logits.
+    """
     names = ("attention_mask", "position_ids", "token_type_ids")
-    whole = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, ["b", f"s{name}"]) for name in ("input_ids", *names)]
+    whole = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, ["b", f"s{name}"])
+        for name in ("input_ids", *names)
+    ]
     steps = [
         onnx.helper.make_node("ReduceSum", ["attention_mask", "axis"], ["length"], keepdims=1),
-        *(onnx.helper.make_node("Unsqueeze", [name, "last"], [f"{name}.up"]) for name in ("input_ids", "position_ids", "token_type_ids")),
+        *(
+            onnx.helper.make_node("Unsqueeze", [name, "last"], [f"{name}.up"])
+            for name in ("input_ids", "position_ids", "token_type_ids")
+        ),
         onnx.helper.make_node("Mul", ["input_ids.up", "zero"], ["nothing"]),
         onnx.helper.make_node("Unsqueeze", ["length", "last"], ["length.up"]),
         onnx.helper.make_node("Add", ["nothing", "length.up"], ["lengths"]),
@@ -78,13 +100,15 @@ def test_a_graph_without_genai_config_and_without_a_cache(tmp_path: Path) -> Non
         onnx.helper.make_node("Cast", ["numbers"], ["logits"], to=onnx.TensorProto.FLOAT),
     ]
     constants = [
-        onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value]) for name, value in {"axis": 1, "last": -1, "zero": 0}.items()
+        onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value])
+        for name, value in {"axis": 1, "last": -1, "zero": 0}.items()
     ]
     logits = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["b", "s", 3])
     graph = onnx.helper.make_graph(steps, "echo", whole, [logits], constants)
     (tmp_path / "echo").mkdir()
     onnx.save(
-        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10), tmp_path / "echo" / "model.onnx"
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10),
+        tmp_path / "echo" / "model.onnx",
     )
     answer = asked(ONNXRUNTIME, tmp_path / "echo", tmp_path, tokens=[7, 7, 7], new_tokens=2)
     assert answer.problem == ""
@@ -108,7 +132,9 @@ def test_bfloat16_is_read_without_a_package_that_knows_it() -> None:
 
 
 @pytest.mark.parametrize("engine", BOTH, ids=lambda engine: engine.name)
-def test_a_graph_that_does_not_open_is_refused_in_the_engines_words(engine: Engine, model: Path, tmp_path: Path) -> None:
+def test_a_graph_that_does_not_open_is_refused_in_the_engines_words(
+    engine: Engine, model: Path, tmp_path: Path
+) -> None:
     change_graph(model, lambda model: setattr(model, "ir_version", 99))
     assert "Unsupported model IR version: 99" in asked(engine, model, tmp_path).problem
 
@@ -116,13 +142,18 @@ def test_a_graph_that_does_not_open_is_refused_in_the_engines_words(engine: Engi
 def test_inputs_and_outputs_that_the_loop_does_not_know(model: Path, tmp_path: Path) -> None:
     node = onnx.helper.make_node("Relu", ["x"], ["logits"])
     said = asked(ONNXRUNTIME, saved(tmp_path / "image", [node], {}, 4), tmp_path).problem
-    assert said.startswith("ValueError: it asks for the input `x`, and this loop knows input_ids, attention_mask, position_ids, ")
+    assert said.startswith(
+        "ValueError: it asks for the input `x`, and this loop knows input_ids, attention_mask, position_ids, "
+    )
     node = onnx.helper.make_node("Relu", ["x"], ["scores"])
     said = asked(ONNXRUNTIME, saved(tmp_path / "scores", [node], {}, 4, "scores"), tmp_path).problem
     assert said == "ValueError: it has no output `logits`, but scores"
     change_json(model / "genai_config.json", lambda config: config["model"]["decoder"].update(num_hidden_layers=4))
     said = asked(ONNXRUNTIME, model, tmp_path).problem
-    assert said == "ValueError: the KV cache should have `past_key_values.3.key`, and the graph has no such input or output"
+    assert (
+        said == "ValueError: the KV cache should have `past_key_values.3.key`, "
+        "and the graph has no such input or output"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +184,8 @@ def test_which_build_of_genai_is_missing(
     device: str, providers: list[dict[str, Any]], versions: dict[str, str], lacking: list[str], model: Path
 ) -> None:
     change_json(
-        model / "genai_config.json", lambda config: config["model"]["decoder"]["session_options"].update(provider_options=providers)
+        model / "genai_config.json",
+        lambda config: config["model"]["decoder"]["session_options"].update(provider_options=providers),
     )
     assert onnxruntime_genai_worker.missing({"device": device, "directory": str(model)}, versions) == lacking
 
@@ -161,12 +193,20 @@ def test_which_build_of_genai_is_missing(
 def test_what_is_not_installed_comes_with_a_warning(tmp_path: Path) -> None:
     answer = asked(ONNXRUNTIME, tmp_path, tmp_path, device="cuda")
     assert answer.problem == (
-        "not installed: onnxruntime-gpu. Run: pip install onnxruntime-gpu; its builds overwrite each other's files, so keep one of them"
+        "not installed: onnxruntime-gpu. Run: pip install onnxruntime-gpu; its builds overwrite each "
+        "other's files, so keep one of them"
     )
 
 
 def test_which_engine_opens_what() -> None:
     assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=True)] == ["transformers", "vllm"]
-    assert TRANSFORMERS.cannot_open(onnx=True) == VLLM.cannot_open(onnx=True) == "it reads safetensors, and this artifact is ONNX"
-    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=False)] == ["onnxruntime", "onnxruntime-genai", "optimum"]
+    assert (
+        TRANSFORMERS.cannot_open(onnx=True) == VLLM.cannot_open(onnx=True) == "it reads safetensors, "
+        "and this artifact is ONNX"
+    )
+    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=False)] == [
+        "onnxruntime",
+        "onnxruntime-genai",
+        "optimum",
+    ]
     assert ONNXRUNTIME.cannot_open(onnx=False) == "there is no ONNX in this artifact"

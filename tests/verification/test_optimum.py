@@ -1,4 +1,6 @@
-"""optimum's ORTModel classes as an engine of `optkit verify`: whose Python is asked, what it answers, and what is not for it."""
+"""optimum's ORTModel classes as an engine of `optkit verify`: whose Python is asked, what it
+answers, and what is not for it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pyt
         monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
 
 
-def test_its_own_environment_is_asked_where_no_other_python_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_own_environment_is_asked_where_no_other_python_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert interpreter("optimum", {}) == sys.executable
     built = environment_at(tmp_path / "built", "optimum", {})
     monkeypatch.setattr(Environments, "find", lambda _self, name: built if name == "optimum" else None)
@@ -49,10 +53,16 @@ def test_what_to_type_where_it_is_not_built(tmp_path: Path) -> None:
     assert answer.problem == "not installed: optimum-onnx. Run: optkit env build optimum"
 
 
-def test_a_model_that_is_not_for_it_is_no_failure(tiny_onnx: TinyOnnx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_for_it_is_no_failure(
+    tiny_onnx: TinyOnnx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = published(tiny_onnx("llama", "fp32"), tmp_path / "out")
-    monkeypatch.setattr(verify, "ask", lambda *_arguments: Answer(1.0, {}, not_applicable="optimum has nothing for the input states"))
-    found = verify_artifact(artifact, engines=["optimum"], pythons={}, device="cpu", tokens=20, timeout_s=60, progress=SilentProgress())
+    monkeypatch.setattr(
+        verify, "ask", lambda *_arguments: Answer(1.0, {}, not_applicable="optimum has nothing for the input states")
+    )
+    found = verify_artifact(
+        artifact, engines=["optimum"], pythons={}, device="cpu", tokens=20, timeout_s=60, progress=SilentProgress()
+    )
     assert (found.exit_status, found.loading[0].verdict) == (0, "skipped")
     assert found.loading[0].reason == "not applicable: optimum has nothing for the input states"
 
@@ -60,7 +70,9 @@ def test_a_model_that_is_not_for_it_is_no_failure(tiny_onnx: TinyOnnx, tmp_path:
 def test_what_it_feeds(tiny_onnx: TinyOnnx) -> None:
     inputs = inputs_of({"directory": str(tiny_onnx("llama", "fp32"))})
     assert {"input_ids", "past_key_values.0.key", "past_key_values.0.value"} <= set(inputs)
-    assert [name for name in inputs if is_cache(name)] == [name for name in inputs if name.startswith("past_key_values")]
+    assert [name for name in inputs if is_cache(name)] == [
+        name for name in inputs if name.startswith("past_key_values")
+    ]
     assert strange_input(inputs) == ""
     assert strange_input({"input_ids": [], "past_conv.0": []}) == "optimum has nothing for the input past_conv.0"
 
@@ -69,12 +81,19 @@ def test_what_it_feeds(tiny_onnx: TinyOnnx) -> None:
     ("heads", "size", "said"),
     [
         (2, 16, ""),
-        (4, 16, "ORTModelForCausalLM begins with 4 heads of 16 numbers for a qwen9; past_key_values.0.key is ['batch', 2, 'past', 16]"),
+        (
+            4,
+            16,
+            "ORTModelForCausalLM begins with 4 heads of 16 numbers for a qwen9; past_key_values.0.key "
+            "is ['batch', 2, 'past', 16]",
+        ),
         (None, 16, ""),
     ],
 )
 def test_a_cache_that_begins_with_other_heads(heads: int | None, size: int, said: str) -> None:
-    model: Any = SimpleNamespace(embed_size_per_head=size, num_key_value_heads=heads, config=SimpleNamespace(model_type="qwen9"))
+    model: Any = SimpleNamespace(
+        embed_size_per_head=size, num_key_value_heads=heads, config=SimpleNamespace(model_type="qwen9")
+    )
     assert other_cache(model, CACHE) == said
 
 

@@ -1,4 +1,6 @@
-"""What is wrong with a damaged file is said with its place, its value and what to do; and what would wait for ever is not read."""
+"""What is wrong with a damaged file is said with its place, its value and what to do; and what
+would wait for ever is not read.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,15 @@ from tests.conftest import TinyModel
         ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, "a has the shape null, which is no list of sizes"),
         ({"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}, 'a has the shape "2"'),
         ({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, r"a has the shape \[2.0\]"),
-        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, r"a lies at \[8, 0\], which is no beginning and end"),
-        ({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"}, "b begins at byte 0 of the data and not at 8"),
+        (
+            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
+            r"a lies at \[8, 0\], which "
+            r"is no beginning and end",
+        ),
+        (
+            {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"},
+            "b begins at byte 0 of the data and not at 8",
+        ),
         ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, r"a has 8 bytes, and F32 \[3\] needs 12"),
         ({"__metadata__": 5}, "5 is not an object"),
         ([], r"\[\] is not an object"),
@@ -39,7 +48,11 @@ from tests.conftest import TinyModel
 def test_what_is_wrong_with_a_header_is_said(tmp_path: Path, header: Any, said: str) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(SourceError, match=rf"x: the header is not safetensors\. .*{said}.* Copy or download it again\."):
+    with pytest.raises(
+        SourceError,
+        match=r"x: the header is not safetensors\. "
+        rf".*{said}.* Copy or download it again\.",
+    ):
         read_header(tmp_path / "x")
 
 
@@ -59,11 +72,17 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "5 heads do not divide the hidden size 64"),
+        (
+            {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
+            "5 heads do not divide the hidden size 64",
+        ),
         ({"num_key_value_heads": 0}, "`num_key_value_heads` in config.json is 0, not a whole number above 0"),
         ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide the 4 heads"),
         ({"hidden_size": "64"}, '`hidden_size` in config.json is "64", not a whole number above 0'),
-        ({"vocab_size": 10**15}, "`vocab_size` in config.json is 1000000000000000, not a whole number above 0 of at most 268,435,456"),
+        (
+            {"vocab_size": 10**15},
+            "`vocab_size` in config.json is 1000000000000000, not a whole number above 0 of at most 268,435,456",
+        ),
         ({"num_hidden_layers": 10**9}, "is 1000000000, not a whole number above 0 of at most 10,000"),
         ({"num_hidden_layers": 9_999}, "config.json asks for 9,999 layers, and there are 29 tensors"),
         ({"vocab_size": 10**6}, "config.json asks for 1,000,000 words, and no tensor has more than 512 rows"),
@@ -71,9 +90,15 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
         ({"auto_map": ["x"]}, r'`auto_map` in config.json is \["x"\], not an object'),
         ({"text_config": "x"}, '`text_config` in config.json is "x", not an object'),
         ({"text_config": {"hidden_size": -1}}, "config.json: text_config: `hidden_size` in config.json is -1"),
-        ({"architectures": "LlamaForCausalLM"}, '`architectures` in config.json is "LlamaForCausalLM", not a list of names'),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            '`architectures` in config.json is "LlamaForCausalLM", not a list of names',
+        ),
         ({"bos_token_id": 0.5}, "`bos_token_id` in config.json is 0.5, not the number of a token"),
-        ({"quantization_config": {"bits": 0}}, "`quantization_config.bits` in config.json is 0, not a number other than 0"),
+        (
+            {"quantization_config": {"bits": 0}},
+            "`quantization_config.bits` in config.json is 0, not a number other than 0",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_config_is_said(model: Path, changes: dict[str, Any], said: str) -> None:
@@ -120,11 +145,17 @@ sys.exit(main(["run", "r.yaml", "--device", "cpu", "--quiet", "--store", "store"
         ("RLIMIT_AS", 450 << 20, "error: out of memory."),
     ],
 )
-def test_limits_of_the_process_are_no_bugs(tmp_path: Path, tiny_model: TinyModel, limit: str, most: int, said: str) -> None:
-    (tmp_path / "r.yaml").write_text(f"model: {tiny_model('llama')}\nstages: [bf16]\nevals: [footprint]\n", encoding="utf-8")
+def test_limits_of_the_process_are_no_bugs(
+    tmp_path: Path, tiny_model: TinyModel, limit: str, most: int, said: str
+) -> None:
+    (tmp_path / "r.yaml").write_text(
+        f"model: {tiny_model('llama')}\nstages: [bf16]\nevals: [footprint]\n", encoding="utf-8"
+    )
     root = Path(__file__).parents[2]
     paths = {"PYTHONPATH": os.pathsep.join(str(root / part) for part in ("", "cli", "evals")), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN_LIMITED.format(limit=limit, most=most)]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert said in done.stderr

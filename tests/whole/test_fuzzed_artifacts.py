@@ -43,7 +43,9 @@ def test_records_of_artifacts(artifact: Path, draw: Random) -> None:
         found.check()
         pipeline.read_scorecard(artifact)
 
-    with Changed(artifact / "optkit.json", mutations.damaged_json_text(json.loads((artifact / "optkit.json").read_bytes()), draw)):
+    with Changed(
+        artifact / "optkit.json", mutations.damaged_json_text(json.loads((artifact / "optkit.json").read_bytes()), draw)
+    ):
         read_or_refused(read)
 
 
@@ -55,7 +57,10 @@ def test_scorecards(artifact: Path, draw: Random) -> None:
         assert to_markdown(card)
         assert pipeline.compare([artifact, artifact])
 
-    with Changed(artifact / "scorecard.json", mutations.damaged_json_text(json.loads((artifact / "scorecard.json").read_bytes()), draw)):
+    with Changed(
+        artifact / "scorecard.json",
+        mutations.damaged_json_text(json.loads((artifact / "scorecard.json").read_bytes()), draw),
+    ):
         read_or_refused(read)
 
 

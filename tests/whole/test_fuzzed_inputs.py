@@ -1,6 +1,8 @@
-"""Every boundary on which files of others come in: what is malformed is refused as the file's fault, and nothing else happens.
+"""Every boundary on which files of others come in: what is malformed is refused as the file's
+fault, and nothing else happens.
 
-Each property draws its damage from `tests.support.mutations`: what is read either is read, or ends in an OptkitError, in bounded memory.
+Each property draws its damage from `tests.support.mutations`: what is read either is read, or ends
+in an OptkitError, in bounded memory.
 """
 
 from __future__ import annotations
@@ -97,7 +99,13 @@ def planned(model: Path, store: Path) -> None:
     assert isinstance(found, Checkpoint)
     shape = found.shape
     shape.block_bytes, shape.outside_bytes, shape.positions, shape.task, shape.block_count  # noqa: B018
-    for stage in ("{gptq: {group_size: 32}}", "bf16", "{prune_structured: {blocks: 1}}", "{awq: {group_size: 32}}", "{rotate: {}}"):
+    for stage in (
+        "{gptq: {group_size: 32}}",
+        "bf16",
+        "{prune_structured: {blocks: 1}}",
+        "{awq: {group_size: 32}}",
+        "{rotate: {}}",
+    ):
         text = f"model: {json.dumps(str(model))}\nstages: [{stage}]\nevals: [footprint, perplexity, throughput]\n"
         try:
             make_plan(load_recipe(text).pinned(None), Store(store), "cpu")
@@ -137,7 +145,9 @@ def test_files_that_transformers_reads(model: Path, draw: Random, file: str) -> 
         open_session(model, (), "cpu").close()
         load_tokenizer(model)("a text")
 
-    with Changed(model / file, mutations.damaged_json_text(json.loads((model / file).read_text(encoding="utf-8")), draw)):
+    with Changed(
+        model / file, mutations.damaged_json_text(json.loads((model / file).read_text(encoding="utf-8")), draw)
+    ):
         read_or_refused(build)
 
 
@@ -151,7 +161,8 @@ def test_tokenizers(model: Path, tiny_model: TinyModel, draw: Random) -> None:
 
 METADATA = [
     ("general.architecture", "str", "llama"), ("general.alignment", "u32", 32), ("llama.block_count", "u32", 1),
-    ("llama.context_length", "u32", 64), ("llama.embedding_length", "u32", 32), ("llama.feed_forward_length", "u32", 64),
+    ("llama.context_length", "u32", 64), ("llama.embedding_length", "u32", 32), ("llama.feed_forward_length",
+    "u32", 64),
     ("llama.attention.head_count", "u32", 2),
     ("llama.attention.head_count_kv", "u32", 1), ("llama.rope.freq_base", "f32", 10000.0),
     ("llama.attention.layer_norm_rms_epsilon", "f32", 1e-5),
@@ -161,7 +172,8 @@ METADATA = [
 TENSORS = [
     ("token_embd.weight", (32, 8), 0, 1024), ("output_norm.weight", (32,), 0, 128),
     *((f"blk.0.{name}.weight", dimensions, 8, size) for name, dimensions, size in (
-        ("attn_q", (32, 32), 1088), ("attn_k", (32, 16), 544), ("attn_v", (32, 16), 544), ("attn_output", (32, 32), 1088),
+        ("attn_q", (32, 32), 1088), ("attn_k", (32, 16), 544), ("attn_v", (32, 16), 544), ("attn_output", (32,
+        32), 1088),
         ("ffn_gate", (32, 64), 2176), ("ffn_up", (32, 64), 2176), ("ffn_down", (64, 32), 2176),
     )),
     *((f"blk.0.{name}.weight", (32,), 0, 128) for name in ("attn_norm", "ffn_norm")),
@@ -184,7 +196,9 @@ def test_gguf_files(tmp_path: Path, draw: Random) -> None:
 
 
 @damages(100)
-def test_onnx_files(tiny_onnx: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
+def test_onnx_files(
+    tiny_onnx: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
     from optkit.model.onnx_shape import onnx_shape
     from optkit.onnx.directory import OnnxDirectory
 
@@ -200,7 +214,11 @@ def test_onnx_files(tiny_onnx: Callable[[str, str], Path], tmp_path_factory: pyt
 
     name = draw.choice(("model.onnx", "model.onnx", "model.onnx", "genai_config.json", "config.json"))
     valid = (place / name).read_bytes()
-    damaged = mutations.damaged_json_text(json.loads(valid), draw) if name.endswith(".json") else mutations.damaged_bytes(valid, draw)
+    damaged = (
+        mutations.damaged_json_text(json.loads(valid), draw)
+        if name.endswith(".json")
+        else mutations.damaged_bytes(valid, draw)
+    )
     with Changed(place / name, damaged):
         read_or_refused(read)
 
@@ -213,7 +231,9 @@ def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
     target = tmp_path_factory.mktemp("packed") / "model"
     target.mkdir()
-    Rtn(bits=4, group_size=32).run(tiny_model("llama"), target, Context(device="cpu", seed=0, progress=SilentProgress()))
+    Rtn(bits=4, group_size=32).run(
+        tiny_model("llama"), target, Context(device="cpu", seed=0, progress=SilentProgress())
+    )
     return target
 
 
@@ -237,7 +257,8 @@ def test_quantization_configs(packed: Path, draw: Random) -> None:
 
 
 ADAPTER = {
-    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4.0}, "use_rslora": False,
+    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 4.0}, "use_rslora": False,
     "target_modules": ["q_proj", "k_proj"],
 }  # fmt: skip
 
@@ -306,7 +327,15 @@ def test_recipes_as_mappings(draw: Random) -> None:
 @damages(60)
 def test_overrides(draw: Random) -> None:
     path = draw.choice(
-        ("seed", "stages.0.gptq.group_size", "stages.1", "evals.0.perplexity.window", "gates.perplexity", "model.name", "name")
+        (
+            "seed",
+            "stages.0.gptq.group_size",
+            "stages.1",
+            "evals.0.perplexity.window",
+            "gates.perplexity",
+            "model.name",
+            "name",
+        )
     )
     assignment = mutations.damaged_text(f"{path}={json.dumps(draw.choice(mutations.ODD_VALUES))}", draw)
     read_or_refused(lambda: load_recipe("llama_int4", overrides=[assignment]))
@@ -333,7 +362,9 @@ def test_gates_and_sizes(draw: Random) -> None:
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
 @damages(150)
 def test_texts(tmp_path: Path, name: str, draw: Random) -> None:
-    valid = "".join(json.dumps({"text": f"Line {number} — ünïcode.", "other": [1, {"a": None}]}) + "\n" for number in range(5)).encode()
+    valid = "".join(
+        json.dumps({"text": f"Line {number} — ünïcode.", "other": [1, {"a": None}]}) + "\n" for number in range(5)
+    ).encode()
     (tmp_path / name).write_bytes(mutations.damaged_bytes(valid, draw))
     source = TextSource(dataset=str(tmp_path / name))
     read_or_refused(lambda: source.pinned(None).documents(None))

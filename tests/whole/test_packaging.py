@@ -22,7 +22,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     if importlib.util.find_spec("hatchling") is None:
         pytest.skip("hatchling is not installed")
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, timeout=120)
     (built,) = folder.glob("optkit-*.whl")
     return set(zipfile.ZipFile(built).namelist())
@@ -41,7 +52,12 @@ def test_the_wheel_holds_the_recipes(wheel: set[str]) -> None:
 
 
 def test_the_wheel_holds_nothing_else(wheel: set[str]) -> None:
-    assert {name.partition("/")[0] for name in wheel} == {"optkit", "optkit_cli", "optkit_evals", f"optkit-{PROJECT['version']}.dist-info"}
+    assert {name.partition("/")[0] for name in wheel} == {
+        "optkit",
+        "optkit_cli",
+        "optkit_evals",
+        f"optkit-{PROJECT['version']}.dist-info",
+    }
 
 
 def test_the_license_is_in_the_wheel(wheel: set[str]) -> None:
@@ -64,7 +80,11 @@ def canonical(name: str) -> str:
 
 
 def test_constraints_pin_everything_that_the_tests_use() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
     pinned = dict(line.split("==") for line in lines)
     assert len(pinned) == len(lines)
     extras = PROJECT["optional-dependencies"]

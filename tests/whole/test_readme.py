@@ -28,7 +28,10 @@ def blocks(language: str, containing: str = "") -> list[str]:
 def command_lines() -> list[list[str]]:
     """Return the words of every `optkit ...` line in a console block and in the table of commands."""
     shown = [
-        line.removeprefix("$ ").partition("#")[0] for text in blocks("console") for line in text.splitlines() if line.startswith("$ optkit")
+        line.removeprefix("$ ").partition("#")[0]
+        for text in blocks("console")
+        for line in text.splitlines()
+        if line.startswith("$ optkit")
     ]
     return [shlex.split(re.split(r"[>|]", line)[0]) for line in [*shown, *re.findall(r"`(optkit [^`]*)`", README)]]
 
@@ -64,7 +67,9 @@ def test_make_targets_exist() -> None:
 
 
 def test_extras_are_those_of_the_package() -> None:
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
     sentence = re.search(r"with extras by purpose: (.*?)\. ", README, re.DOTALL)
     assert sentence is not None
     assert set(re.findall(r"`([a-z-]+)`", sentence[1])) == extras - {"test"}
@@ -86,8 +91,14 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "optkit_clip.py").write_text(module, encoding="utf-8")
     metadata = tmp_path / "optkit_clip-0.1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8")
-    points = [f"[{group}]\n{name} = {target}\n" for group, named in project["entry-points"].items() for name, target in named.items()]
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
+    )
+    points = [
+        f"[{group}]\n{name} = {target}\n"
+        for group, named in project["entry-points"].items()
+        for name, target in named.items()
+    ]
     (metadata / "entry_points.txt").write_text("".join(points), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "optkit_clip", raising=False)
@@ -109,7 +120,9 @@ def test_the_plug_in_does_what_it_says(tiny_model: Callable[[str], Path], tmp_pa
     assert report.changed == len(clipped) == 3 * 7
     assert before.keys() == after.keys()
     for name in before:
-        expected = before[name].clamp(-1.5 * before[name].std(), 1.5 * before[name].std()) if name in clipped else before[name]
+        expected = (
+            before[name].clamp(-1.5 * before[name].std(), 1.5 * before[name].std()) if name in clipped else before[name]
+        )
         assert expected.equal(after[name])
     assert (target / "config.json").is_file()
 

@@ -10,9 +10,18 @@ from pathlib import Path
 
 def test_a_few_cases_of_the_storm() -> None:
     command = [sys.executable, "-m", "tests.storm", "--only", "kills", "signals", "--cases", "2"]
-    cache = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")}  # with kernels that tests have compiled
+    # with kernels that tests have compiled
+    cache = {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")}
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=os.environ | cache, capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | cache,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [[name, "2", "0"] for name in ("kills", "signals")]
+    assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+        [name, "2", "0"] for name in ("kills", "signals")
+    ]

@@ -1,4 +1,6 @@
-"""Worker of auto-round 0.15: its AWQ, with rounding to nearest after the scaling, in AutoAWQ's GEMM layout."""
+"""Worker of auto-round 0.15: its AWQ, with rounding to nearest after the scaling, in AutoAWQ's GEMM
+layout.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
 def quantize(job: Job) -> dict[str, Any]:
     """Quantize and save; returns nothing of note."""
     scheme = next(iter(job.layers.values()))
-    grid = {"bits": scheme["bits"], "group_size": scheme["group_size"], "sym": scheme["symmetric"], "data_type": "int", "act_bits": 16}
+    grid = {
+        "bits": scheme["bits"],
+        "group_size": scheme["group_size"],
+        "sym": scheme["symmetric"],
+        "data_type": "int",
+        "act_bits": 16,
+    }
     size, length = job.fields["batch_size"], len(job.windows[0])
     awq = AWQConfig(n_grid=job.fields["grid_points"], seqlen=length, nsamples=len(job.windows))
     rounder = AutoRound(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def restore_weights() -> None:
-    """Let the search for scales begin each time from the weights: on a CPU it scales the very tensors that it keeps to restore them.
+    """Let the search for scales begin each time from the weights: on a CPU it scales the very
+    tensors that it keeps to restore them.
 
     AutoAWQ 0.2.9 keeps `{name: tensor.cpu()}`, which is a copy where the model is on a GPU alone.
     """
@@ -46,9 +47,16 @@ def quantize(job: Job) -> dict[str, Any]:
     restore_weights()
     job.start("autoawq", job.blocks, "blocks")
     model = AutoAWQForCausalLM.from_pretrained(
-        str(job.source), torch_dtype=torch.float16 if job.device != "cpu" else job.torch_dtype(), trust_remote_code=False
+        str(job.source),
+        torch_dtype=torch.float16 if job.device != "cpu" else job.torch_dtype(),
+        trust_remote_code=False,
     )
-    settings = {"w_bit": scheme["bits"], "q_group_size": scheme["group_size"], "zero_point": not scheme["symmetric"], "version": "GEMM"}
+    settings = {
+        "w_bit": scheme["bits"],
+        "q_group_size": scheme["group_size"],
+        "zero_point": not scheme["symmetric"],
+        "version": "GEMM",
+    }
     model.quantize(
         None,
         quant_config=settings,

@@ -21,8 +21,17 @@ def quantize(job: Job) -> dict[str, Any]:
     dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in job.kept if name != "lm_head"}
     for name, its in job.layers.items():
         if its != scheme:
-            dynamic[f"+:^{re.escape(name)}$"] = {"bits": its["bits"], "group_size": its["group_size"], "sym": its["symmetric"]}
-    shared = {"bits": scheme["bits"], "group_size": scheme["group_size"], "sym": scheme["symmetric"], "dynamic": dynamic or None}
+            dynamic[f"+:^{re.escape(name)}$"] = {
+                "bits": its["bits"],
+                "group_size": its["group_size"],
+                "sym": its["symmetric"],
+            }
+    shared = {
+        "bits": scheme["bits"],
+        "group_size": scheme["group_size"],
+        "sym": scheme["symmetric"],
+        "dynamic": dynamic or None,
+    }
     shared |= {"offload_to_disk": False, "device": job.device}
     if job.method == "gptq":
         config: Any = GPTQConfig(

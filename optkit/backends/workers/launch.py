@@ -1,4 +1,5 @@
-"""Entry of every worker: `python -P launch.py NAME DESCRIPTOR`, run in the environment of library NAME, where there is no optkit.
+"""Entry of every worker: `python -P launch.py NAME DESCRIPTOR`, run in the environment of library
+NAME, where there is no optkit.
 
 In: one JSON line on stdin (the fields of `Job`); stdin stays open for as long as the parent lives.
 Out: JSON lines on the file descriptor; stdout and stderr belong to the library.
@@ -6,7 +7,8 @@ Out: JSON lines on the file descriptor; stdout and stderr belong to the library.
     {"type": "start", "label": "autoawq", "total": 30, "unit": "blocks"}      a bar
     {"type": "advance", "steps": 1, "note": "model.layers.3"}
     {"type": "warn", "line": "..."}
-    {"type": "logits", "file": ".../logits.safetensors"}                      what this transformers makes of the float model
+    {"type": "logits", "file": ".../logits.safetensors"}                      what this transformers makes of
+                                                                              the float model
     {"type": "result", "details": {...}}                                      the last line of a worker that is done
     {"type": "error", "exception": "ValueError", "message": "first line"}     the last line of one that failed
 """
@@ -40,7 +42,9 @@ class Job:
         self.kept: list[str] = request["kept"]
         """Linear layers that stay as they are."""
         self.quantization: dict[str, Any] = request["quantization"]
-        """The `quantization_config` that optkit writes for these layers, for libraries that have none of their own."""
+        """The `quantization_config` that optkit writes for these layers, for libraries that have
+        none of their own.
+        """
         self.blocks: int = request["blocks"]
         self.fields: dict[str, Any] = request["fields"]
         """The recipe's further fields."""
@@ -80,7 +84,9 @@ class Job:
         from transformers import AutoModelForCausalLM
 
         name = "dtype" if _transformers_major() >= 5 else "torch_dtype"
-        return AutoModelForCausalLM.from_pretrained(self.source, local_files_only=True, **{name: self.torch_dtype()}).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            self.source, local_files_only=True, **{name: self.torch_dtype()}
+        ).eval()
 
 
 def _transformers_major() -> int:
@@ -90,7 +96,9 @@ def _transformers_major() -> int:
 
 
 def _show_logits(job: Job) -> None:
-    """Save what this environment's transformers makes of the float model: float32 [tokens, vocabulary]."""
+    """Save what this environment's transformers makes of the float model: float32 [tokens,
+    vocabulary].
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -102,7 +110,9 @@ def _show_logits(job: Job) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of stdin, which comes when the parent is gone, and end this process and its children."""
+    """Wait for the end of stdin, which comes when the parent is gone, and end this process and its
+    children.
+    """
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
@@ -137,7 +147,9 @@ def main(name: str, descriptor: int) -> int:
     except BaseException as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
-        message = next(iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})")
+        message = next(
+            iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
+        )
         job.send(type="error", exception=type(error).__name__, message=message)
         return 1
     job.send(type="result", details=details)

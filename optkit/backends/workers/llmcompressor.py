@@ -21,7 +21,8 @@ def quantize(job: Job) -> dict[str, Any]:
         named.setdefault(json.dumps(scheme, sort_keys=True), []).append(name)
     usual = max(named, key=lambda scheme: len(named[scheme]))
     groups = [
-        {"weights": _weights(json.loads(scheme)), "targets": ["Linear"] if scheme == usual else names} for scheme, names in named.items()
+        {"weights": _weights(json.loads(scheme)), "targets": ["Linear"] if scheme == usual else names}
+        for scheme, names in named.items()
     ]
     chosen = {"config_groups": {f"group_{index}": group for index, group in enumerate(groups)}, "ignore": job.kept}
     modifiers: list[Any]
@@ -62,7 +63,9 @@ def _weights(scheme: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_blocks(job: Job) -> None:
-    """Move the bar at the end of each of its sequential epochs: one for each block, and one for what comes after them."""
+    """Move the bar at the end of each of its sequential epochs: one for each block, and one for
+    what comes after them.
+    """
     end = LifecycleCallbacks.sequential_epoch_end
     count = 0
 

@@ -1,4 +1,6 @@
-"""optimum-onnx: a decoder as ONNX by torch's TorchScript exporter, run by launch.py in its environment."""
+"""optimum-onnx: a decoder as ONNX by torch's TorchScript exporter, run by launch.py in its
+environment.
+"""
 
 from __future__ import annotations
 

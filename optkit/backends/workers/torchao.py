@@ -1,7 +1,7 @@
 """Worker of torchao 0.18: rounding to nearest by its IntxWeightOnlyConfig.
 
-Its own int4 tensors depend on the device that they were made for and nothing but torchao opens them, so its codes and scales are packed as
-compressed-tensors has them (pack-quantized, 0.19).
+Its own int4 tensors depend on the device that they were made for and nothing but torchao opens
+them, so its codes and scales are packed as compressed-tensors has them (pack-quantized, 0.19).
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ def quantize(job: Job) -> dict[str, Any]:
     job.start("torchao rtn", len(job.layers), "layers")
     for name, scheme in job.layers.items():
         del state[f"{name}.weight"]
-        state |= {f"{name}.{leaf}": tensor for leaf, tensor in _packed(model.get_submodule(name), scheme, job.device).items()}
+        state |= {
+            f"{name}.{leaf}": tensor for leaf, tensor in _packed(model.get_submodule(name), scheme, job.device).items()
+        }
         job.advance(name)
-    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, job.target / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in state.items()},
+        job.target / "model.safetensors",
+        {"format": "pt"},
+    )
     (job.target / "config.json").write_text(json.dumps({"quantization_config": job.quantization}))
     return {}
 
@@ -51,7 +57,9 @@ def _packed(linear: torch.nn.Module, scheme: dict[str, Any], device: str) -> dic
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Pack int [rows, columns] of `bits` bits each into int32 words along the rows, the first code lowest, none across words."""
+    """Pack int [rows, columns] of `bits` bits each into int32 words along the rows, the first code
+    lowest, none across words.
+    """
     per_word = 32 // bits
     codes = torch.nn.functional.pad(codes.cpu().to(torch.int64), (0, -codes.shape[1] % per_word))
     shifts = torch.arange(per_word) * bits

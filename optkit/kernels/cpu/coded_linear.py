@@ -1,4 +1,6 @@
-"""Linear layers of 2, 4 or 8 bits on kernels of our own: exact in float32, for one row of activations and for many."""
+"""Linear layers of 2, 4 or 8 bits on kernels of our own: exact in float32, for one row of
+activations and for many.
+"""
 
 from __future__ import annotations
 

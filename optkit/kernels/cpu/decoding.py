@@ -1,6 +1,8 @@
-"""The decode step of a model of the Llama family as one call of C++, greedy: nothing of transformers or torch runs between two tokens.
+"""The decode step of a model of the Llama family as one call of C++, greedy: nothing of
+transformers or torch runs between two tokens.
 
-Activations and the KV cache are float32 whatever the model's dtype; weights are read as the model's layers hold them, in codes or floats.
+Activations and the KV cache are float32 whatever the model's dtype; weights are read as the model's
+layers hold them, in codes or floats.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class _Matrix(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         *[(name, _Matrix) for name in ("queries", "keys", "values", "output", "gate", "up", "down")],
-        *[(name, ctypes.c_void_p) for name in ("input_norm", "output_norm", "query_norm", "key_norm", "key_cache", "value_cache")],
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("input_norm", "output_norm", "query_norm", "key_norm", "key_cache", "value_cache")
+        ],
     ]
 
 
@@ -51,7 +56,9 @@ class _Model(ctypes.Structure):
 
 
 def why_not_step(model: Any) -> str | None:
-    """Return why the step of an opened model on the CPU cannot be one call, None where it can; compiles the kernels."""
+    """Return why the step of an opened model on the CPU cannot be one call, None where it can;
+    compiles the kernels.
+    """
     config = model.config
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not of the families that it is known for ({', '.join(FAMILIES)})"
@@ -86,7 +93,9 @@ def _why_not_read(module: nn.Module) -> str | None:
 
 
 def step_decoder(model: Any) -> tuple[StepDecoder | None, list[str]]:
-    """Return the decoder of an opened model, None where there is none, and a note where the model is of a family that has one."""
+    """Return the decoder of an opened model, None where there is none, and a note where the model
+    is of a family that has one.
+    """
     if model.config.model_type not in FAMILIES:
         return None, []
     reason = why_not_step(model)
@@ -106,8 +115,12 @@ class StepDecoder:
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps]:
-        """Lend the buffers for so many sequences and tokens; the last ones are kept for the next request that they fit."""
-        capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, max(length, int(self.model.config.max_position_embeddings)))
+        """Lend the buffers for so many sequences and tokens; the last ones are kept for the next
+        request that they fit.
+        """
+        capacity = min(
+            -(-length // CAPACITY_STEP) * CAPACITY_STEP, max(length, int(self.model.config.max_position_embeddings))
+        )
         steps, self._idle = self._idle, None
         if steps is None or (steps.batch, steps.capacity) != (batch, capacity):
             steps = None
@@ -132,7 +145,9 @@ class Steps:
         self.tokens = torch.zeros(batch, dtype=torch.int64)
         self.logits = torch.zeros(batch, model.lm_head.out_features)
         cosines, sines = base.rotary_emb(torch.zeros(1, 1), torch.arange(capacity)[None])
-        layers = (_Layer * len(base.layers))(*[self._layer(block, self.cache[index]) for index, block in enumerate(base.layers)])
+        layers = (_Layer * len(base.layers))(
+            *[self._layer(block, self.cache[index]) for index, block in enumerate(base.layers)]
+        )
         self._structure = _Model(
             layers=layers,
             embedding=self._matrix(base.embed_tokens),
@@ -152,7 +167,9 @@ class Steps:
         self._step = _step_function()
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run prompts, int64 [batch, prompt], through the model itself; return the first tokens behind them, int64 [batch]."""
+        """Run prompts, int64 [batch, prompt], through the model itself; return the first tokens
+        behind them, int64 [batch].
+        """
         length = tokens.shape[1]
         cache = DynamicCache(config=self.model.config)
         logits = self.model.forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -163,13 +180,17 @@ class Steps:
         return self.tokens.clone()
 
     def next(self) -> Tensor:
-        """Return the tokens behind those that were returned last, int64 [batch]; `logits` are theirs, float32 [batch, vocabulary]."""
+        """Return the tokens behind those that were returned last, int64 [batch]; `logits` are
+        theirs, float32 [batch, vocabulary].
+        """
         self._step(ctypes.byref(self._structure), self.position, self.tokens.data_ptr(), self.logits.data_ptr())
         self.position += 1
         return self.tokens.clone()
 
     def logits_after(self, tokens: Tensor) -> Tensor:
-        """Return the logits, float32 [batch, vocabulary], behind given tokens, int64 [batch], instead of those returned last."""
+        """Return the logits, float32 [batch, vocabulary], behind given tokens, int64 [batch],
+        instead of those returned last.
+        """
         self.tokens.copy_(tokens)
         self.next()
         return self.logits.clone()
@@ -178,7 +199,10 @@ class Steps:
         attention, mlp = block.self_attn, block.mlp
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         return _Layer(
-            *[self._matrix(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)],
+            *[
+                self._matrix(layer)
+                for layer in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            ],
             *[self._matrix(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)],
             self._floats(block.input_layernorm.weight),
             self._floats(block.post_attention_layernorm.weight),
@@ -192,7 +216,9 @@ class Steps:
         if isinstance(layer, CodedLinear):
             shifts = None if layer.shifts is None else layer.shifts.data_ptr()
             codes = (layer.codes.data_ptr(), layer.scales.data_ptr(), shifts)
-            return _Matrix(*codes, self._bias(layer.bias), layer.bits, layer.out_features, layer.in_features, layer.scales.shape[1])
+            return _Matrix(
+                *codes, self._bias(layer.bias), layer.bits, layer.out_features, layer.in_features, layer.scales.shape[1]
+            )
         weight = layer.weight
         assert isinstance(weight, Tensor)
         outputs, inputs = weight.shape

@@ -1,4 +1,6 @@
-"""Float linear layers for few rows of activations: what a quantized model keeps in floats, lm_head before all."""
+"""Float linear layers for few rows of activations: what a quantized model keeps in floats, lm_head
+before all.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class FloatLinear(nn.Linear):
 
 
 def use_float_kernels_(model: nn.Module) -> list[str]:
-    """Let the float linear layers of a model compute with the kernel where it is the faster one at one row; return a note for them."""
+    """Let the float linear layers of a model compute with the kernel where it is the faster one at
+    one row; return a note for them.
+    """
     faster: dict[tuple[int, int, torch.dtype], bool] = {}
     changed = []
     for name, module in model.named_modules():
@@ -53,7 +57,11 @@ def use_float_kernels_(model: nn.Module) -> list[str]:
         if faster[form]:
             module.__class__ = FloatLinear
             changed.append(name)
-    return [f"float: {', '.join(sorted(changed)[:3])}{', ...' if len(changed) > 3 else ''} use optkit's CPU kernel"] if changed else []
+    return (
+        [f"float: {', '.join(sorted(changed)[:3])}{', ...' if len(changed) > 3 else ''} use optkit's CPU kernel"]
+        if changed
+        else []
+    )
 
 
 def _is_faster(module: nn.Linear) -> bool:

@@ -1,6 +1,7 @@
 """Weights in huge pages.
 
-A float32 matrix of 113 MB times one row, two cores of an EPYC under KVM: 24 GB/s through pages of 4 KiB, 35 GB/s through those of 2 MiB.
+A float32 matrix of 113 MB times one row, two cores of an EPYC under KVM: 24 GB/s through pages of 4
+KiB, 35 GB/s through those of 2 MiB.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ ALIGNED_BYTES = 64
 
 
 def into_huge_pages_(model: nn.Module) -> None:
-    """Move what the kernels of this directory read into one stretch of memory for which Linux is asked for huge pages, in order of use.
+    """Move what the kernels of this directory read into one stretch of memory for which Linux is
+    asked for huge pages, in order of use.
 
     Other systems and small models stay as they are.
     """

@@ -1,6 +1,8 @@
-"""Where compiled libraries are kept: a directory that nobody else can write to, each file under the digest of its own bytes.
+"""Where compiled libraries are kept: a directory that nobody else can write to, each file under the
+digest of its own bytes.
 
-A library runs as soon as it is loaded, so one that was cut off, changed or put there by others must never be.
+A library runs as soon as it is loaded, so one that was cut off, changed or put there by others must
+never be.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ LENGTH = 32
 
 
 def private_directory(directory: Path) -> Path:
-    """Return a directory that is this user's alone, made where it is not there; what others could have written in it is deleted.
+    """Return a directory that is this user's alone, made where it is not there; what others could
+    have written in it is deleted.
 
     Raises OSError where it is a link, or another user's.
     """
@@ -26,7 +29,9 @@ def private_directory(directory: Path) -> Path:
     if not stat.S_ISDIR(status.st_mode):
         raise OSError(f"{directory} is a link, and where it leads others may write; delete it")
     if status.st_uid != os.geteuid():
-        raise OSError(f"{directory} belongs to another user (id {status.st_uid}); name another place with $XDG_CACHE_HOME")
+        raise OSError(
+            f"{directory} belongs to another user (id {status.st_uid}); name another place with $XDG_CACHE_HOME"
+        )
     if stat.S_IMODE(status.st_mode) != stat.S_IRWXU:
         directory.chmod(stat.S_IRWXU)
         if status.st_mode & OTHERS_WRITE:
@@ -36,7 +41,9 @@ def private_directory(directory: Path) -> Path:
 
 
 def kept_library(directory: Path, made_of: str) -> Path | None:
-    """Return the library made of what this digest stands for, None where none is kept; one whose bytes are others is deleted."""
+    """Return the library made of what this digest stands for, None where none is kept; one whose
+    bytes are others is deleted.
+    """
     for path in sorted(directory.glob(f"{made_of}-*.so")):
         if not path.is_symlink() and path.is_file() and path == _place(directory, made_of, path):
             return path

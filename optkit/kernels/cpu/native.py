@@ -1,4 +1,6 @@
-"""The C++ beside this file, compiled for this processor when it is first needed, by the compiler that torch.compile would call."""
+"""The C++ beside this file, compiled for this processor when it is first needed, by the compiler
+that torch.compile would call.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _loaded: list[Path] = []
 
 @cache
 def why_not_native() -> str | None:
-    """Return why there are no kernels of our own here, None once they are compiled, loaded and seen to compute what they should."""
+    """Return why there are no kernels of our own here, None once they are compiled, loaded and seen
+    to compute what they should.
+    """
     compiler = _compiler()
     if compiler is None:
         return f"optkit's CPU kernels need a C++ compiler, and there is no {' or '.join(_compilers())}"
@@ -43,7 +47,10 @@ def why_not_native() -> str | None:
         torch.ops.load_library(compiled)
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).splitlines()
-        return f"{compiler} does not compile optkit's CPU kernels ({next((line for line in lines if 'error' in line), 'no message')})"
+        return (
+            f"{compiler} does not compile optkit's CPU kernels "
+            f"({next((line for line in lines if 'error' in line), 'no message')})"
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"optkit's CPU kernels cannot be compiled and loaded ({error})"
     _register_shapes()
@@ -51,17 +58,24 @@ def why_not_native() -> str | None:
     return None if _is_right() else f"optkit's CPU kernels, compiled by {compiler}, do not compute what they should"
 
 
-def packed_linear(rows: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor | None, bits: int, outputs: int) -> Tensor:
-    """float [n, in] -> float [n, out] in the dtype of the rows, sums in float32; needs `why_not_native() is None`.
+def packed_linear(
+    rows: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor | None, bits: int, outputs: int
+) -> Tensor:
+    """float [n, in] -> float [n, out] in the dtype of the rows, sums in float32; needs
+    `why_not_native() is None`.
 
-    codes: int32 [blocks, in * bits / 32, 16]: word w of lane l holds inputs w * 32 / bits on of output block * 16 + l, first input lowest.
-    scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None where all of them are 0.
+    codes: int32 [blocks, in * bits / 32, 16]: word w of lane l holds inputs w * 32 / bits on of
+    output block * 16 + l, first input lowest.
+    scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None where all of
+    them are 0.
     """
     return torch.ops.optkit_cpu.packed_linear(rows, codes, scales, shifts, bits, outputs)  # type: ignore[no-any-return]
 
 
 def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:
-    """float [n, in], float32 or bfloat16 [out, in] -> float [n, out] in the dtype of the rows; sums, and what it needs, as above."""
+    """float [n, in], float32 or bfloat16 [out, in] -> float [n, out] in the dtype of the rows;
+    sums, and what it needs, as above.
+    """
     return torch.ops.optkit_cpu.dense_linear(rows, weight)  # type: ignore[no-any-return]
 
 
@@ -96,10 +110,20 @@ def _compiled(compiler: str) -> Path:
 
 
 def _try(library: Path) -> None:
-    """Load a new library in a process of its own first: where that crashes, it costs the kernels and not the run. Raises OSError."""
-    done = run(python_command("-m", "optkit.kernels.cpu.native", str(library)), timeout_s=TIME_LIMIT_S, env=python_environment())
+    """Load a new library in a process of its own first: where that crashes, it costs the kernels
+    and not the run. Raises OSError.
+    """
+    done = run(
+        python_command("-m", "optkit.kernels.cpu.native", str(library)),
+        timeout_s=TIME_LIMIT_S,
+        env=python_environment(),
+    )
     if done.returncode:
-        ended = f"was ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"ended with status {done.returncode}"
+        ended = (
+            f"was ended by {signal.Signals(-done.returncode).name}"
+            if done.returncode < 0
+            else f"ended with status {done.returncode}"
+        )
         raise OSError(f"a process that tried them {ended}")
 
 
@@ -111,11 +135,21 @@ def _directory() -> Path:
 def _command(compiler: str, library: Path) -> list[str]:
     torch_files = Path(torch.__file__).parent
     linked = [LINKED_BY_NAME] if sys.platform == "darwin" else [f"-L{torch_files / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return [compiler, *FLAGS, f"-I{torch_files / 'include'}", *[str(DIRECTORY / name) for name in SOURCES], "-o", str(library), *linked]
+    return [
+        compiler,
+        *FLAGS,
+        f"-I{torch_files / 'include'}",
+        *[str(DIRECTORY / name) for name in SOURCES],
+        "-o",
+        str(library),
+        *linked,
+    ]
 
 
 def _instruction_sets() -> str:
-    """Return the line of /proc/cpuinfo that names them: machines that share a cache directory may have different ones."""
+    """Return the line of /proc/cpuinfo that names them: machines that share a cache directory may
+    have different ones.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -125,8 +159,12 @@ def _instruction_sets() -> str:
 
 def _register_shapes() -> None:
     """Tell torch.compile the shapes of what the kernels return."""
-    torch.library.register_fake("optkit_cpu::packed_linear", lambda rows, *packed: rows.new_empty(rows.shape[0], packed[-1]))
-    torch.library.register_fake("optkit_cpu::dense_linear", lambda rows, weight: rows.new_empty(rows.shape[0], weight.shape[0]))
+    torch.library.register_fake(
+        "optkit_cpu::packed_linear", lambda rows, *packed: rows.new_empty(rows.shape[0], packed[-1])
+    )
+    torch.library.register_fake(
+        "optkit_cpu::dense_linear", lambda rows, weight: rows.new_empty(rows.shape[0], weight.shape[0])
+    )
 
 
 def _is_right() -> bool:
@@ -135,7 +173,8 @@ def _is_right() -> bool:
     rows = torch.randint(-2, 3, (3, 64), generator=generator).float()
     words = torch.randint(0, 1 << 31, (2, 8, 16), generator=generator).int()
     shifts = torch.randint(-8, 9, (2, 2, 16), generator=generator).to(torch.int8)
-    codes = torch.stack([words >> place & 15 for place in range(0, 32, 4)], dim=2).view(2, 2, 32, 16) - 8  # [blocks, groups, group, 16]
+    # [blocks, groups, group, 16]
+    codes = torch.stack([words >> place & 15 for place in range(0, 32, 4)], dim=2).view(2, 2, 32, 16) - 8
     weight = (codes - shifts.unsqueeze(2)).permute(0, 3, 1, 2).reshape(32, 64).float()
     scales = torch.ones(2, 2, 16)
     right = torch.equal(packed_linear(rows, words, scales, shifts, 4, 30), rows @ weight[:30].T)

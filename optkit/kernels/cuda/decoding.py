@@ -1,7 +1,8 @@
 """The decode step of a model of the Llama family as one CUDA graph of few kernels.
 
-Five kernels a layer: the norm goes with the product behind it, as do the gate and the addition to the residual stream; q, k and v are one
-product, and so are gate and up. Tokens never leave the GPU between steps: the graph ends by writing the next one where it begins to read.
+Five kernels a layer: the norm goes with the product behind it, as do the gate and the addition to
+the residual stream; q, k and v are one product, and so are gate and up. Tokens never leave the GPU
+between steps: the graph ends by writing the next one where it begins to read.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Layer:
 
 
 class GraphDecoder:
-    """Greedy decoding of an opened model; its matrices are stacked in place, and the model's own layers become views of them."""
+    """Greedy decoding of an opened model; its matrices are stacked in place, and the model's own
+    layers become views of them.
+    """
 
     def __init__(self, model: Any) -> None:
         """Raises StageError for a model whose step is another one."""
@@ -78,7 +81,9 @@ class GraphDecoder:
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps | ModelSteps]:
-        """Lend what `batch` sequences of `length` tokens need, prompts and answers together; the model itself where there are too many."""
+        """Lend what `batch` sequences of `length` tokens need, prompts and answers together; the
+        model itself where there are too many.
+        """
         if batch > MOST_SEQUENCES:
             self._by_model.add(batch)
             yield ModelSteps(self.model)
@@ -109,7 +114,9 @@ class Steps:
         self.attended = torch.zeros(batch, decoder.heads * decoder.size, dtype=dtype, device=device)
         self.gated = torch.zeros(batch, outputs // 2, dtype=dtype, device=device)
         self.logits = torch.zeros(batch, decoder.head.outputs, dtype=torch.float32, device=device)
-        matrices = [matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        matrices = [
+            matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
         needed = max(scratch_bytes(matrix.form, min(batch, MOST_TOKENS)) for matrix in (*matrices, decoder.head))
         self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
         shape = (len(decoder.layers), 2, batch, decoder.kv_heads, capacity, decoder.size)
@@ -130,7 +137,9 @@ class Steps:
         self.length, self._at, self._running = capacity, 0, self.tokens[0]
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run the prompts, int64 [batch, prompt], through the model itself; return the tokens behind them, int64 [batch]."""
+        """Run the prompts, int64 [batch, prompt], through the model itself; return the tokens
+        behind them, int64 [batch].
+        """
         from transformers import DynamicCache
 
         model, length = self.decoder.model, tokens.shape[1]
@@ -146,7 +155,9 @@ class Steps:
         return self._when_done(chosen)
 
     def next(self) -> Tensor:
-        """Return the tokens behind those returned last, int64 [batch], when the device has them; the step behind them runs by then."""
+        """Return the tokens behind those returned last, int64 [batch], when the device has them;
+        the step behind them runs by then.
+        """
         return self._when_done(self._running)
 
     def _when_done(self, tokens: Tensor) -> Tensor:
@@ -168,7 +179,15 @@ class Steps:
             step_product(layer.qkv, self.hidden, self.qkv, norm=layer.input_norm, epsilon=epsilon, ordered=self.ordered)
             self._attend(index, layer)
             step_product(layer.output, self.attended, self.hidden, add=True, ordered=self.ordered)
-            step_product(layer.gate_up, self.hidden, self.gated, norm=layer.output_norm, epsilon=epsilon, gated=True, ordered=self.ordered)
+            step_product(
+                layer.gate_up,
+                self.hidden,
+                self.gated,
+                norm=layer.output_norm,
+                epsilon=epsilon,
+                gated=True,
+                ordered=self.ordered,
+            )
             step_product(layer.down, self.gated, self.hidden, add=True, ordered=self.ordered)
         step_product(decoder.head, self.hidden, self.logits, norm=decoder.norm, epsilon=epsilon, ordered=self.ordered)
         self._small("choose", (CHOOSING_BLOCKS, self.batch, 1), (self.logits, self.best))
@@ -180,8 +199,24 @@ class Steps:
         if layer.query_norm is not None:
             macros["QK_NORM"] = 1
         arguments = (
-            *(self.qkv, self.cache[index, 0], self.cache[index, 1], self.cosines, self.sines, self.position, self.capacity),
-            *(decoder.scaling, layer.query_norm, layer.key_norm, decoder.epsilon, self.partial, self.arrived, self.attended),
+            *(
+                self.qkv,
+                self.cache[index, 0],
+                self.cache[index, 1],
+                self.cosines,
+                self.sines,
+                self.position,
+                self.capacity,
+            ),
+            *(
+                decoder.scaling,
+                layer.query_norm,
+                layer.key_norm,
+                decoder.epsilon,
+                self.partial,
+                self.arrived,
+                self.attended,
+            ),
         )
         self._kernel("attention.cu", "attend", macros)((decoder.kv_heads, self.shares, self.batch), 128, arguments)
 
@@ -191,7 +226,9 @@ class Steps:
 
     def _kernel(self, source: str, name: str, macros: dict[str, int]) -> Any:
         given = {**macros, **({"BF16": 1} if self.hidden.dtype == torch.bfloat16 else {})}
-        return compiled(source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.hidden.get_device())
+        return compiled(
+            source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.hidden.get_device()
+        )
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Return one step as a graph; a first run outside of it compiles and loads the kernels."""
@@ -216,8 +253,12 @@ class ModelSteps:
         self.model, self.cache = model, DynamicCache(config=model.config)
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run the prompts, int64 [batch, prompt]; return the tokens behind them, int64 [batch], when the device has them."""
-        logits = self.model.forward(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        """Run the prompts, int64 [batch, prompt]; return the tokens behind them, int64 [batch],
+        when the device has them.
+        """
+        logits = self.model.forward(
+            input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        ).logits
         chosen: Tensor = logits[:, -1].argmax(-1)
         torch.cuda.synchronize(tokens.device)
         self._last = chosen
@@ -233,7 +274,10 @@ def why_not(model: Any) -> str | None:
     if reason := why_not_family(model.config.to_dict()):
         return reason
     if model.dtype not in CODE_BASES:
-        return f"its kernels compute in bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')} (precision: bf16 opens it so)"
+        return (
+            f"its kernels compute in bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')} "
+            "(precision: bf16 opens it so)"
+        )
     for name, module in model.named_modules():
         if name.endswith(("_proj", "lm_head")) and not isinstance(module, (nn.Linear, TiledLinear)):
             return f"{name} is computed by {type(module).__name__}"
@@ -245,11 +289,16 @@ def why_not(model: Any) -> str | None:
 def _odd_shapes(model: Any) -> str | None:
     for block in model.model.layers:
         attention, mlp = block.self_attn, block.mlp
-        stacks = {"q, k and v": (attention.q_proj, attention.k_proj, attention.v_proj), "gate and up": (mlp.gate_proj, mlp.up_proj)}
+        stacks = {
+            "q, k and v": (attention.q_proj, attention.k_proj, attention.v_proj),
+            "gate and up": (mlp.gate_proj, mlp.up_proj),
+        }
         for name, layers in stacks.items():
             if not can_stack([_matrix(layer) for layer in layers]):
                 return f"{name} of a block are quantized differently"
-        if mlp.up_proj.out_features % ROWS or any(layer.in_features % 8 for layer in (attention.q_proj, attention.o_proj, mlp.down_proj)):
+        if mlp.up_proj.out_features % ROWS or any(
+            layer.in_features % 8 for layer in (attention.q_proj, attention.o_proj, mlp.down_proj)
+        ):
             return "its widths are no multiples of 16"
     return None
 
@@ -291,6 +340,8 @@ def _stack_(layers: list[nn.Module]) -> Matrix:
 
 
 def _shares(pairs: int, capacity: int, device: torch.device) -> int:
-    """Return into how many shares the past is cut: as many as all run at once, none of them too small."""
+    """Return into how many shares the past is cut: as many as all run at once, none of them too
+    small.
+    """
     room = BLOCKS_AT_ONCE * torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(room // pairs, MOST_SHARES, capacity // KEYS_OF_SHARE))

@@ -21,7 +21,9 @@ REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 
 
 def why_not_family(config: Mapping[str, Any]) -> str | None:
-    """Return why the decode step of a model with this config.json cannot be one graph, None where nothing there speaks against it."""
+    """Return why the decode step of a model with this config.json cannot be one graph, None where
+    nothing there speaks against it.
+    """
     if config.get("model_type") not in FAMILIES:
         return f"{config.get('model_type')} is not of the families that it is known for ({', '.join(FAMILIES)})"
     heads = int(config["num_attention_heads"])
@@ -30,7 +32,10 @@ def why_not_family(config: Mapping[str, Any]) -> str | None:
         return f"{size} channels a head are no multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
     grouped = heads // int(config.get("num_key_value_heads") or heads)
     if grouped > MOST_GROUPED or grouped * size > MOST_CHANNELS:
-        return f"{grouped} queries of {size} channels share a head of keys (at most {MOST_GROUPED}, and {MOST_CHANNELS:,} channels)"
+        return (
+            f"{grouped} queries of {size} channels share a head of keys (at most {MOST_GROUPED}, "
+            f"and {MOST_CHANNELS:,} channels)"
+        )
     if config.get("hidden_act", "silu") != "silu":
         return f"the MLP's activation is {config['hidden_act']}, not silu"
     if "sliding_attention" in (config.get("layer_types") or ()) or (

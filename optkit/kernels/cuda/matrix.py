@@ -1,7 +1,7 @@
 """Weights as `linear.cu` streams them, and the launch of its kernels.
 
-4 bits: the weight lies in tiles of 16 outputs x 128 inputs, lane by lane as tensor cores take them, so that a warp loads 512 bytes at once.
-16 bits: the weight lies as torch has it.
+4 bits: the weight lies in tiles of 16 outputs x 128 inputs, lane by lane as tensor cores take them,
+so that a warp loads 512 bytes at once. 16 bits: the weight lies as torch has it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
-from optkit.kernels.cuda.schedule import CHUNK, ROWS, Form, Schedule, choose_tiles, ordered_bytes, sums_bytes, token_tiles
+from optkit.kernels.cuda.schedule import (
+    CHUNK,
+    ROWS,
+    Form,
+    Schedule,
+    choose_tiles,
+    ordered_bytes,
+    sums_bytes,
+    token_tiles,
+)
 from optkit.kernels.packed import PackedWeight
 
 CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
@@ -32,7 +41,9 @@ class Matrix:
     dtype: torch.dtype
     """Of x and y: bfloat16 or float16."""
     scales: Tensor | None = None
-    """4 bits: float [tiles, chunks, groups of a chunk, 8, 2], those of outputs i and i + 8 side by side."""
+    """4 bits: float [tiles, chunks, groups of a chunk, 8, 2], those of outputs i and i + 8 side by
+    side.
+    """
     offsets: Tensor | None = None
     """The same for code base + zero point; None where all zero points are 8."""
     group_size: int = CHUNK
@@ -45,7 +56,9 @@ class Matrix:
         return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, self.offsets is not None)
 
     def parts(self, sizes: list[int]) -> list[Matrix]:
-        """Return the matrices of consecutive outputs, as views. `sizes` but the last are multiples of 16."""
+        """Return the matrices of consecutive outputs, as views. `sizes` but the last are multiples
+        of 16.
+        """
         found, start = [], 0
         for size in sizes:
             if self.form.bits == 16:
@@ -68,12 +81,17 @@ def why_not_tiled(weight: PackedWeight, dtype: torch.dtype, device: str) -> str 
     if weight.bits != 4:
         return f"optkit's int4 kernel has no {weight.bits} bits"
     if dtype not in CODE_BASES:
-        return f"optkit's int4 kernel computes in bfloat16 and float16, and the model is {str(dtype).removeprefix('torch.')}"
+        return (
+            "optkit's int4 kernel computes in bfloat16 and float16, and the model is "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
     if weight.inputs % 8:
         return f"optkit's int4 kernel takes multiples of 8 inputs, not {weight.inputs}"
     size = weight.group_size
     if weight.groups > 1 and size not in (32, 64) and (size is None or size % CHUNK):
-        return f"optkit's int4 kernel has groups of 32, 64 and multiples of 128 inputs, not {size or 'of different sizes'}"
+        return (
+            f"optkit's int4 kernel has groups of 32, 64 and multiples of 128 inputs, not {size or 'of different sizes'}"
+        )
     return None
 
 
@@ -87,12 +105,27 @@ def tiled(weight: PackedWeight, dtype: torch.dtype, bias: Tensor | None = None) 
     codes = padded.view(tiles, 2, 8, chunks, 4, 4).permute(0, 3, 1, 2, 5, 4).reshape(tiles, chunks, 2, 32, 4)
     size = weight.inputs // weight.groups if weight.groups > 1 else chunks * CHUNK
     scales = _by_tile(weight.scales.to(dtype), size, tiles, chunks)
-    offsets = None if weight.zeros is None else _by_tile((weight.zeros.float() + CODE_BASES[dtype]).to(dtype), size, tiles, chunks)
-    return Matrix(codes.contiguous(), weight.outputs, weight.inputs, dtype, scales, offsets, size, None if bias is None else bias.to(dtype))
+    offsets = (
+        None
+        if weight.zeros is None
+        else _by_tile((weight.zeros.float() + CODE_BASES[dtype]).to(dtype), size, tiles, chunks)
+    )
+    return Matrix(
+        codes.contiguous(),
+        weight.outputs,
+        weight.inputs,
+        dtype,
+        scales,
+        offsets,
+        size,
+        None if bias is None else bias.to(dtype),
+    )
 
 
 def stacked(matrices: list[Matrix]) -> Matrix:
-    """Return matrices of the same inputs as one, outputs one behind the other; all but the last have multiples of 16 outputs."""
+    """Return matrices of the same inputs as one, outputs one behind the other; all but the last
+    have multiples of 16 outputs.
+    """
     first = matrices[0]
 
     def joined(tensors: list[Tensor | None]) -> Tensor | None:
@@ -126,13 +159,17 @@ def multiply(
     schedule: Schedule | None = None,
     ordered: Tensor | None = None,
 ) -> None:
-    """Write x W^T into y, which is x's dtype, or float32; x [tokens, inputs] of at most 32 tokens, y [tokens, outputs], both contiguous.
+    """Write x W^T into y, which is x's dtype, or float32; x [tokens, inputs] of at most 32 tokens,
+    y [tokens, outputs], both contiguous.
 
-    `norm` [inputs]: x is RMS-normed by it first. `add`: the product is added to y. `gated`: y [tokens, outputs / 2] is silu(first half of
-    the outputs) times the second. `ordered`: scratch memory for x, of `scratch_bytes`; made here where it is needed and not given.
+    `norm` [inputs]: x is RMS-normed by it first. `add`: the product is added to y. `gated`: y
+    [tokens, outputs / 2] is silu(first half of the outputs) times the second. `ordered`: scratch
+    memory for x, of `scratch_bytes`; made here where it is needed and not given.
     """
     tokens = x.shape[0]
-    launch = _launch(matrix.form, tokens, norm is not None, add, gated, y.dtype == torch.float32, schedule, x.get_device())
+    launch = _launch(
+        matrix.form, tokens, norm is not None, add, gated, y.dtype == torch.float32, schedule, x.get_device()
+    )
     source, sums = (x, None) if launch.shared else _arrange(matrix, x, norm, epsilon, ordered)
     weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
     arguments = (*weights, source, sums, norm, epsilon, y, matrix.outputs, tokens, launch.second_half)
@@ -153,7 +190,9 @@ class Launch:
 
 
 @cache
-def _launch(form: Form, tokens: int, norm: bool, add: bool, gated: bool, wide: bool, schedule: Schedule | None, device: int) -> Launch:
+def _launch(
+    form: Form, tokens: int, norm: bool, add: bool, gated: bool, wide: bool, schedule: Schedule | None, device: int
+) -> Launch:
     properties: Any = torch.cuda.get_device_properties(device)
     tiles = choose_tiles(form, tokens, gated, int(properties.shared_memory_per_block_optin), schedule)
     chosen = tiles.schedule
@@ -184,18 +223,26 @@ def dequantized(matrix: Matrix) -> Tensor:
 
 
 def scratch_bytes(form: Form, tokens: int) -> int:
-    """Return what `multiply` needs at most as `ordered`: of x in the order in which the kernel reads it, and of its sums."""
+    """Return what `multiply` needs at most as `ordered`: of x in the order in which the kernel
+    reads it, and of its sums.
+    """
     return ordered_bytes(form, tokens) + sums_bytes(form, tokens)
 
 
-def _arrange(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x, normed, in the order in which the kernel reads it, and its sums over the inputs that share a scale."""
+def _arrange(
+    matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return x, normed, in the order in which the kernel reads it, and its sums over the inputs
+    that share a scale.
+    """
     tokens = x.shape[0]
     if ordered is None:
         ordered = torch.empty(scratch_bytes(matrix.form, tokens), dtype=torch.uint8, device=x.device)
     sums = ordered[ordered_bytes(matrix.form, tokens) :]
     macros = matrix.form.macros() | ({} if norm is None else {"NORM": "1"})
-    _kernel("arrange", macros, x.get_device())((token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens))
+    _kernel("arrange", macros, x.get_device())(
+        (token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens)
+    )
     return ordered, sums
 
 
@@ -210,7 +257,9 @@ def _depth(form: Form, schedule: Schedule) -> int:
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:
-    """float [outputs, groups] -> [tiles, chunks, groups of a chunk, 8, 2], zeros where there is nothing."""
+    """float [outputs, groups] -> [tiles, chunks, groups of a chunk, 8, 2], zeros where there is
+    nothing.
+    """
     outputs, groups = values.shape
     inside = max(1, CHUNK // group_size)
     group_of_place = torch.arange(chunks * inside, device=values.device) * (CHUNK // inside) // group_size

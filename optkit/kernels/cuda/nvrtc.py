@@ -1,7 +1,9 @@
-"""CUDA C++ compiled when it is needed, by the NVRTC that comes with torch, and launched on torch's current stream; users need no nvcc.
+"""CUDA C++ compiled when it is needed, by the NVRTC that comes with torch, and launched on torch's
+current stream; users need no nvcc.
 
-Launches can be captured in a CUDA graph. Where the GPU can (compute capability 9.0), each kernel may start before the one before it in the
-stream has ended (programmatic dependent launch); the kernels wait for its end themselves, with `griddepcontrol.wait`.
+Launches can be captured in a CUDA graph. Where the GPU can (compute capability 9.0), each kernel
+may start before the one before it in the stream has ended (programmatic dependent launch); the
+kernels wait for its end themselves, with `griddepcontrol.wait`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from optkit.errors import OptkitError
 SOURCES = Path(__file__).parent
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_BYTES = 8
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h."""
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and
+CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
+"""
 USUAL_SHARED_BYTES = 48 << 10
 
 
@@ -30,7 +34,10 @@ class _Attribute(ctypes.Structure):
 
 class _Launch(ctypes.Structure):
     _fields_ = [
-        *[(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")],
+        *[
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")
+        ],
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("attribute_count", ctypes.c_uint),
@@ -44,10 +51,13 @@ class Kernel:
         self._function, self._where, self._device, self._overlaps = function, where, device, overlaps
         self._allowed = USUAL_SHARED_BYTES
 
-    def __call__(self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
+    ) -> None:
         """Launch on torch's current stream of the device.
 
-        `arguments`: tensors (their first byte), None (a null pointer), int and float (32 bits). Raises OptkitError where CUDA refuses.
+        `arguments`: tensors (their first byte), None (a null pointer), int and float (32 bits).
+        Raises OptkitError where CUDA refuses.
         """
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
@@ -74,7 +84,9 @@ class Kernel:
 
 @cache
 def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Kernel:
-    """Return the function `name` of SOURCES/`source` (behind numbers.cuh) with these macros, for a device; compiled once in a process."""
+    """Return the function `name` of SOURCES/`source` (behind numbers.cuh) with these macros, for a
+    device; compiled once in a process.
+    """
     capability = torch.cuda.get_device_capability(device)
     code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
     where = f"{source} ({', '.join(f'{key}={value}' for key, value in macros)})"
@@ -89,11 +101,17 @@ def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device
 
 
 def compile_source(code: str, macros: Mapping[str, str], architecture: str, where: str) -> bytes:
-    """Return the machine code for e.g. `sm_90`; needs no GPU. Raises OptkitError with the compiler's first lines."""
+    """Return the machine code for e.g. `sm_90`; needs no GPU. Raises OptkitError with the
+    compiler's first lines.
+    """
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"optkit.cu", 0, None, None)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", *[f"-D{key}={value}" for key, value in macros.items()]]
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        *[f"-D{key}={value}" for key, value in macros.items()],
+    ]
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), given):

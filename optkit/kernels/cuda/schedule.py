@@ -1,4 +1,6 @@
-"""How a launch of `linear.cu` goes over a matrix, by the shape, the rows of x and the shared memory that a block may have. Needs no GPU."""
+"""How a launch of `linear.cu` goes over a matrix, by the shape, the rows of x and the shared memory
+that a block may have. Needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Tiles:
 
     schedule: Schedule
     shared: bool
-    """x goes through shared memory, where it can be normed on its way; else it is put in order in global memory first."""
+    """x goes through shared memory, where it can be normed on its way; else it is put in order in
+    global memory first.
+    """
     shared_bytes: int
     """Dynamic shared memory of a block."""
 
@@ -76,10 +80,12 @@ class Tiles:
 
 
 def choose_tiles(form: Form, tokens: int, gated: bool, limit: int, schedule: Schedule | None = None) -> Tiles:
-    """Return how `tokens` rows of x (at most MOST_TOKENS) are multiplied on a GPU whose blocks have `limit` bytes of shared memory.
+    """Return how `tokens` rows of x (at most MOST_TOKENS) are multiplied on a GPU whose blocks have
+    `limit` bytes of shared memory.
 
-    x lies in shared memory if it fits beside what the warps add up, in global memory else; there half as many warps are taken until they
-    fit. One warp needs 8 KiB at most, so every GPU has room.
+    x lies in shared memory if it fits beside what the warps add up, in global memory else; there
+    half as many warps are taken until they fit. One warp needs 8 KiB at most, so every GPU has
+    room.
     """
     chosen = schedule or default_schedule(form, tokens, gated)
     x_bytes = tokens * (form.chunks * CHUNK + 32) * 2 + sums_bytes(form, tokens)
@@ -99,7 +105,11 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
     if not few:
         return Schedule(warps=8, depth=1 if gated or wide else 2, row_tiles=2, blocks=1 if gated else 3)
     if gated:
-        return Schedule(warps=16, depth=2, row_tiles=2, blocks=1) if quantized else Schedule(warps=8, depth=2, row_tiles=2, blocks=4)
+        return (
+            Schedule(warps=16, depth=2, row_tiles=2, blocks=1)
+            if quantized
+            else Schedule(warps=8, depth=2, row_tiles=2, blocks=4)
+        )
     if long:
         return Schedule(warps=16 if quantized else 8, depth=7, row_tiles=1, blocks=1)
     if wide:

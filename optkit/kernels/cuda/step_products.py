@@ -1,4 +1,6 @@
-"""The products of a decode step for any number of sequences, each by what is fastest for so many: our kernel, or a dense product."""
+"""The products of a decode step for any number of sequences, each by what is fastest for so many:
+our kernel, or a dense product.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from optkit.kernels.cuda.matrix import Matrix, dequantized, multiply
 from optkit.kernels.cuda.schedule import MOST_TOKENS
 
 MOST_STREAMED = {4: 64, 16: 16}
-"""Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32 at a time."""
+"""Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32
+at a time.
+"""
 
 
 def step_product(

@@ -1,7 +1,9 @@
-"""A linear layer on optkit's own int4 kernel: W4A16 for NVIDIA GPUs, group sizes 32, 64 and multiples of 128, with or without zero points.
+"""A linear layer on optkit's own int4 kernel: W4A16 for NVIDIA GPUs, group sizes 32, 64 and
+multiples of 128, with or without zero points.
 
-Up to 32 tokens stream past the packed weight once; more are a dense product with the weight dequantized for the call, which costs the
-time of reading and writing it once. Works under torch.compile(fullgraph=True) and in CUDA graphs.
+Up to 32 tokens stream past the packed weight once; more are a dense product with the weight
+dequantized for the call, which costs the time of reading and writing it once. Works under
+torch.compile(fullgraph=True) and in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ class TiledLinear(nn.Module):
 
     def matrix(self) -> Matrix:
         """Return the weight and bias as the kernel takes them, views of this layer's own."""
-        return _matrix(self.codes, self.scales, self.offsets, self.bias, self.out_features, self.in_features, self.group_size)
+        return _matrix(
+            self.codes, self.scales, self.offsets, self.bias, self.out_features, self.in_features, self.group_size
+        )
 
     def take_(self, matrix: Matrix) -> None:
-        """Let the layer's tensors be those of a matrix with the same values, e.g. views of a stacked one."""
+        """Let the layer's tensors be those of a matrix with the same values, e.g. views of a
+        stacked one.
+        """
         self.codes, self.scales, self.offsets, self.bias = matrix.weight, matrix.scales, matrix.offsets, matrix.bias  # type: ignore[assignment]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -47,20 +53,40 @@ class TiledLinear(nn.Module):
         if self.order is not None:
             rows = rows[:, self.order]
         product: Tensor = w4a16(
-            rows.contiguous(), self.codes, self.scales, self.offsets, self.bias, self.out_features, self.in_features, self.group_size
+            rows.contiguous(),
+            self.codes,
+            self.scales,
+            self.offsets,
+            self.bias,
+            self.out_features,
+            self.in_features,
+            self.group_size,
         )
         return product.view(*hidden.shape[:-1], self.out_features)
 
 
 def _matrix(
-    codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, group_size: int
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    group_size: int,
 ) -> Matrix:
     return Matrix(codes, outputs, inputs, scales.dtype, scales, offsets, group_size, bias)
 
 
 @torch.library.custom_op("optkit::w4a16", mutates_args=())
 def w4a16(
-    rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, group_size: int
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    group_size: int,
 ) -> Tensor:
     """float [tokens, in] -> float [tokens, out], by the kernel that is good for so many tokens."""
     matrix = _matrix(codes, scales, offsets, bias, outputs, inputs, group_size)
@@ -75,6 +101,13 @@ def w4a16(
 
 @w4a16.register_fake
 def _(
-    rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, group_size: int
+    rows: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    outputs: int,
+    inputs: int,
+    group_size: int,
 ) -> Tensor:
     return rows.new_empty(len(rows), outputs)

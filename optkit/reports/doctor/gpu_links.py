@@ -1,7 +1,8 @@
-"""How fast GPUs of one host exchange data: all-reduce through torch.distributed, a process for each GPU.
+"""How fast GPUs of one host exchange data: all-reduce through torch.distributed, a process for each
+GPU.
 
-Bus bandwidth is what nccl-tests calls so: bytes / seconds x 2 (n - 1) / n, which hardware limits whatever the number of GPUs is.
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+Bus bandwidth is what nccl-tests calls so: bytes / seconds x 2 (n - 1) / n, which hardware limits
+whatever the number of GPUs is. https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from optkit.errors import ResourceError, UsageError
 from optkit.processes.start import safe_children
 
 SIZES = (1 << 20, 16 << 20, 256 << 20, 1 << 30)
-"""Bytes of the tensors: what decoding exchanges is small, what training and prefill exchange is large."""
+"""Bytes of the tensors: what decoding exchanges is small, what training and prefill exchange is
+large.
+"""
 WARM_UP, REPEATS = 5, 20
 TIMEOUT_S = 120
 
@@ -33,7 +36,9 @@ class LinkRate(Frozen):
 
 
 def gpu_links() -> tuple[LinkRate, ...]:
-    """Return how fast all GPUs of this host sum a tensor through NCCL; raises UsageError where there are not two."""
+    """Return how fast all GPUs of this host sum a tensor through NCCL; raises UsageError where
+    there are not two.
+    """
     import torch
 
     count = torch.cuda.device_count()
@@ -43,8 +48,11 @@ def gpu_links() -> tuple[LinkRate, ...]:
     return all_reduce_rates(count, "nccl")
 
 
-def all_reduce_rates(processes: int, backend: str, sizes: Sequence[int] = SIZES, timeout_s: float = TIMEOUT_S) -> tuple[LinkRate, ...]:
-    """Return the rates of an all-reduce over so many processes, by `nccl` (a GPU for each) or `gloo` (on CPUs).
+def all_reduce_rates(
+    processes: int, backend: str, sizes: Sequence[int] = SIZES, timeout_s: float = TIMEOUT_S
+) -> tuple[LinkRate, ...]:
+    """Return the rates of an all-reduce over so many processes, by `nccl` (a GPU for each) or
+    `gloo` (on CPUs).
 
     Raises ResourceError where the processes cannot exchange data, or what comes out is not the sum.
     """
@@ -63,7 +71,8 @@ def all_reduce_rates(processes: int, backend: str, sizes: Sequence[int] = SIZES,
         seconds = json.loads((Path(place) / "seconds.json").read_text(encoding="utf-8"))
     share = 2 * (processes - 1) / processes
     return tuple(
-        LinkRate(size_bytes=size, seconds=each, bus_bytes_per_s=size / each * share) for size, each in zip(sizes, seconds, strict=True)
+        LinkRate(size_bytes=size, seconds=each, bus_bytes_per_s=size / each * share)
+        for size, each in zip(sizes, seconds, strict=True)
     )
 
 
@@ -76,7 +85,9 @@ def _work(rank: int, processes: int, backend: str, sizes: Sequence[int], place: 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     meeting = f"file://{place}/meeting"
-    distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=timeout_s))
+    distributed.init_process_group(
+        backend, init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=timeout_s)
+    )
     try:
         seconds = [_time(size, device) for size in sizes]
         if rank == 0:

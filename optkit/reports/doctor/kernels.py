@@ -1,4 +1,6 @@
-"""Which fast kernels can run here: what optkit's layers and torch's attention fall back from where they are missing."""
+"""Which fast kernels can run here: what optkit's layers and torch's attention fall back from where
+they are missing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class KernelPart:
 
 
 def kernel_parts(compiler: str | None) -> Iterator[KernelPart]:
-    """Yield every kernel for the CPU, and for the first GPU where torch sees one; tries tiny products out. Imports torch."""
+    """Yield every kernel for the CPU, and for the first GPU where torch sees one; tries tiny
+    products out. Imports torch.
+    """
     import torch
 
     yield from _of_cpu(compiler)
@@ -47,10 +51,15 @@ def _of_cpu(compiler: str | None) -> Iterator[KernelPart]:
         "weights are dequantized at each call",
     )
     yield KernelPart(
-        "compiled C++ on cpu", None if compiler else "no C++ compiler was found", "torch's own kernels, and no `compile`", "apt install g++"
+        "compiled C++ on cpu",
+        None if compiler else "no C++ compiler was found",
+        "torch's own kernels, and no `compile`",
+        "apt install g++",
     )
     yield KernelPart(
-        "int8 products on cpu (torch._int_mm)", why_not_integers(1024, 1024, "cpu"), "int8 weights and inputs are multiplied as floats"
+        "int8 products on cpu (torch._int_mm)",
+        why_not_integers(1024, 1024, "cpu"),
+        "int8 weights and inputs are multiplied as floats",
     )
 
 
@@ -61,16 +70,27 @@ def _of_gpu(capability: tuple[int, int]) -> Iterator[KernelPart]:
     from optkit.kernels.int8_linear import why_not_integers
 
     yield KernelPart(
-        "int4 in bfloat16 on cuda (torch)", _too_old(capability, (8, 0)), "weights are dequantized at each call", "a GPU since Ampere"
+        "int4 in bfloat16 on cuda (torch)",
+        _too_old(capability, (8, 0)),
+        "weights are dequantized at each call",
+        "a GPU since Ampere",
     )
-    yield KernelPart("int8 products on cuda (torch._int_mm)", why_not_integers(1024, 1024, "cuda"), "int8 is multiplied as floats")
-    yield KernelPart("fp8 products on cuda (torch._scaled_mm)", why_not_scaled(1024, 1024, "cuda"), "fp8 weights are widened at each call")
+    yield KernelPart(
+        "int8 products on cuda (torch._int_mm)", why_not_integers(1024, 1024, "cuda"), "int8 is multiplied as floats"
+    )
+    yield KernelPart(
+        "fp8 products on cuda (torch._scaled_mm)",
+        why_not_scaled(1024, 1024, "cuda"),
+        "fp8 weights are widened at each call",
+    )
     yield KernelPart(
         "flash attention on cuda (torch)",
         None if torch.backends.cuda.is_flash_attention_available() else "this torch was built without it",
         "attention by the efficient or the plain kernel",
     )
-    yield KernelPart("triton", None if find_spec("triton") else "it is not installed", "no `compile` on cuda", "pip install triton")
+    yield KernelPart(
+        "triton", None if find_spec("triton") else "it is not installed", "no `compile` on cuda", "pip install triton"
+    )
     compile_kernel: Callable[..., object] | None = getattr(torch.cuda, "_compile_kernel", None)
     yield KernelPart(
         "CUDA C++ compiled here (NVRTC)",

@@ -1,7 +1,9 @@
-"""Matrix shapes that tensor cores and packed kernels do not like: sizes that are no multiples of 8, 16, 64, or of a group.
+"""Matrix shapes that tensor cores and packed kernels do not like: sizes that are no multiples of 8,
+16, 64, or of a group.
 
-NVIDIA, Matrix Multiplication Background User's Guide: tensor cores take 16 bytes at once, so sizes should be multiples of 8 in 16 bits and
-of 16 in 8 bits, best of 64 and 128 (128 bytes). https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
+NVIDIA, Matrix Multiplication Background User's Guide: tensor cores take 16 bytes at once, so sizes
+should be multiples of 8 in 16 bits and of 16 in 8 bits, best of 64 and 128 (128 bytes).
+https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class ShapeProblem(Frozen):
 
 
 def shape_problems(shape: ModelShape) -> tuple[ShapeProblem, ...]:
-    """Return the matrices of a model whose sizes cost speed or refuse a kernel, those of all blocks together."""
+    """Return the matrices of a model whose sizes cost speed or refuse a kernel, those of all blocks
+    together.
+    """
     found: dict[tuple[str, int, int], int] = {}
     for layer in (*layers_of(shape).values(), *_heads(shape)):
         key = (re.sub(r"\.\d+\.", ".*.", layer.name), layer.outputs, layer.inputs)
@@ -48,7 +52,11 @@ def _problems(name: str, outputs: int, inputs: int) -> Iterator[str]:
     is_head = name.rpartition(".")[2] in HEADS
     odd = [size for size in (outputs, inputs) if size % FLOATS]
     if odd:
-        cure = f"pad the vocabulary to {_padded(outputs)} (resize_token_embeddings(pad_to_multiple_of={TILE}))" if is_head else "none"
+        cure = (
+            f"pad the vocabulary to {_padded(outputs)} (resize_token_embeddings(pad_to_multiple_of={TILE}))"
+            if is_head
+            else "none"
+        )
         yield f"{_sizes(odd)} no multiple of {FLOATS}: 16-bit products use slower kernels. Cure: {cure}"
     elif bad := [size for size in (outputs, inputs) if size % BYTES]:
         yield f"{_sizes(bad)} no multiple of {BYTES}: products in fp8 and int8 widen the weights at each call instead"

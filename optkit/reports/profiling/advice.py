@@ -41,16 +41,25 @@ def advise(phase: Phase, known: Circumstances) -> str:
     share, sentence = max(rules.values(), key=lambda rule: rule[0])
     if share < LEADING:
         first = max(KINDS, key=phase.share)
-        return f"Nothing stands out: the largest part is {first}, {phase.share(first):.0%}. `optkit roofline` says what is left to gain."
+        return (
+            f"Nothing stands out: the largest part is {first}, {phase.share(first):.0%}. `optkit roofline` "
+            "says what is left to gain."
+        )
     return sentence(phase, known, share)
 
 
 def _waiting(phase: Phase, known: Circumstances) -> str:
     each = phase.calls / phase.steps
     if known.engine == "onnxruntime":
-        return f"ONNX Runtime spends {phase.idle:.0%} between nodes ({each:,.0f} a step): try `onnx_optimize`, which fuses them."
+        return (
+            f"ONNX Runtime spends {phase.idle:.0%} between nodes ({each:,.0f} a step): try "
+            "`onnx_optimize`, which fuses them."
+        )
     if known.device == "cpu" and phase.hidden:
-        what = f"A step is {each:,.0f} operations that torch sees; the rest, {phase.idle:.0%}, is kernels that are called past it"
+        what = (
+            f"A step is {each:,.0f} operations that torch sees; the rest, {phase.idle:.0%}, is "
+            "kernels that are called past it"
+        )
         return f"{what}: the eval `roofline` says how near their limit they are."
     if known.device == "cpu":
         what = f"Python and torch's dispatcher take {phase.idle:.0%}, between {each:,.0f} operations a step"
@@ -60,7 +69,10 @@ def _waiting(phase: Phase, known: Circumstances) -> str:
     if phase.name == "prefill":
         return f"{what}: try a larger batch or longer prompts; prompts are never compiled."
     if known.compiled in (None, "default"):
-        return f"{what}: try `- cuda_graphs` (Llama's family) or `- compile: {{mode: reduce-overhead}}`, which make one CUDA graph of them."
+        return (
+            f"{what}: try `- cuda_graphs` (Llama's family) or `- compile: {{mode: reduce-overhead}}`, "
+            "which make one CUDA graph of them."
+        )
     return f"{what}, although the step is compiled ({known.compiled}): try a larger batch."
 
 
@@ -75,8 +87,13 @@ def _matmul(phase: Phase, known: Circumstances, share: float) -> str:
     if phase.name == "prefill":
         return f"{what}: prompts are bound by arithmetic, so try 8-bit inputs and weights (`- fp8` or `- smoothquant`)."
     if not known.quantized:
-        return f"{what}, which is reading the weights once for each step: try 4-bit weights (`- gptq: {{bits: 4, group_size: 128}}`)."
-    return f"{what}, with quantized weights already: a larger batch shares their reading; `optkit roofline` has the limit."
+        return (
+            f"{what}, which is reading the weights once for each step: try 4-bit weights (`- gptq: "
+            f"{{bits: 4, group_size: 128}}`)."
+        )
+    return (
+        f"{what}, with quantized weights already: a larger batch shares their reading; `optkit roofline` has the limit."
+    )
 
 
 def _attention(phase: Phase, known: Circumstances, share: float) -> str:
@@ -92,7 +109,10 @@ def _copies(phase: Phase, known: Circumstances, share: float) -> str:
     what = f"Copies and casts take {share:.0%}"
     if phase.name == "decode" and known.engine == "torch" and not known.compiled:
         compiled = "{devices: [cpu]}" if known.device == "cpu" else "{mode: default}"
-        return f"{what}, most of them of a KV cache that grows: try `- compile: {compiled}`, whose cache has its full length."
+        return (
+            f"{what}, most of them of a KV cache that grows: try `- compile: {compiled}`, whose "
+            "cache has its full length."
+        )
     return f"{what}: look at the first lines of the table for what is copied."
 
 

@@ -1,4 +1,6 @@
-"""What an operation of torch, a kernel of a GPU or a node of ONNX Runtime does, as far as its name tells."""
+"""What an operation of torch, a kernel of a GPU or a node of ONNX Runtime does, as far as its name
+tells.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ ORDER: tuple[tuple[Kind, str], ...] = (
     ("norm", r"norm|rsqrt|welford"),
     ("elementwise", r"^rotaryembedding$"),
     ("elementwise", r"elementwise|vectorized|unrolled|triton_(poi|red|per)|softmax|reduce_kernel|cpp_fused"),
-    ("copies", r"copy|gather|scatter|index|slice|concat|transpose|reshape|unsqueeze|squeeze|expand|cast$|split|embedding|^aten::select"),
+    (
+        "copies",
+        r"copy|gather|scatter|index|slice|concat|transpose|reshape|unsqueeze|squeeze|expand|cast$|split|embedding|^aten::select",
+    ),
     (
         "elementwise",
         r"^(aten::)?(add|sub|mul|div|neg|pow|exp|silu|sigmoid|gelu|relu|tanh|cos|sin|sqrt|where|mean|sum|max|min|amax|argmax|masked_fill_?"

@@ -1,4 +1,6 @@
-"""Trace prefill and decode of an ONNX session with ONNX Runtime's own profiler (https://onnxruntime.ai/docs/performance/tune-performance)."""
+"""Trace prefill and decode of an ONNX session with ONNX Runtime's own profiler
+(https://onnxruntime.ai/docs/performance/tune-performance).
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,20 @@ RUN, NODE = "model_run", "_kernel_time"
 def trace_onnx_phases(session: OnnxSession, tokens: Tensor, new_tokens: int, directory: Path) -> dict[str, Traced]:
     """Return prefill and decode as ONNX Runtime saw them; writes PHASE.trace.json for each.
 
-    Raises EvalError on a GPU, whose kernels are not in that profile, and where ONNX Runtime GenAI generates.
+    Raises EvalError on a GPU, whose kernels are not in that profile, and where ONNX Runtime GenAI
+    generates.
     """
     if session.device != "cpu":
         why = "ONNX Runtime's profile holds the launches of kernels there, not the kernels"
         remedy = "Use --device cpu, or Nsight: nsys profile optkit eval ..."
-        raise EvalError("an ONNX model cannot be profiled on a GPU", where=str(session.directory), why=why, remedy=remedy)
+        raise EvalError(
+            "an ONNX model cannot be profiled on a GPU", where=str(session.directory), why=why, remedy=remedy
+        )
     if session.generates_elsewhere:
         remedy = "Take `engine` out of onnx_provider, or open the directory in another artifact without it"
-        raise EvalError("ONNX Runtime GenAI does not say where its time goes", where=str(session.directory), remedy=remedy)
+        raise EvalError(
+            "ONNX Runtime GenAI does not say where its time goes", where=str(session.directory), remedy=remedy
+        )
     with tempfile.TemporaryDirectory() as place:
         with _profiled(session, Path(place)) as profile:
             for _ in range(2):  # the first warms the new session up
@@ -48,7 +55,9 @@ def trace_onnx_phases(session: OnnxSession, tokens: Tensor, new_tokens: int, dir
 
 @contextmanager
 def _profiled(session: OnnxSession, place: Path) -> Iterator[list[Path]]:
-    """Let a session of ONNX Runtime that keeps a profile compute meanwhile; the list gets the file that it wrote."""
+    """Let a session of ONNX Runtime that keeps a profile compute meanwhile; the list gets the file
+    that it wrote.
+    """
     import onnxruntime
 
     opened = session.runner.opened
@@ -67,7 +76,9 @@ def _profiled(session: OnnxSession, place: Path) -> Iterator[list[Path]]:
 
 
 def _read(events: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], trace: Path) -> Traced:
-    """Return what happened in some calls of the graph, operation by operation; writes these events to `trace`."""
+    """Return what happened in some calls of the graph, operation by operation; writes these events
+    to `trace`.
+    """
     start, end = runs[0]["ts"], runs[-1]["ts"] + runs[-1]["dur"]
     inside = [event for event in events if start <= event["ts"] <= end]
     trace.write_text(json.dumps({"traceEvents": inside}), encoding="utf-8")

@@ -35,7 +35,9 @@ class Phase(Frozen):
     traced_s: float
     """The same with the profiler, which slows down what is launched one by one."""
     idle_s: float
-    """On a GPU: what is left of `seconds` when no kernel runs. On a CPU: what is left of `traced_s` outside of operations."""
+    """On a GPU: what is left of `seconds` when no kernel runs. On a CPU: what is left of `traced_s`
+    outside of operations.
+    """
     kinds: dict[Kind, float]
     """Seconds of each kind of operation."""
     calls: int
@@ -57,7 +59,9 @@ class Phase(Frozen):
 
     @property
     def hidden(self) -> bool:
-        """Whether a step is so few operations that its work must be done by kernels that are called past torch."""
+        """Whether a step is so few operations that its work must be done by kernels that are called
+        past torch.
+        """
         return self.idle >= HIDDEN and self.calls <= FEWEST * self.steps
 
     @property

@@ -30,13 +30,19 @@ WARM_UP_RUNS = 2
 
 
 @contextmanager
-def located(model: str, device: str | None, store: Path | None, progress: Progress, trust_remote_code: bool = False) -> Iterator[Path]:
-    """Lend the directory of a model: as it is, or of a built-in name, a .gguf file or a hub id that of the store, kept there meanwhile."""
+def located(
+    model: str, device: str | None, store: Path | None, progress: Progress, trust_remote_code: bool = False
+) -> Iterator[Path]:
+    """Lend the directory of a model: as it is, or of a built-in name, a .gguf file or a hub id that
+    of the store, kept there meanwhile.
+    """
     if Path(model).is_dir():
         yield Path(model)
         return
     shelf = Store(store or default_store())
-    todo = plan(load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code), device=device, store=store)
+    todo = plan(
+        load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code), device=device, store=store
+    )
     context = Context(device=todo.device, progress=progress, trust_remote_code=trust_remote_code)
     with shelf.using([todo.steps[0].key]):
         yield materialize(todo, 0, shelf, context, set())
@@ -55,30 +61,48 @@ def profile_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ProfileReport:
-    """Trace one request and return where its time goes; traces, and on CUDA a memory snapshot, are written to `out`.
+    """Trace one request and return where its time goes; traces, and on CUDA a memory snapshot, are
+    written to `out`.
 
-    With `nvtx` nothing is traced here: ranges are marked for Nsight Systems. Raises UsageError for `nvtx` without a GPU, EvalError for more
-    tokens than the model has positions, SourceError where opening it would run code of others without `trust_remote_code`.
+    With `nvtx` nothing is traced here: ranges are marked for Nsight Systems. Raises UsageError for
+    `nvtx` without a GPU, EvalError for more tokens than the model has positions, SourceError where
+    opening it would run code of others without `trust_remote_code`.
     """
     progress = progress or SilentProgress()
     with located(str(model), device, store, progress, trust_remote_code) as directory:
         session: Any = open_artifact(directory, device=device, trust_remote_code=trust_remote_code, progress=progress)
         with closing(session):
             _check(session, prompt, new_tokens, nvtx)
-            return _profile(session, str(model), directory, out, _tokens(session, batch, prompt), new_tokens, nvtx, progress)
+            return _profile(
+                session, str(model), directory, out, _tokens(session, batch, prompt), new_tokens, nvtx, progress
+            )
 
 
 def _check(session: Any, prompt: int, new_tokens: int, nvtx: bool) -> None:
     if not hasattr(session, "stream"):
-        raise EvalError("it generates no tokens", where=str(session.directory), why="What is traced is a prompt and the tokens after it")
+        raise EvalError(
+            "it generates no tokens",
+            where=str(session.directory),
+            why="What is traced is a prompt and the tokens after it",
+        )
     if len(getattr(session, "devices", ())) > 1:
         why = "torch.profiler sees this process alone, and the model runs in others"
-        raise EvalError("its model is split over several devices", where=str(session.directory), why=why, remedy="Profile it without")
+        raise EvalError(
+            "its model is split over several devices",
+            where=str(session.directory),
+            why=why,
+            remedy="Profile it without",
+        )
     if nvtx and session.device == "cpu":
-        raise UsageError("NVTX ranges are marks on a GPU's timeline", where="--nvtx", remedy="Leave it out on a CPU, or use --device cuda")
+        raise UsageError(
+            "NVTX ranges are marks on a GPU's timeline",
+            where="--nvtx",
+            remedy="Leave it out on a CPU, or use --device cuda",
+        )
     if prompt + new_tokens > session.positions:
         raise EvalError(
-            f"a prompt of {prompt:,} and {new_tokens:,} new tokens are more than the model's {session.positions:,} positions",
+            f"a prompt of {prompt:,} and {new_tokens:,} new tokens are more than the model's "
+            f"{session.positions:,} positions",
             where="profile",
             remedy="Lower --prompt or --new-tokens",
         )
@@ -145,7 +169,9 @@ def _trace(session: TorchSession | OnnxSession, tokens: Tensor, new_tokens: int,
     return trace_phases(session, tokens, new_tokens, out)
 
 
-def phase_of(name: Literal["prefill", "decode"], steps: int, seconds: float, traced: Traced, known: Circumstances) -> Phase:
+def phase_of(
+    name: Literal["prefill", "decode"], steps: int, seconds: float, traced: Traced, known: Circumstances
+) -> Phase:
     """Return a phase with its advice; `seconds` is what it takes without a profiler."""
     idle_s = traced.traced_s - traced.busy_s if known.device == "cpu" else seconds - traced.busy_s
     phase = Phase(

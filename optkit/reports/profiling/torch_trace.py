@@ -1,4 +1,6 @@
-"""Trace prefill and decode of a torch session with torch.profiler: Chrome traces, time by kernel or operation, memory, NVTX ranges."""
+"""Trace prefill and decode of a torch session with torch.profiler: Chrome traces, time by kernel or
+operation, memory, NVTX ranges.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def time_phases(session: Session, tokens: Tensor, new_tokens: int) -> tuple[floa
 
 
 def _steps(session: Session, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-    """Return the steps of a request; on a GPU Python runs ahead of it, as where throughput is measured."""
+    """Return the steps of a request; on a GPU Python runs ahead of it, as where throughput is
+    measured.
+    """
     if session.device != "cpu" and isinstance(session, QueueingSession):
         return session.queue(tokens, new_tokens)
     return session.stream(tokens, new_tokens)
@@ -102,7 +106,9 @@ def _read(profiler: Any, traced_s: float, wanted: DeviceType) -> Traced:
 
 def _is_annotation(event: Any) -> bool:
     """Say whether an event is a range that we, torch or the profiler named, and nothing that ran."""
-    named = event.name in ("prefill", "cudaDeviceSynchronize") or event.name.startswith(("decode ", "ProfilerStep", "[memory]"))
+    named = event.name in ("prefill", "cudaDeviceSynchronize") or event.name.startswith(
+        ("decode ", "ProfilerStep", "[memory]")
+    )
     return named or bool(event.is_user_annotation) or event.name.startswith("Activity Buffer Request")
 
 
@@ -127,7 +133,9 @@ def snapshot_memory(session: Session, tokens: Tensor, new_tokens: int, path: Pat
 
 
 def mark_ranges(session: Session, tokens: Tensor, new_tokens: int) -> None:
-    """Answer once with NVTX ranges around phases, steps and operations, between cudaProfilerStart and cudaProfilerStop, for Nsight."""
+    """Answer once with NVTX ranges around phases, steps and operations, between cudaProfilerStart
+    and cudaProfilerStop, for Nsight.
+    """
     stream = _steps(session, tokens, new_tokens)
     torch.cuda.profiler.start()
     with torch.autograd.profiler.emit_nvtx():

@@ -1,4 +1,6 @@
-"""What a device allows a model at most: bytes and operations counted from its tensors, against bandwidth and matrix rates."""
+"""What a device allows a model at most: bytes and operations counted from its tensors, against
+bandwidth and matrix rates.
+"""
 
 from optkit.devices.datasheets import DEVICES, Device, datasheet, rates_text
 from optkit.devices.roofs import measured_device, roof_generation

@@ -1,4 +1,6 @@
-"""The forms that a model's weights could have: what they would take, and what products would be computed in."""
+"""The forms that a model's weights could have: what they would take, and what products would be
+computed in.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ STORED = "stored"
 
 @dataclass(frozen=True)
 class Form:
-    """How the matrices of the decoder blocks are stored, and what they are multiplied in; all else stays as `wide` says."""
+    """How the matrices of the decoder blocks are stored, and what they are multiplied in; all else
+    stays as `wide` says.
+    """
 
     name: str
     bits: float | None
     """Of a weight of the blocks, with its share of scales; None: as the files hold it."""
     arithmetic: str
-    """What products of the blocks are computed in: a key of `Device.rates`; `int8` and `fp8` round the inputs too."""
+    """What products of the blocks are computed in: a key of `Device.rates`; `int8` and `fp8` round
+    the inputs too.
+    """
     wide: str
     """What everything else is kept and computed in: lm_head, embeddings, norms, the KV cache."""
 
@@ -38,7 +44,8 @@ class Form:
 
 
 def parse_form(name: str, wide: str) -> Form:
-    """Return a form: fp32, bf16, fp16, int8, fp8, int4gN, or `stored`; `wide` is the 16-bit float of the device, or the model's.
+    """Return a form: fp32, bf16, fp16, int8, fp8, int4gN, or `stored`; `wide` is the 16-bit float
+    of the device, or the model's.
 
     Raises UsageError for anything else.
     """

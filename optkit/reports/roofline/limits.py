@@ -1,4 +1,5 @@
-"""The limits that a roof sets to a model's work: a phase takes at least as long as its bytes, and at least as long as its operations.
+"""The limits that a roof sets to a model's work: a phase takes at least as long as its bytes, and
+at least as long as its operations.
 
 seconds = max(bytes / bandwidth, sum over dtypes of operations / rate)
 """
@@ -51,22 +52,32 @@ class Limit:
 
 
 def decode_limit(work: Work, form: Form, device: Device, batch: int, context: int) -> Limit:
-    """Return the limit of one step: a new token for each of `batch` sequences that have `context` tokens."""
+    """Return the limit of one step: a new token for each of `batch` sequences that have `context`
+    tokens.
+    """
     moved = work.weight_bytes(form, batch), float(work.cache_bytes(form, batch, context))
     return phase_limit(work, form, device, batch, batch, moved, work.attention_flops(batch, 1, context))
 
 
 def prefill_limit(work: Work, form: Form, device: Device, batch: int, prompt: int) -> Limit:
-    """Return the limit of `batch` prompts of `prompt` tokens: weights are read and the cache is written once, last tokens get logits."""
+    """Return the limit of `batch` prompts of `prompt` tokens: weights are read and the cache is
+    written once, last tokens get logits.
+    """
     tokens = batch * prompt
     moved = work.weight_bytes(form, tokens), float(work.cache_bytes(form, batch, prompt))
     return phase_limit(work, form, device, tokens, batch, moved, work.attention_flops(batch, prompt, 0))
 
 
-def phase_limit(work: Work, form: Form, device: Device, tokens: int, logits: int, moved: tuple[float, float], attention: int) -> Limit:
-    """Return the limit of `tokens` tokens, `logits` of which go through lm_head, that move bytes of weights and of the KV cache."""
+def phase_limit(
+    work: Work, form: Form, device: Device, tokens: int, logits: int, moved: tuple[float, float], attention: int
+) -> Limit:
+    """Return the limit of `tokens` tokens, `logits` of which go through lm_head, that move bytes of
+    weights and of the KV cache.
+    """
     flops = work.matrix_flops(form, tokens, logits)
-    compute = sum(count / device.rate(arithmetic) for arithmetic, count in flops.items()) + attention / device.rate(form.wide)
+    compute = sum(count / device.rate(arithmetic) for arithmetic, count in flops.items()) + attention / device.rate(
+        form.wide
+    )
     return Limit(tokens, *moved, sum(moved) / device.bandwidth, compute, sum(flops.values()), attention)
 
 
@@ -77,24 +88,30 @@ def gain(work: Work, form: Form, over: Form, device: Device, batch: int, context
 
 
 def compute_binds_from(work: Work, form: Form, device: Device, context: int) -> int | None:
-    """Return the smallest batch at which decoding is bound by arithmetic; None where it never is, because the cache grows faster.
+    """Return the smallest batch at which decoding is bound by arithmetic; None where it never is,
+    because the cache grows faster.
 
-    For a dense model it is W / (F B / R - K): W bytes of weights, F operations and K bytes of cache of a token, B bandwidth, R rate.
+    For a dense model it is W / (F B / R - K): W bytes of weights, F operations and K bytes of cache
+    of a token, B bandwidth, R rate.
     """
     return _first(lambda batch: decode_limit(work, form, device, batch, context).bound_by == "compute")
 
 
 def pays_until(work: Work, form: Form, over: Form, device: Device, context: int) -> int | None:
-    """Return the smallest batch at which a form is less than `WORTHWHILE` times as fast as another; None where there is none.
+    """Return the smallest batch at which a form is less than `WORTHWHILE` times as fast as another;
+    None where there is none.
 
-    Both read the same cache and (unless it rounds its inputs too) do the same operations, so the gain falls with the batch:
-    (W1 + n K) / (W2 + n K) while memory binds, to 1 where arithmetic binds both, n >= W1 / (F B / R - K).
+    Both read the same cache and (unless it rounds its inputs too) do the same operations, so the
+    gain falls with the batch: (W1 + n K) / (W2 + n K) while memory binds, to 1 where arithmetic
+    binds both, n >= W1 / (F B / R - K).
     """
     return _first(lambda batch: gain(work, form, over, device, batch, context) < WORTHWHILE)
 
 
 def most_sequences(work: Work, form: Form, device: Device, context: int) -> int:
-    """Return the largest batch whose weights and cache fit in the device's memory; 0 where the weights alone do not."""
+    """Return the largest batch whose weights and cache fit in the device's memory; 0 where the
+    weights alone do not.
+    """
     free = device.memory_bytes - work.stored_bytes(form)
     each = work.cache_bytes(form, 1, context)
     return max(0, int(free // each)) if each else (MOST_SEQUENCES if free >= 0 else 0)

@@ -1,4 +1,6 @@
-"""The report as a picture (SVG): limits of decoding over the batch, in powers of 2, and what each form gains over the reference."""
+"""The report as a picture (SVG): limits of decoding over the batch, in powers of 2, and what each
+form gains over the reference.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ PANEL = (430, 290)
 MARGIN = (78, 46, 26, 52)
 """Left, top, right and bottom of each panel, in pixels."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
-"""Paul Tol's bright scheme, which colour-blind people can tell apart; https://personal.sron.nl/~pault/."""
+"""Paul Tol's bright scheme, which colour-blind people can tell apart;
+https://personal.sron.nl/~pault/.
+"""
 DASHES = ("", "7 5")
 """Neighbouring forms, that one line may not hide another of the same limits."""
 MARKS = {
@@ -35,7 +39,11 @@ def to_svg(report: RooflineReport) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
         _text(16, 24, f"{report.model} on {report.device}: the most that it can decode", size=15),
         _text(
-            16, 42, f"{report.prompt:,} tokens in the cache of each sequence; {format_value(report.bandwidth, 'bytes/s')}, {report.source}"
+            16,
+            42,
+            f"{report.prompt:,} tokens in the cache of each sequence; "
+            f"{format_value(report.bandwidth, 'bytes/s')}, "
+            f"{report.source}",
         ),
     ]
     limits = {form.name: [(cell.batch, cell.tokens_per_s) for cell in form.decode] for form in report.forms}
@@ -58,10 +66,14 @@ Scale: TypeAlias = Callable[[float], float]
 
 
 def _powers(values: Sequence[float]) -> tuple[Scale, list[float]]:
-    """Return a scale from 0 to 1 in powers of 2 around the values, and what stands beside its lines."""
+    """Return a scale from 0 to 1 in powers of 2 around the values, and what stands beside its
+    lines.
+    """
     low, high = math.floor(math.log2(min(values)) + 1e-9), math.ceil(math.log2(max(values)) - 1e-9)
     high = max(high, low + 1)
-    return lambda value: (math.log2(value) - low) / (high - low), [2.0**power for power in range(low, high + 1, -(-(high - low) // 10))]
+    return lambda value: (math.log2(value) - low) / (high - low), [
+        2.0**power for power in range(low, high + 1, -(-(high - low) // 10))
+    ]
 
 
 def _steps(values: Sequence[float]) -> tuple[Scale, list[float]]:
@@ -117,4 +129,7 @@ def _mark(bound_by: str, x: float, y: float, colour: str, named: str) -> str:
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 12, colour: str = "black") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
+        f'fill="{colour}">{escape(words)}</text>'
+    )

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from optkit.common.frozen import Frozen
 from optkit.devices.datasheets import Device
 from optkit.reports.roofline.forms import DEFAULT_FORMS, STORED, Form, parse_form
-from optkit.reports.roofline.limits import Limit, Side, compute_binds_from, decode_limit, most_sequences, pays_until, prefill_limit
+from optkit.reports.roofline.limits import (
+    Limit,
+    Side,
+    compute_binds_from,
+    decode_limit,
+    most_sequences,
+    pays_until,
+    prefill_limit,
+)
 from optkit.reports.roofline.work import Work
 
 DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -43,7 +51,9 @@ class FormLimits(Frozen):
     compared: bool
     """Whether it has fewer bits than the reference, so that it could gain."""
     pays_until: int | None
-    """The smallest batch at which it decodes less than 1.1 times what the reference does; None where there is none."""
+    """The smallest batch at which it decodes less than 1.1 times what the reference does; None
+    where there is none.
+    """
     most_sequences: int
     """The largest batch whose weights and KV cache fit in the device's memory."""
 
@@ -68,17 +78,32 @@ class RooflineReport(Frozen):
 
 
 def default_forms(work: Work, device: Device) -> tuple[str, ...]:
-    """Return the forms that a device computes with; with the model's own where its weights are quantized."""
-    known = tuple(device.wide if name == "bf16" else name for name in DEFAULT_FORMS if name != "fp8" or "fp8" in device.rates)
+    """Return the forms that a device computes with; with the model's own where its weights are
+    quantized.
+    """
+    known = tuple(
+        device.wide if name == "bf16" else name for name in DEFAULT_FORMS if name != "fp8" or "fp8" in device.rates
+    )
     return (*known, STORED) if work.quantized else known
 
 
 def build_report(
-    model: str, work: Work, device: Device, *, batches: Sequence[int], prompt: int, forms: Sequence[str] = (), notes: Sequence[str] = ()
+    model: str,
+    work: Work,
+    device: Device,
+    *,
+    batches: Sequence[int],
+    prompt: int,
+    forms: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> RooflineReport:
-    """Return the limits of every form at every batch. Raises UsageError for a form that does not exist."""
+    """Return the limits of every form at every batch. Raises UsageError for a form that does not
+    exist.
+    """
     reference = parse_form(device.wide, device.wide)
-    chosen = [parse_form(name, work.dtype if name == STORED else device.wide) for name in forms or default_forms(work, device)]
+    chosen = [
+        parse_form(name, work.dtype if name == STORED else device.wide) for name in forms or default_forms(work, device)
+    ]
     return RooflineReport(
         model=model,
         weights=work.elements,

@@ -1,4 +1,6 @@
-"""The limits of an opened model: bytes are those of the tensors that it holds, operations those of its checkpoint."""
+"""The limits of an opened model: bytes are those of the tensors that it holds, operations those of
+its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from optkit.reports.roofline.work import Work
 NAMES = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def session_limits(session: Session, work: Work, device: Device, batch: int, prompt: int, context: int) -> tuple[Limit, Limit]:
-    """Return the limits of prefill (`batch` prompts of `prompt` tokens) and of a decode step with `context` tokens in each sequence."""
+def session_limits(
+    session: Session, work: Work, device: Device, batch: int, prompt: int, context: int
+) -> tuple[Limit, Limit]:
+    """Return the limits of prefill (`batch` prompts of `prompt` tokens) and of a decode step with
+    `context` tokens in each sequence.
+    """
     device = _together(device, len(set(devices_of(session))))
     form = parse_form(STORED, NAMES.get(str(getattr(session, "product_dtype", "float32")), "fp32"))
 
@@ -23,11 +29,17 @@ def session_limits(session: Session, work: Work, device: Device, batch: int, pro
         weights = session.decode_bytes(batch, 0)
         return float(weights), float(session.decode_bytes(batch, tokens) - weights)
 
-    prefill = phase_limit(work, form, device, batch * prompt, batch, moved(prompt), work.attention_flops(batch, prompt, 0))
-    return prefill, phase_limit(work, form, device, batch, batch, moved(context), work.attention_flops(batch, 1, context))
+    prefill = phase_limit(
+        work, form, device, batch * prompt, batch, moved(prompt), work.attention_flops(batch, prompt, 0)
+    )
+    return prefill, phase_limit(
+        work, form, device, batch, batch, moved(context), work.attention_flops(batch, 1, context)
+    )
 
 
 def _together(device: Device, count: int) -> Device:
-    """Return what so many devices can do where each has an equal share, as if they exchanged data in no time."""
+    """Return what so many devices can do where each has an equal share, as if they exchanged data
+    in no time.
+    """
     rates = {name: rate * count for name, rate in device.rates.items()}
     return replace(device, bandwidth=device.bandwidth * count, rates=rates, memory_bytes=device.memory_bytes * count)

@@ -1,8 +1,11 @@
-"""The work of a model: bytes that must be moved and operations that must be done, for a prompt and for a step of decoding.
+"""The work of a model: bytes that must be moved and operations that must be done, for a prompt and
+for a step of decoding.
 
-A matrix of n weights costs a token 2 n operations (a multiply and an add). Attention costs 2 (query width + value width) operations for
-each pair of a query and a key that it may see. Norms, activations, rotary angles and softmax are not counted, nor are the bytes of
-activations: all that is left out makes the true time longer, so that what follows from these numbers is a limit.
+A matrix of n weights costs a token 2 n operations (a multiply and an add). Attention costs 2 (query
+width + value width) operations for each pair of a query and a key that it may see. Norms,
+activations, rotary angles and softmax are not counted, nor are the bytes of
+activations: all that is left out makes the true time longer, so that what follows from these
+numbers is a limit.
 """
 
 from __future__ import annotations
@@ -42,11 +45,15 @@ class Work:
         return any(each.quantized for each in self.weights)
 
     def expert_share(self, tokens: int) -> float:
-        """Return the share of the experts that so many tokens need, if each is sent to random ones: 1 - (1 - chosen / experts)^tokens."""
+        """Return the share of the experts that so many tokens need, if each is sent to random ones:
+        1 - (1 - chosen / experts)^tokens.
+        """
         return 1 - (1 - self.chosen / self.experts) ** tokens if self.experts else 1.0
 
     def weight_bytes(self, form: Form, tokens: int) -> float:
-        """Return the bytes of weights that `tokens` tokens read at once: each matrix once, of tables a row for each token."""
+        """Return the bytes of weights that `tokens` tokens read at once: each matrix once, of
+        tables a row for each token.
+        """
         return sum(self._bytes(each, form) * self._share(each, tokens) for each in self.weights)
 
     def stored_bytes(self, form: Form) -> float:
@@ -58,7 +65,9 @@ class Work:
         return batch * form.wide_bytes * sum(layer.cached(context) for layer in self.attention)
 
     def matrix_flops(self, form: Form, tokens: int, logits: int) -> dict[str, float]:
-        """Return what products are computed in -> operations, for `tokens` tokens of which `logits` go through lm_head."""
+        """Return what products are computed in -> operations, for `tokens` tokens of which `logits`
+        go through lm_head.
+        """
         found: Counter[str] = Counter()
         for each in self.weights:
             if each.role == "rows":
@@ -69,7 +78,9 @@ class Work:
         return dict(found)
 
     def attention_flops(self, batch: int, queries: int, context: int) -> int:
-        """Return the operations of causal attention for `queries` new tokens behind `context` others in each of `batch` sequences."""
+        """Return the operations of causal attention for `queries` new tokens behind `context`
+        others in each of `batch` sequences.
+        """
         return batch * sum(layer.flops(layer.pairs(queries, context)) for layer in self.attention)
 
     def _share(self, each: Weights, tokens: int) -> float:
@@ -88,7 +99,8 @@ class Work:
 def work_of(shape: ModelShape) -> Work:
     """Return the work of a model from config and tensors, of which no weight is read.
 
-    Raises SourceError where packed weights lie in a layout that is not known, or nothing makes logits.
+    Raises SourceError where packed weights lie in a layout that is not known, or nothing makes
+    logits.
     """
     weights = weights_of(shape)
     blocks = len({place for name in shape.tensors if (place := shape.block(name))})
@@ -106,7 +118,9 @@ def _arithmetic(each: Weights, form: Form) -> str:
 def _dtype(shape: ModelShape) -> str:
     names: Mapping[str, str] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
     text = shape.config.get("text_config") or shape.config
-    told = str(text.get("dtype") or text.get("torch_dtype") or shape.config.get("dtype") or shape.config.get("torch_dtype"))
+    told = str(
+        text.get("dtype") or text.get("torch_dtype") or shape.config.get("dtype") or shape.config.get("torch_dtype")
+    )
     said = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(told)
     sizes: Counter[str] = Counter()
     for info in shape.tensors.values():

@@ -39,9 +39,11 @@ def measure_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> SensitivityReport:
-    """Return what quantizing each layer of a model alone would do to its predictions on a text, for each choice.
+    """Return what quantizing each layer of a model alone would do to its predictions on a text, for
+    each choice.
 
-    Raises UsageError where a choice fits no layer, SourceError for a quantized model and where the text is too short.
+    Raises UsageError where a choice fits no layer, SourceError for a quantized model and where the
+    text is too short.
     """
     shelf = Store(store or default_store())
     progress = progress or SilentProgress()
@@ -55,7 +57,12 @@ def measure_model(
 
 
 def _measure(
-    model: str, checkpoint: Checkpoint, calibration: Calibration, choices: Sequence[Choice], rounding: Rounding, context: Context
+    model: str,
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    choices: Sequence[Choice],
+    rounding: Rounding,
+    context: Context,
 ) -> SensitivityReport:
     if checkpoint.shape.task in ENCODING:
         raise SourceError(
@@ -80,7 +87,11 @@ def _measure(
             layers[name] = layer
     if not layers:
         name, reason = next((name, reason) for name, reason in skipped.items() if name in selection.layers)
-        raise UsageError(f"no layer can have all of the choices ({name}: {reason})", where="--choices", remedy="Take other group sizes")
+        raise UsageError(
+            f"no layer can have all of the choices ({name}: {reason})",
+            where="--choices",
+            remedy="Take other group sizes",
+        )
     text = calibration.pinned(context.data)
     tokens = calibration.tokens(checkpoint.directory, context.data, context.trust_remote_code)
     skeleton = Skeleton(checkpoint, dtype=torch.float32, trust_remote_code=context.trust_remote_code)
@@ -107,4 +118,6 @@ def _row(checkpoint: Checkpoint, layer: Layer, divergence: Sequence[float]) -> L
     if place is None:
         raise SourceError(f"{layer.name} belongs to no block", where=str(checkpoint.directory))
     kind = re.sub(r"\.\d+\.", ".*.", layer.name.removeprefix(f"{place[0]}.{place[1]}."))
-    return LayerRow(name=layer.name, kind=kind, block=place[1], weights=layer.outputs * layer.inputs, divergence=tuple(divergence))
+    return LayerRow(
+        name=layer.name, kind=kind, block=place[1], weights=layer.outputs * layer.inputs, divergence=tuple(divergence)
+    )

@@ -13,14 +13,21 @@ def to_markdown(report: SensitivityReport) -> str:
     lines = [
         f"# What quantizing each layer of {report.model} costs",
         "",
-        f"KL divergence from the model, in nats per token, that quantizing one layer alone ({report.rounding}) is predicted to cause."
+        f"KL divergence from the model, in nats per token, that quantizing one layer alone ({report.rounding}) "
+        "is predicted to cause."
         f" {report.protocol}. The prediction is of second order: it holds where the numbers are small, well below 0.1.",
         "",
         "![sensitivity](sensitivity.svg)",
         "",
         "## All layers",
         "",
-        *_table(head, [["sum", *map(nats_text, report.totals)], ["bits per weight", *(f"{bits:.3f}" for bits in report.bits_per_weight)]]),
+        *_table(
+            head,
+            [
+                ["sum", *map(nats_text, report.totals)],
+                ["bits per weight", *(f"{bits:.3f}" for bits in report.bits_per_weight)],
+            ],
+        ),
         "",
         "## By kind of layer",
         "",

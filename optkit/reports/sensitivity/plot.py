@@ -1,4 +1,6 @@
-"""The report as a picture (SVG): a panel for each choice, a point for each layer, blocks across and divergence up, in powers of 10."""
+"""The report as a picture (SVG): a panel for each choice, a point for each layer, blocks across and
+divergence up, in powers of 10.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MARGIN = (64, 40, 20, 44)
 PER_ROW = 2
 """Panels side by side."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
-"""Paul Tol's bright scheme, which colour-blind people can tell apart; https://personal.sron.nl/~pault/."""
+"""Paul Tol's bright scheme, which colour-blind people can tell apart;
+https://personal.sron.nl/~pault/.
+"""
 LEGEND_LINE = 18
 LEAST_DECADES = 2
 
@@ -33,7 +37,12 @@ def to_svg(report: SensitivityReport) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         ' font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(16, 22, f"{report.model}: KL divergence of quantizing one layer alone ({report.rounding}), nats per token", size=14),
+        _text(
+            16,
+            22,
+            f"{report.model}: KL divergence of quantizing one layer alone ({report.rounding}), nats per token",
+            size=14,
+        ),
     ]
     for place, label in enumerate(report.labels):
         left, top = place % columns * cell[0] + MARGIN[0], 34 + place // columns * cell[1] + MARGIN[1]
@@ -41,7 +50,10 @@ def to_svg(report: SensitivityReport) -> str:
         parts += _axes(left, top, title, max(row.block for row in report.layers), low, high)
         parts += _lines(report.layers, place, left, top, colours, low, high)
     for place, kind in enumerate(kinds):
-        x, y = 64 + place % (2 * columns) * (cell[0] // 2), 34 + rows * cell[1] + LEGEND_LINE * (place // (2 * columns)) + 8
+        x, y = (
+            64 + place % (2 * columns) * (cell[0] // 2),
+            34 + rows * cell[1] + LEGEND_LINE * (place // (2 * columns)) + 8,
+        )
         parts += [f'<circle cx="{x}" cy="{y - 4}" r="4" fill="{colours[kind]}"/>', _text(x + 10, y, kind)]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -66,14 +78,20 @@ def _axes(left: int, top: int, title: str, last_block: int, low: int, high: int)
     return parts
 
 
-def _lines(layers: Iterable[LayerRow], place: int, left: int, top: int, colours: dict[str, str], low: int, high: int) -> list[str]:
-    """Return the points of one panel, those of a kind joined by a thin line where a block has one layer of it."""
+def _lines(
+    layers: Iterable[LayerRow], place: int, left: int, top: int, colours: dict[str, str], low: int, high: int
+) -> list[str]:
+    """Return the points of one panel, those of a kind joined by a thin line where a block has one
+    layer of it.
+    """
     layers = sorted(layers, key=lambda row: row.block)
     last = max(row.block for row in layers)
     parts = []
     for kind, colour in colours.items():
         drawn = [row for row in layers if row.kind == kind and row.divergence[place] > 0]
-        points = [(_across(row.block, left, last), _up(math.log10(row.divergence[place]), top, low, high)) for row in drawn]
+        points = [
+            (_across(row.block, left, last), _up(math.log10(row.divergence[place]), top, low, high)) for row in drawn
+        ]
         if len({row.block for row in drawn}) == len(drawn):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-opacity="0.4"/>')

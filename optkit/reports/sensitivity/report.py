@@ -60,7 +60,8 @@ class SensitivityReport(Frozen):
 
 
 def parse_choices(text: str) -> tuple[Choice, ...]:
-    """Return the choices of e.g. `4g64,3g32a,8`: bits, then g and the group size (64), then a for zero points (asymmetric).
+    """Return the choices of e.g. `4g64,3g32a,8`: bits, then g and the group size (64), then a for
+    zero points (asymmetric).
 
     Raises UsageError for anything else, and for one that is there twice.
     """
@@ -72,7 +73,8 @@ def parse_choices(text: str) -> tuple[Choice, ...]:
             raise UsageError(
                 f"'{word}' is no form of a layer",
                 where="--choices",
-                why="A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 where left out), and a for zero points",
+                why="A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 where left "
+                "out), and a for zero points",
                 remedy="Write it as 4g64,3g32a,8",
             )
         choice = Choice.model_validate({"bits": int(match[1]), "group_size": group_size, "symmetric": not match[3]})

@@ -1,4 +1,6 @@
-"""Write a narrower model block by block: choose what is left of each, let its readers make up for the rest, go on with what that gives."""
+"""Write a narrower model block by block: choose what is left of each, let its readers make up for
+the rest, go on with what that gives.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class NarrowerBlocks:
         return self.chooser.skeleton
 
     def write(self, kept: Sequence[int], writer: CheckpointWriter, task: Task) -> None:
-        """Write these of the blocks and everything outside; raises StageError for weights that no longer fit their dtype."""
+        """Write these of the blocks and everything outside; raises StageError for weights that no
+        longer fit their dtype.
+        """
         outside = Left(self.chooser.before, self.chooser.after, self.hidden)
         for tensor in self.skeleton.outside_tensors:
             writer.add(self.names[tensor], self._left_of(tensor, self.skeleton.checkpoint.read_finite(tensor), outside))
@@ -57,7 +61,9 @@ class NarrowerBlocks:
             task.advance(note=block.name)
 
     def masked_(self, skeleton: Skeleton, target: Checkpoint, index: int, number: int) -> None:
-        """Put what was written of a block into the loaded block of another skeleton of the source, 0 in place of what was removed."""
+        """Put what was written of a block into the loaded block of another skeleton of the source,
+        0 in place of what was removed.
+        """
         prefix = f"{skeleton.blocks[index].name}."
         for name, tensor in skeleton.tensor_names.items():
             if name.startswith(prefix) and self._is_spread(tensor, self.lefts[number]):
@@ -91,7 +97,8 @@ class NarrowerBlocks:
         cast = narrowed.to("cpu", _dtype(self.skeleton.checkpoint, tensor))
         if not all_finite(cast):
             raise StageError(
-                f"weights of up to {float(narrowed.abs().max()):,.0f} do not fit {str(cast.dtype).removeprefix('torch.')}",
+                f"weights of up to {float(narrowed.abs().max()):,.0f} do not fit "
+                f"{str(cast.dtype).removeprefix('torch.')}",
                 where=f"prune_structured: {tensor}",
                 why="They make up for what was removed",
                 remedy="Set compensate: false, or put `- cast: {dtype: bfloat16}` in front of this stage",

@@ -1,4 +1,6 @@
-"""Which channels and heads of a block are left, by what they add to the outputs of the layers that read them, on a text."""
+"""Which channels and heads of a block are left, by what they add to the outputs of the layers that
+read them, on a text.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Reader:
         return _weight(self.module)
 
     def making_up(self, left: Left) -> Tensor | None:
-        """Return the weight that makes up for what was removed, 0 there, float32 as the checkpoint stores it; None where nothing was."""
+        """Return the weight that makes up for what was removed, 0 there, float32 as the checkpoint
+        stores it; None where nothing was.
+        """
         kept = left.channels(self.role)
         if kept is None:
             return None
@@ -74,12 +78,16 @@ class WidthChooser:
     before: Widths
     after: Widths
     pooling: bool
-    """Heads of keys and values become means of their neighbours; else the ones that matter least go, with the queries that read them."""
+    """Heads of keys and values become means of their neighbours; else the ones that matter least
+    go, with the queries that read them.
+    """
 
     def hidden(self, blocks: Sequence[int], device: str) -> Tensor:
-        """Return the channels of the hidden states that matter most, int64 [hidden], over all blocks; takes the hidden states through them.
+        """Return the channels of the hidden states that matter most, int64 [hidden], over all
+        blocks; takes the hidden states through them.
 
-        A channel counts by its share of what the layers that read a norm make of it, and all these layers count the same.
+        A channel counts by its share of what the layers that read a norm make of it, and all these
+        layers count the same.
         """
         total = torch.zeros(self.before.hidden)
         for index in blocks:
@@ -104,7 +112,10 @@ class WidthChooser:
         hessians: dict[str, Hessian] = {}
         if layers:
             self._watch(index, {name: module for name, (module, _) in layers.items()}, hessians, _hessian)
-        readers = [Reader(name, *layers[name], finite_matrix(hessian, name, self.skeleton)) for name, hessian in hessians.items()]
+        readers = [
+            Reader(name, *layers[name], finite_matrix(hessian, name, self.skeleton))
+            for name, hessian in hessians.items()
+        ]
         ffn, energies = None, torch.zeros(before.heads)
         for reader in readers:
             if reader.role is Role.FFN:
@@ -119,7 +130,9 @@ class WidthChooser:
         for hidden, call in self._batches(index):
             hidden.copy_(self.skeleton.run_block(index, hidden, call))
 
-    def _watch(self, index: int, layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]) -> None:
+    def _watch(
+        self, index: int, layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
+    ) -> None:
         for hidden, call in self._batches(index):
             watch_inputs(partial(self.skeleton.run_block, index, hidden, call), layers, sums, start)
 
@@ -142,9 +155,11 @@ class WidthChooser:
 def left_heads(
     energies: Tensor, before: Widths, after: Widths, pooling: bool
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...] | None]:
-    """Return the heads of the queries that are left, and for each head of keys and values that is left those that it is the mean of.
+    """Return the heads of the queries that are left, and for each head of keys and values that is
+    left those that it is the mean of.
 
-    energies: float32 [heads], of the queries. Every head of keys and values that is left has equally many queries.
+    energies: float32 [heads], of the queries. Every head of keys and values that is left has
+    equally many queries.
     """
     if (before.heads, before.key_heads) == (after.heads, after.key_heads):
         return None, None

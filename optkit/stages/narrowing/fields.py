@@ -1,4 +1,6 @@
-"""The fields of `prune_structured` that say how wide the model is afterwards, and the widths that no model can have. No torch."""
+"""The fields of `prune_structured` that say how wide the model is afterwards, and the widths that
+no model can have. No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ from optkit.model.width import Role, Widths, axes_of, changing, widths_of
 
 KIND = "prune_structured"
 OWN_HEADS = frozenset({
-    "arcee", "cohere", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite", "helium", "llama", "ministral",
-    "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "arcee", "cohere", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "granite",
+    "helium", "llama", "ministral",
+    "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3",
 })  # fmt: skip
-"""`model_type` of those whose config.json may say how large a head is and how many heads of keys there are."""
+"""`model_type` of those whose config.json may say how large a head is and how many heads of keys
+there are.
+"""
 SQUARE_OUTPUTS = ("chameleon", "helium", "stablelm")
-"""`model_type` of those whose attention ends, in transformers, in a layer of hidden size x hidden size."""
+"""`model_type` of those whose attention ends, in transformers, in a layer of hidden size x hidden
+size.
+"""
 SCALED_EMBEDDINGS = ("gemma", "t5gemma", "vaultgemma", "recurrent_gemma")
 """`model_type` of those that multiply embeddings by the root of the hidden size."""
 
@@ -31,22 +39,29 @@ class WidthFields(Frozen):
     """What is to be left of the widths."""
 
     intermediate_size: int | float | None = None
-    """Channels of the feed-forward layers that are left: how many, or a fraction below 1, rounded to `multiple_of`."""
+    """Channels of the feed-forward layers that are left: how many, or a fraction below 1, rounded
+    to `multiple_of`.
+    """
     attention_heads: Width | None = None
-    """Heads of the queries that are left in each block. With as many heads of keys and values they go together; with fewer, every group
-    that shares one keeps equally many."""
+    """Heads of the queries that are left in each block. With as many heads of keys and values they
+    go together; with fewer, every group that shares one keeps equally many."""
     kv_heads: Width | None = None
     """Heads of keys and values that are left in each block: the KV cache shrinks with them."""
     kv_method: Literal["pooling", "importance"] | None = None
-    """`pooling`, the default: neighbours become their mean, as for grouped- and multi-query attention (arXiv:2305.13245). `importance`:
-    those that matter least go, with the queries that read them."""
+    """`pooling`, the default: neighbours become their mean, as for grouped- and multi-query
+    attention (arXiv:2305.13245). `importance`: those that matter least go, with the queries that
+    read them."""
     hidden_size: int | float | None = None
-    """Channels of the hidden states that are left: how many, or a fraction below 1, rounded to `multiple_of`."""
+    """Channels of the hidden states that are left: how many, or a fraction below 1, rounded to
+    `multiple_of`.
+    """
     multiple_of: Width = 64
-    """What `intermediate_size` and `hidden_size` have to be multiples of, for the matrix units of the hardware."""
+    """What `intermediate_size` and `hidden_size` have to be multiples of, for the matrix units of
+    the hardware.
+    """
     compensate: bool = True
-    """Change the layers that read what is left of feed-forward channels and heads so that they make up for the rest, by least squares on
-    the text."""
+    """Change the layers that read what is left of feed-forward channels and heads so that they make
+    up for the rest, by least squares on the text."""
 
     @field_validator("intermediate_size", "hidden_size")
     @classmethod
@@ -54,18 +69,31 @@ class WidthFields(Frozen):
         if isinstance(value, float) and not 0 < value < 1:
             raise ValueError(f"{value:g} is no fraction between 0 and 1. Write a whole number to say how many")
         if isinstance(value, int) and not 1 <= value <= LARGEST_WIDTH:
-            raise ValueError(f"{value} is less than 1" if value < 1 else f"{value} is more than {LARGEST_WIDTH:,}, beyond any model's")
+            raise ValueError(
+                f"{value} is less than 1"
+                if value < 1
+                else f"{value} is more than {LARGEST_WIDTH:,}, beyond any model's"
+            )
         return value
 
     @property
     def narrows(self) -> bool:
         """Whether a width is asked for."""
-        return any(value is not None for value in (self.intermediate_size, self.attention_heads, self.kv_heads, self.hidden_size))
+        return any(
+            value is not None
+            for value in (self.intermediate_size, self.attention_heads, self.kv_heads, self.hidden_size)
+        )
 
     def widths(self, shape: ModelShape) -> tuple[Widths, Widths]:
-        """Return the widths of the model and those that are left; raises StageError for those that it cannot have."""
+        """Return the widths of the model and those that are left; raises StageError for those that
+        it cannot have.
+        """
         before = widths_of(shape)
-        after = replace(before, ffn=self._channels("intermediate_size", before.ffn), hidden=self._channels("hidden_size", before.hidden))
+        after = replace(
+            before,
+            ffn=self._channels("intermediate_size", before.ffn),
+            hidden=self._channels("hidden_size", before.hidden),
+        )
         if self.attention_heads or self.kv_heads:
             after = replace(after, **self._heads(before))
         if after == before:
@@ -94,11 +122,19 @@ class WidthFields(Frozen):
             )
         if isinstance(asked, int) and asked % unit:
             near = f"{asked // unit * unit:,} or {(asked // unit + 1) * unit:,}" if asked > unit else f"{unit:,}"
-            raise StageError(f"{asked:,} is not a multiple of {unit}", where=where, remedy=f"Take {near}, or set multiple_of")
+            raise StageError(
+                f"{asked:,} is not a multiple of {unit}", where=where, remedy=f"Take {near}, or set multiple_of"
+            )
         left = asked if isinstance(asked, int) else max(unit, round(asked * size / unit) * unit)
         if left >= size:
-            how = f"{asked:g} of {size:,} channels, rounded to a multiple of {unit}," if isinstance(asked, float) else "it"
-            raise StageError(f"{how} is {left:,}, and the model has {size:,}", where=where, remedy="Take less, or lower multiple_of")
+            how = (
+                f"{asked:g} of {size:,} channels, rounded to a multiple of {unit},"
+                if isinstance(asked, float)
+                else "it"
+            )
+            raise StageError(
+                f"{how} is {left:,}, and the model has {size:,}", where=where, remedy="Take less, or lower multiple_of"
+            )
         return left
 
     def _heads(self, before: Widths) -> dict[str, int]:
@@ -112,7 +148,9 @@ class WidthFields(Frozen):
             if asked > size:
                 raise StageError(f"{asked} heads are more than the model's {size}", where=f"{KIND}.{field}")
         if (heads, keys) == (before.heads, before.key_heads):
-            raise StageError(f"the model has {before.heads} heads and {before.key_heads} of keys and values already", where=KIND)
+            raise StageError(
+                f"the model has {before.heads} heads and {before.key_heads} of keys and values already", where=KIND
+            )
         if not importance and not together and before.key_heads % keys:
             raise StageError(
                 f"{before.key_heads} heads cannot be pooled to {keys}",
@@ -140,7 +178,9 @@ def _divisors(number: int) -> str:
 
 
 def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> None:
-    """Raise StageError where config.json could not say what is left, or the norms do not carry over."""
+    """Raise StageError where config.json could not say what is left, or the norms do not carry
+    over.
+    """
     text = text_config(shape.config)
     kind, roles = str(text.get("model_type")), changing(before, after)
     says = kind in OWN_HEADS or {"head_dim", "num_key_value_heads"} <= set(text)
@@ -154,7 +194,8 @@ def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> No
         )
     if kind in SQUARE_OUTPUTS and after.heads * after.head_size != after.hidden:
         raise StageError(
-            f"{after.heads} heads of {after.head_size} channels are not the {after.hidden:,} channels of the hidden states",
+            f"{after.heads} heads of {after.head_size} channels are not the {after.hidden:,} "
+            "channels of the hidden states",
             where=f"{KIND}.{fields}",
             why=f"The attention of {kind} ends in a layer of hidden size x hidden size, whatever heads there are",
             remedy="Take remove_layers, intermediate_size and kv_heads",
@@ -183,6 +224,7 @@ def _refuse_norms(tensors: Mapping[str, Any], shape: ModelShape, before: Widths,
             raise StageError(
                 "one norm stands over all heads together",
                 where=f"{KIND}: {name}",
-                why=f"It has {tensors[name].shape[0]} channels, a head has {before.head_size}: no head can go without changing the others",
+                why=f"It has {tensors[name].shape[0]} channels, a head has {before.head_size}: no head can "
+                "go without changing the others",
                 remedy="Take remove_layers and intermediate_size",
             )

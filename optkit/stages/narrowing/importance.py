@@ -1,6 +1,8 @@
-"""How much each decoder block matters on a text: what it does to the hidden states, or what the model loses without it.
+"""How much each decoder block matters on a text: what it does to the hidden states, or what the
+model loses without it.
 
-One block is in memory at a time. Scores are of runs of blocks: run k is blocks k, k + 1, ... k + length - 1 of those that are left.
+One block is in memory at a time. Scores are of runs of blocks: run k is blocks k, k + 1, ... k +
+length - 1 of those that are left.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ class Chosen:
 
     removed: list[int]
     scores: list[float]
-    """Block influence, or the perplexity without it, of each block of the whole model; of each run of blocks where they are contiguous."""
+    """Block influence, or the perplexity without it, of each block of the whole model; of each run
+    of blocks where they are contiguous.
+    """
     perplexity: float | None = None
     """Of the whole model on the same text, where that was computed."""
     rounds: list[dict[str, float]] = field(default_factory=list)
-    """Where blocks went one by one: each round's block, counted as in the whole model, and its score."""
+    """Where blocks went one by one: each round's block, counted as in the whole model, and its
+    score.
+    """
 
 
 @dataclass
@@ -53,7 +59,9 @@ class BlockImportance:
 
     def choose(self, count: int, measure: Measure, search: Search) -> Chosen:
         """Return the `count` blocks that matter least."""
-        score: Callable[[Sequence[int], int], list[float]] = self.influences if measure == "block_influence" else self.perplexities
+        score: Callable[[Sequence[int], int], list[float]] = (
+            self.influences if measure == "block_influence" else self.perplexities
+        )
         left = list(range(len(self.skeleton.blocks)))
         length = count if search == "contiguous" else 1
         scores = score(left, length)
@@ -75,7 +83,9 @@ class BlockImportance:
     _whole: float | None = None
 
     def influences(self, left: Sequence[int], length: int) -> list[float]:
-        """Return the mean of 1 - cos between what enters and what leaves each run of `length` of the blocks that are left."""
+        """Return the mean of 1 - cos between what enters and what leaves each run of `length` of
+        the blocks that are left.
+        """
         inputs = self._inputs()
         entering: deque[Tensor] = deque(maxlen=length)
         found = []
@@ -92,9 +102,11 @@ class BlockImportance:
         return found
 
     def perplexities(self, left: Sequence[int], length: int) -> list[float]:
-        """Return the perplexity of the text without each run of `length` of the blocks that are left.
+        """Return the perplexity of the text without each run of `length` of the blocks that are
+        left.
 
-        The hidden states of all these models are in memory: each begins as a copy of the whole one's in front of the run that it skips.
+        The hidden states of all these models are in memory: each begins as a copy of the whole
+        one's in front of the run that it skips.
         """
         inputs = self._inputs()
         streams: list[Tensor] = []
@@ -124,7 +136,9 @@ class BlockImportance:
 
     @torch.no_grad()
     def _perplexity(self, hidden: Tensor) -> float:
-        """float [sequences, sequence_length, hidden], behind the last block; every token but the first of a sequence is predicted."""
+        """float [sequences, sequence_length, hidden], behind the last block; every token but the
+        first of a sequence is predicted.
+        """
         total = 0.0
         for row, tokens in zip(hidden, self.tokens.to(self.device), strict=True):
             parts = zip(row[:-1].split(self.positions_at_once), tokens[1:].split(self.positions_at_once), strict=True)

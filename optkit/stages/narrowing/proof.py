@@ -1,4 +1,6 @@
-"""Show that a smaller model, opened anew from its files, computes what the parts that it was made of compute."""
+"""Show that a smaller model, opened anew from its files, computes what the parts that it was made
+of compute.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 TOKENS = 64
 """Tokens that run through both models."""
 TOLERANCE = 1e-3
-"""Largest difference of a token's vector, relative to its length, in float32. Sound surgery stays below 1e-4."""
+"""Largest difference of a token's vector, relative to its length, in float32. Sound surgery stays
+below 1e-4.
+"""
 UNKNOWN = "optkit does not know how this architecture derives a block from its place or its size"
 
 
@@ -34,12 +38,14 @@ def prove(
     masked_: Callable[[Skeleton, Checkpoint, int, int], None] | None = None,
     channels: Tensor | None = None,
 ) -> float:
-    """Return the largest difference between the model in `target` and the kept blocks of the source, relative to a token's vector.
+    """Return the largest difference between the model in `target` and the kept blocks of the
+    source, relative to a token's vector.
 
-    Both are run block by block in float32 on the same tokens. `masked_(skeleton, target, index, number)` puts what block `number` of the
-    target is into the loaded block `index` of the source, in the source's shape (None: nothing was changed inside of blocks). `channels`
-    are those of the hidden states that are left, int64 [hidden]. Raises StageError where a block computes something else or logits are not
-    finite, SourceError where transformers does not open the target.
+    Both are run block by block in float32 on the same tokens. `masked_(skeleton, target, index,
+    number)` puts what block `number` of the target is into the loaded block `index` of the source,
+    in the source's shape (None: nothing was changed inside of blocks). `channels` are those of the
+    hidden states that are left, int64 [hidden]. Raises StageError where a block computes something
+    else or logits are not finite, SourceError where transformers does not open the target.
     """
     whole = Skeleton(source, torch.float32, trust_remote_code=context.trust_remote_code)
     smaller = Skeleton(Checkpoint(target), torch.float32, trust_remote_code=context.trust_remote_code)
@@ -84,4 +90,8 @@ def _refuse_infinite(smaller: Skeleton, hidden: Tensor, device: str) -> None:
         logits = logits_behind(smaller.model, smaller.blocks, hidden)
     smaller.release_outside_()
     if not bool(logits.isfinite().all()):
-        raise StageError("the logits of the smaller model are NaN or Inf", where="prune_structured", remedy="Remove fewer or other parts")
+        raise StageError(
+            "the logits of the smaller model are NaN or Inf",
+            where="prune_structured",
+            remedy="Remove fewer or other parts",
+        )

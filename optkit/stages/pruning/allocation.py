@@ -1,4 +1,6 @@
-"""How sparse each layer becomes where not all become equally so: by the outliers of its block (OWL), or by what its zeros change."""
+"""How sparse each layer becomes where not all become equally so: by the outliers of its block
+(OWL), or by what its zeros change.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ Method = Literal["magnitude", "wanda", "sparsegpt"]
 def outlier_shares(
     source: Path, layers: Mapping[str, Layer], tokens: Tensor, threshold: float, batch_size: int, context: Context
 ) -> dict[str, float]:
-    """Return layer -> the share of outliers among the weights of its block, of the unpruned model (OWL, arXiv:2310.05175, section 3.1).
+    """Return layer -> the share of outliers among the weights of its block, of the unpruned model
+    (OWL, arXiv:2310.05175, section 3.1).
 
-    An outlier: |weight| x input norm more than `threshold` times the mean over the block. tokens: int64 [sequences, sequence_length].
+    An outlier: |weight| x input norm more than `threshold` times the mean over the block. tokens:
+    int64 [sequences, sequence_length].
     """
     skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
     shares: dict[str, float] = {}
@@ -67,11 +71,14 @@ def outlier_share(scores: Sequence[Tensor], threshold: float) -> float:
     return sum(int((each > limit).sum()) for each in scores) / weights
 
 
-def by_outliers(shares: Mapping[str, float], layers: Mapping[str, Layer], sparsity: float, spread: float) -> dict[str, float]:
-    """Return layer -> its share of zeros: less where outliers are many, `sparsity` on average over the weights.
+def by_outliers(
+    shares: Mapping[str, float], layers: Mapping[str, Layer], sparsity: float, spread: float
+) -> dict[str, float]:
+    """Return layer -> its share of zeros: less where outliers are many, `sparsity` on average over
+    the weights.
 
-    The paper maps the shares to an interval of 2 x spread and then moves it to the average; here the layer farthest from the average is
-    `spread` away, so that none is farther.
+    The paper maps the shares to an interval of 2 x spread and then moves it to the average; here
+    the layer farthest from the average is `spread` away, so that none is farther.
     """
     sizes = {name: layer.outputs * layer.inputs for name, layer in layers.items()}
     mean = sum(shares[name] * size for name, size in sizes.items()) / sum(sizes.values())
@@ -80,11 +87,19 @@ def by_outliers(shares: Mapping[str, float], layers: Mapping[str, Layer], sparsi
 
 
 def by_sensitivity(
-    source: Path, layers: Mapping[str, Layer], tokens: Tensor, sparsity: float, spread: float, method: Method, context: Context
+    source: Path,
+    layers: Mapping[str, Layer],
+    tokens: Tensor,
+    sparsity: float,
+    spread: float,
+    method: Method,
+    context: Context,
 ) -> dict[str, float]:
-    """Return layer -> its share of zeros: those with the least sum of predicted divergences whose zeros are as many as asked for.
+    """Return layer -> its share of zeros: those with the least sum of predicted divergences whose
+    zeros are as many as asked for.
 
-    tokens: int64 [sequences, sequence_length]. Experts that no token reaches get `sparsity`. Raises what `layer_gradients` raises.
+    tokens: int64 [sequences, sequence_length]. Experts that no token reaches get `sparsity`. Raises
+    what `layer_gradients` raises.
     """
     skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
     levels = [sparsity + spread * (2 * step / (LEVELS - 1) - 1) for step in range(LEVELS)]
@@ -101,8 +116,12 @@ def by_sensitivity(
     return {name: offered[index] for name, (_, _, offered), index in zip(layers, items, picked, strict=True)}
 
 
-def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], levels: Sequence[float], method: Method) -> list[float]:
-    """Return the predicted divergence of a layer with each share of zeros, in nats, summed over all tokens."""
+def _divergences(
+    name: str, weight: Tensor, seen: Sequence[Seen], levels: Sequence[float], method: Method
+) -> list[float]:
+    """Return the predicted divergence of a layer with each share of zeros, in nats, summed over all
+    tokens.
+    """
     if not seen:
         return []
     squares = InputSquares(weight.shape[1], weight.device)
@@ -111,7 +130,11 @@ def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], levels: Sequen
     by_output = method != "magnitude"
     scores = wanda_scores(weight, squares.norms()) if by_output else weight.abs()
     changes = [-weight.masked_fill(kept(scores, level, None, by_output), 0) for level in levels]
-    left = _left_by_updates(weight, seen, levels[len(levels) // 2], changes[len(levels) // 2]) if method == "sparsegpt" else 1.0
+    left = (
+        _left_by_updates(weight, seen, levels[len(levels) // 2], changes[len(levels) // 2])
+        if method == "sparsegpt"
+        else 1.0
+    )
     nats = [left * each for each in divergences(seen, changes).tolist()]
     if not all(map(isfinite, nats)):
         raise StageError(
@@ -124,7 +147,9 @@ def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], levels: Sequen
 
 
 def _left_by_updates(weight: Tensor, seen: Sequence[Seen], sparsity: float, plain: Tensor) -> float:
-    """Return what SparseGPT leaves of the divergence that a change by Wanda causes, on other sequences than SparseGPT saw."""
+    """Return what SparseGPT leaves of the divergence that a change by Wanda causes, on other
+    sequences than SparseGPT saw.
+    """
     hessian, unseen = Hessian(weight.shape[1], weight.device), seen[JUDGED - 1 :: JUDGED]
     for place, each in enumerate(seen, start=1):
         if place % JUDGED:

@@ -1,4 +1,6 @@
-"""Prune the layers of a model one decoder block after another; later blocks see what is left of the earlier ones."""
+"""Prune the layers of a model one decoder block after another; later blocks see what is left of the
+earlier ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from optkit.stages.quantizing.streaming import out_of_memory
 from optkit.stages.sensitivity.measure import float_weight
 
 FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is pruned by magnitude: so few say nothing about its inputs."""
+"""A layer (an expert) that saw fewer tokens is pruned by magnitude: so few say nothing about its
+inputs.
+"""
 LESS_MEMORY = "Lower prune.batch_size, prune.calibration.samples or prune.calibration.sequence_length"
 
 
@@ -49,13 +53,17 @@ class BlockPruner:
     options: PruneOptions
     context: Context
     losses: dict[str, float] = field(default_factory=dict)
-    """Layer -> the squared error of its outputs, as a fraction of their square, on the calibration text (SparseGPT)."""
+    """Layer -> the squared error of its outputs, as a fraction of their square, on the calibration
+    text (SparseGPT).
+    """
     by_magnitude: dict[str, int] = field(default_factory=dict)
     """Layers that saw too few tokens -> how many."""
     raised_damping: dict[str, float] = field(default_factory=dict)
 
     def blocks(self, tokens: Tensor | None) -> Iterator[dict[str, Tensor]]:
-        """Yield the pruned weights of each block by layer, as they are stored. tokens: int64 [sequences, sequence_length]."""
+        """Yield the pruned weights of each block by layer, as they are stored. tokens: int64
+        [sequences, sequence_length].
+        """
         skeleton, device = self.skeleton, self.context.device
         inputs = None
         if tokens is not None and self.options.method != "magnitude":
@@ -117,7 +125,9 @@ class BlockPruner:
             raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
         if curved.damping > self.options.damping:
             self.raised_damping[name] = curved.damping
-            self.context.progress.warn(f"{name}: the Hessian needed a damping of {curved.damping:g} instead of {self.options.damping:g}")
+            self.context.progress.warn(
+                f"{name}: the Hessian needed a damping of {curved.damping:g} instead of {self.options.damping:g}"
+            )
         return curved
 
     def _barely_seen(self, modules: Mapping[str, nn.Module], sums: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -133,7 +143,9 @@ class BlockPruner:
         return weight.to(TORCH_DTYPES[self.skeleton.checkpoint.tensors[f"{name}.weight"].dtype], copy=True)
 
 
-def input_squares(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]) -> dict[str, InputSquares]:
+def input_squares(
+    skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]
+) -> dict[str, InputSquares]:
     """Return the summed squares of the inputs of each layer of a loaded block that saw a token."""
     sums: dict[str, InputSquares] = {}
     for batch in inputs.batches:

@@ -1,4 +1,6 @@
-"""What can be said of zeros without torch: whether layers can have them, what pruning takes in memory, and which engines profit."""
+"""What can be said of zeros without torch: whether layers can have them, what pruning takes in
+memory, and which engines profit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ FLOAT_BYTES = 4
 
 
 def refuse_unfit(layers: Mapping[str, Layer], pattern: Pattern | None, low: float, high: float, stage: str) -> None:
-    """Raise StageError where a pattern does not divide the inputs of a layer, or sparsities from `low` to `high` leave all or none."""
+    """Raise StageError where a pattern does not divide the inputs of a layer, or sparsities from
+    `low` to `high` leave all or none.
+    """
     if pattern is not None:
         _refuse_uneven(layers, pattern, stage)
         return
@@ -48,17 +52,23 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
     """Return what the zeros of so many layers are worth when the model runs."""
     if pattern is None:
         return (
-            f"{sparsity:.1%} of the weights of {layers:,} layers are 0, in no pattern: no engine that optkit measures (torch,"
-            " transformers, vLLM, ONNX Runtime) reads or computes less for it; the model is as large and as slow as before"
+            f"{sparsity:.1%} of the weights of {layers:,} layers are 0, in no pattern: no engine "
+            "that optkit measures (torch,"
+            " transformers, vLLM, ONNX Runtime) reads or computes less for it; the model is as "
+            "large and as slow as before"
         )
     if (pattern.zeros, pattern.of) != (2, 4):
         return (
-            f"{layers:,} layers are {pattern} sparse, and no engine that optkit measures has a kernel for it (GPUs know 2:4); the"
+            f"{layers:,} layers are {pattern} sparse, and no engine that optkit measures has a kernel "
+            "for it (GPUs know 2:4); the"
             " model is as large and as slow as before"
         )
     return (
-        f"{layers:,} layers are 2:4 sparse, which no engine that optkit exports to uses by itself: vLLM removed its 2:4 kernels and"
-        " compressed-tensors its 2:4 formats in 2026. On NVIDIA GPUs since Ampere torch.sparse.to_sparse_semi_structured does for bfloat16"
+        f"{layers:,} layers are 2:4 sparse, which no engine that optkit exports to uses by itself: "
+        "vLLM removed its 2:4 kernels and"
+        " compressed-tensors its 2:4 formats in 2026. On NVIDIA GPUs since Ampere "
+        "torch.sparse.to_sparse_semi_structured "
+        "does for bfloat16"
         " and float16 linear layers (tests/benchmarks/sparse24_gpu.py measures them); CPUs gain nothing"
     )
 
@@ -66,14 +76,22 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
 def pruning_memory(
     shape: ModelShape, layers: Mapping[str, Layer], method: str, tokens: int, batch: tuple[int, int], device: str
 ) -> tuple[int, int]:
-    """Return the bytes of RAM and of GPU memory that pruning works with; `batch`: sequences of its calibration at once, tokens of each."""
+    """Return the bytes of RAM and of GPU memory that pruning works with; `batch`: sequences of its
+    calibration at once, tokens of each.
+    """
     largest_block = max(shape.block_bytes, shape.outside_bytes)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())
     if method == "magnitude":
         needed = largest_block + FLOAT_BYTES * 7 * largest
     else:
-        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
-        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        width = (
+            shape.config.get("hidden_size")
+            or shape.config.get("n_embd")
+            or min(layer.inputs for layer in layers.values())
+        )
+        element = max(
+            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
+        )
         running = math.prod(batch) * (6 * width + 3 * max(layer.inputs for layer in layers.values())) * FLOAT_BYTES
         running += eager_bytes(shape.config, *batch)
         work, sums = FLOAT_BYTES * 7 * largest, 0

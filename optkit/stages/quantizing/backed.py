@@ -1,12 +1,14 @@
-"""`backend:`, a field of quantizing stages: let another library do the work, in an environment of its own.
+"""`backend:`, a field of quantizing stages: let another library do the work, in an environment of
+its own.
 
 A stage takes part by deriving from `Backed` and naming its backends:
 
     class Gptq(Backed, WeightQuantizer):
         backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
 
-What each library makes of the stage's fields stands in `offers.py`; a field that it cannot honour is refused by name. A recipe without
-`backend`, or with `backend: optkit`, is what it was: the field is then in no key. With a library, its pinned packages are in the key too.
+What each library makes of the stage's fields stands in `offers.py`; a field that it cannot honour
+is refused by name. A recipe without `backend`, or with `backend: optkit`, is what it was: the field
+is then in no key. With a library, its pinned packages are in the key too.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Backed(LayerQuantizer):
                 f"`{'`, `'.join(without)}`: {offer.library} has nothing like it. Leave it out, or take backend: {OWN}; "
                 f"it has {', '.join(sorted(offer.fields - {'backend'}))}"
             )
-        self.__dict__.update({name: value for name, value in offer.defaults.items() if name not in self.model_fields_set})
+        self.__dict__.update(
+            {name: value for name, value in offer.defaults.items() if name not in self.model_fields_set}
+        )
         for name, values in offer.values.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {_text(getattr(self, name))}")
@@ -69,7 +73,9 @@ class Backed(LayerQuantizer):
         return {name: value for name, value in dumped.items() if name in offer.fields}
 
     def made_with(self) -> dict[str, Any]:
-        """Return the pinned packages of the library that does the work: another version makes other weights."""
+        """Return the pinned packages of the library that does the work: another version makes other
+        weights.
+        """
         if self._offer is None:
             return {}
         library = LIBRARIES[self._offer.library]
@@ -82,10 +88,15 @@ class Backed(LayerQuantizer):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize with optkit, or with the library that `backend` names.
 
-        Raises what the stage itself raises; StageError with a library's exception, where its transformers reads another model, and where
-        what it wrote is not what was asked for; OptkitError where its environment cannot be built.
+        Raises what the stage itself raises; StageError with a library's exception, where its
+        transformers reads another model, and where what it wrote is not what was asked for;
+        OptkitError where its environment cannot be built.
         """
-        return run_with(self, self._offer, source, target, context) if self._offer else super().run(source, target, context)
+        return (
+            run_with(self, self._offer, source, target, context)
+            if self._offer
+            else super().run(source, target, context)
+        )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return what it leaves; a library holds the whole model in memory."""
@@ -132,7 +143,9 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
 
 
 class _Agreement:
-    """What both versions of transformers make of the float model, compared as soon as the worker has its logits."""
+    """What both versions of transformers make of the float model, compared as soon as the worker
+    has its logits.
+    """
 
     def __init__(self, source: Path, request: Mapping[str, Any], environment: Environment) -> None:
         self.source, self.request, self.environment = source, request, environment
@@ -182,19 +195,30 @@ def _request(
 
 def _scheme(form: LayerFormat) -> dict[str, Any]:
     group_size = getattr(form, "group_size", None)
-    return {"bits": getattr(form, "bits", 4), "group_size": group_size or -1, "symmetric": getattr(form, "symmetric", True)}
+    return {
+        "bits": getattr(form, "bits", 4),
+        "group_size": group_size or -1,
+        "symmetric": getattr(form, "symmetric", True),
+    }
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if named in DTYPE_NAMES.values():
         return str(named)
-    return next((DTYPE_NAMES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in DTYPE_NAMES), "float32")
+    return next(
+        (DTYPE_NAMES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in DTYPE_NAMES), "float32"
+    )
 
 
 def _refuse_device(offer: Offer, device: str, kind: str) -> None:
     if offer.needs_gpu and device == "cpu":
-        raise StageError(f"{offer.library} needs a GPU for it", where=f"{kind}.backend", why=offer.needs_gpu, remedy=f"Take backend: {OWN}")
+        raise StageError(
+            f"{offer.library} needs a GPU for it",
+            where=f"{kind}.backend",
+            why=offer.needs_gpu,
+            remedy=f"Take backend: {OWN}",
+        )
 
 
 def _refuse_shapes(offer: Offer, selection: Selection, kind: str) -> None:

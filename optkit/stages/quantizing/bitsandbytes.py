@@ -1,4 +1,6 @@
-"""What the stages that write a bitsandbytes checkpoint share (`nf4`, `int8`): layer by layer, what is refused, what vLLM needs."""
+"""What the stages that write a bitsandbytes checkpoint share (`nf4`, `int8`): layer by layer, what
+is refused, what vLLM needs.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ class BitsAndBytesQuantizer(LayerQuantizer):
             raise StageError(
                 f"{len(experts):,} layers belong to experts ({experts[0]}, ...)",
                 where=self._kind,
-                why="transformers holds the experts of a block in one tensor, and bitsandbytes knows Linear layers only",
+                why="transformers holds the experts of a block in one tensor, and bitsandbytes "
+                "knows Linear layers only",
                 remedy=f"Set {self._kind}.exclude to ['*.experts.*'], or use the stage gptq",
             )
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-        return ["transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: pip install vllm-bnb-plugin"]
+        return [
+            "transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: "
+            "pip install vllm-bnb-plugin"
+        ]
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         quiet_bitsandbytes()

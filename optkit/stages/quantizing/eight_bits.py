@@ -1,4 +1,6 @@
-"""What the quantizers of 8-bit weights and activations share (`fp8`, `smoothquant`): rounding a layer, calibrating its inputs, refusals."""
+"""What the quantizers of 8-bit weights and activations share (`fp8`, `smoothquant`): rounding a
+layer, calibrating its inputs, refusals.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from optkit.stages.quantizing.input_ranges import InputRange
 
 Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"
-"""Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the block, layer -> range of its inputs;
-returns the tensors of the checkpoint that have another value now and are not rounded."""
+"""Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the
+block, layer -> range of its inputs; returns the tensors of the checkpoint that have another value
+now and are not rounded."""
 FLOAT_COPIES = 5
 """Float32 copies of a layer's weights that rounding holds at once."""
 HESSIAN_COPIES = 6
@@ -40,10 +43,12 @@ class EightBitQuantizer(LayerQuantizer):
     number: ClassVar[Number]
 
     scale_search: Literal["amax", "mse"] = "mse"
-    """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach every weight."""
+    """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach
+    every weight.
+    """
     rounding: Literal["gptq", "nearest"] = "gptq"
-    """`gptq`: each weight makes up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323). `nearest`: to the
-    nearest number, without looking at any text."""
+    """`gptq`: each weight makes up for the errors of those rounded before it, on the calibration
+    text (arXiv:2210.17323). `nearest`: to the nearest number, without looking at any text."""
     batch_size: BatchSize = 8
     """Sequences of the calibration text that run through a block at once."""
 
@@ -105,7 +110,9 @@ class EightBitQuantizer(LayerQuantizer):
             codes = self._compensated(name, weight, hessian, scales)
         tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self._scales == "tensor" else scales).to(dtype)}
         if inputs is not None and self._activations == "static":
-            tensors["input_scale"] = amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
+            tensors["input_scale"] = (
+                amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
+            )
         return tensors
 
     def _compensated(self, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
@@ -116,12 +123,19 @@ class EightBitQuantizer(LayerQuantizer):
         try:
             return compensated_codes(weight, hessian, scales, tile, self._numbers())
         except ValueError as error:
-            raise StageError(str(error), where=name, remedy=f"Set {self._kind}.rounding to nearest, or calibrate on more text") from error
+            raise StageError(
+                str(error), where=name, remedy=f"Set {self._kind}.rounding to nearest, or calibrate on more text"
+            ) from error
 
     def _calibrated_blocks(self, job: Job, text: Calibration) -> Iterator[BlockOutput]:
-        """Quantize block after block, each on what the quantized blocks before it make of the calibration text."""
+        """Quantize block after block, each on what the quantized blocks before it make of the
+        calibration text.
+        """
         device, skeleton = job.context.device, job.skeleton
-        less = f"Lower {self._kind}.batch_size, {self._kind}.calibration.samples or {self._kind}.calibration.sequence_length"
+        less = (
+            f"Lower {self._kind}.batch_size, {self._kind}.calibration.samples or "
+            f"{self._kind}.calibration.sequence_length"
+        )
         tokens = text.tokens(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
@@ -149,11 +163,17 @@ class EightBitQuantizer(LayerQuantizer):
         return BlockOutput(layers, replaced)
 
     def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
-        """Return what is done to each block before it is rounded; tokens: int64 [samples, sequence_length], the calibration text."""
+        """Return what is done to each block before it is rounded; tokens: int64 [samples,
+        sequence_length], the calibration text.
+        """
         return lambda index, ranges: {}
 
-    def _ranges(self, job: Job, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> dict[str, InputRange]:
-        """Return the inputs of each layer; of an expert that saw no token, those of the others. Raises StageError where they are NaN."""
+    def _ranges(
+        self, job: Job, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]
+    ) -> dict[str, InputRange]:
+        """Return the inputs of each layer; of an expert that saw no token, those of the others.
+        Raises StageError where they are NaN.
+        """
         from optkit.stages.quantizing.hessians import watch_inputs, without_indices
         from optkit.stages.quantizing.input_ranges import InputRange
 
@@ -175,7 +195,9 @@ class EightBitQuantizer(LayerQuantizer):
                     remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
                 )
         for name in [name for name in modules if name not in seen or not seen[name].tokens]:
-            alike = [each for other, each in seen.items() if without_indices(other) == without_indices(name) and each.tokens]
+            alike = [
+                each for other, each in seen.items() if without_indices(other) == without_indices(name) and each.tokens
+            ]
             if not alike:
                 raise StageError(
                     "no token of the calibration text reached the layer",
@@ -187,7 +209,9 @@ class EightBitQuantizer(LayerQuantizer):
         return seen
 
     def _advance_(self, job: Job, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the inputs of a block by its outputs, its layers computing as they will when the model is opened."""
+        """Replace the inputs of a block by its outputs, its layers computing as they will when the
+        model is opened.
+        """
         modules = job.modules(index)
         for name, module in modules.items():
             module.forward = self._opened(module, layers[name]).forward
@@ -210,7 +234,9 @@ class EightBitQuantizer(LayerQuantizer):
         if self._scales == "block" or self._activations == "none":
             tile = tile_of(self._scales, (codes.shape[0], codes.shape[1]))
             grid = scales.view(1, 1) if self._scales == "tensor" else scales
-            return WidenedLinear(codes, grid, tile, BLOCK if self._activations == "dynamic" else None, bias, weight.dtype)
+            return WidenedLinear(
+                codes, grid, tile, BLOCK if self._activations == "dynamic" else None, bias, weight.dtype
+            )
         kind = Int8Linear if self.number == "int" else Float8Linear
         return kind(codes, scales, tensors.get("input_scale"), bias, weight.dtype)
 
@@ -225,7 +251,9 @@ class EightBitQuantizer(LayerQuantizer):
         if self._text is None:
             return (largest * 4, work) if device.startswith("cuda") else (work, 0)
         width = shape.config.get("hidden_size") or min(layer.inputs for layer in layers.values())
-        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        element = max(
+            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
+        )
         widest = max(layer.inputs for layer in layers.values())
         hidden = self._text.samples * self._text.sequence_length * width * element
         batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
@@ -240,6 +268,10 @@ class EightBitQuantizer(LayerQuantizer):
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + kept + work
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
 
-    def _preparation_bytes(self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int) -> tuple[int, int]:
-        """Return the bytes that `_preparation` keeps of a block and those that it works with; `compensating`: GPTQ's for a Hessian."""
+    def _preparation_bytes(
+        self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int
+    ) -> tuple[int, int]:
+        """Return the bytes that `_preparation` keeps of a block and those that it works with;
+        `compensating`: GPTQ's for a Hessian.
+        """
         return 0, 0

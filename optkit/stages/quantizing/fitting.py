@@ -1,4 +1,6 @@
-"""Whether the chosen layers fit the group size and what opens the packed format; every refusal comes before any computing."""
+"""Whether the chosen layers fit the group size and what opens the packed format; every refusal
+comes before any computing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ EXPERTS = ".experts."
 
 
 def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
-    """Raise StageError where group size, format or symmetry do not fit the layers; it names a layer and what does fit."""
+    """Raise StageError where group size, format or symmetry do not fit the layers; it names a layer
+    and what does fit.
+    """
     layers = tuple(selection.layers.values())
     methods = {form.method for form in formats.values()}
     if COMPRESSED_TENSORS in methods:
@@ -41,7 +45,9 @@ def refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
 
 
 def _refuse_asymmetric_experts(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:
-    experts = [layer.name for layer in layers if EXPERTS in layer.name and not getattr(formats[layer.name], "symmetric", True)]
+    experts = [
+        layer.name for layer in layers if EXPERTS in layer.name and not getattr(formats[layer.name], "symmetric", True)
+    ]
     if experts:
         raise StageError(
             f"{len(experts):,} layers belong to experts ({experts[0]}, ...) and would have zero points",
@@ -76,8 +82,14 @@ def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat]
 
 
 def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return a note where layers that vLLM joins (q, k and v; gate and up) do not all have one form."""
-    split = [stack for stack in stacks((*selection.layers, *selection.skipped)) if len({formats.get(name) for name in stack}) > 1]
+    """Return a note where layers that vLLM joins (q, k and v; gate and up) do not all have one
+    form.
+    """
+    split = [
+        stack
+        for stack in stacks((*selection.layers, *selection.skipped))
+        if len({formats.get(name) for name in stack}) > 1
+    ]
     if not split:
         return []
     first, *others = split[0]
@@ -87,20 +99,28 @@ def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat])
 
 
 def exceptions_for_vllm(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return a note where the format gptq has exceptions: transformers opens it with optimum, which takes no layer of a block for one."""
+    """Return a note where the format gptq has exceptions: transformers opens it with optimum, which
+    takes no layer of a block for one.
+    """
     forms = {form for name, form in formats.items() if form.method == GPTQ and name != HEAD}
     left = [name for name, reason in selection.skipped.items() if reason not in (OUTSIDE, ROUTER)]
     if not forms or (len(forms) == 1 and not left):
         return []
     which = f"{left[0]} is left out" if left else "layers have several forms"
-    return [f"{which}, which vLLM and gptqmodel read in the format gptq and transformers does not: it opens format: compressed-tensors"]
+    return [
+        f"{which}, which vLLM and gptqmodel read in the format gptq and transformers does not: it "
+        "opens format: compressed-tensors"
+    ]
 
 
 def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return a note where experts have a form that transformers does not open: it takes them for one tensor, and finds none."""
+    """Return a note where experts have a form that transformers does not open: it takes them for
+    one tensor, and finds none.
+    """
     methods = {form.method for name, form in formats.items() if EXPERTS in name} - {COMPRESSED_TENSORS}
     return [
-        f"vLLM on GPUs opens experts in the format {method}; transformers and vLLM on CPUs do not (transformers leaves them random):"
+        f"vLLM on GPUs opens experts in the format {method}; transformers and vLLM on CPUs do not "
+        "(transformers leaves them random):"
         " format: compressed-tensors with symmetric: true is opened by both"
         for method in sorted(methods)
     ]
@@ -119,7 +139,9 @@ def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:
 
 
 def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage: str) -> None:
-    """Raise StageError where a group size does not divide the inputs of a layer; it names the sizes that divide all of them."""
+    """Raise StageError where a group size does not divide the inputs of a layer; it names the sizes
+    that divide all of them.
+    """
     wrong = [layer for layer in layers if group_size and layer.inputs % group_size]
     if wrong:
         common = gcd(*(layer.inputs for layer in layers))
@@ -128,7 +150,9 @@ def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage:
         raise StageError(
             f"{wrong[0].inputs} columns are not a multiple of group_size {group_size}{others}",
             where=wrong[0].name,
-            remedy=f"Use {_either(fitting)}" if fitting else f"Set {stage}.group_size to null: one scale per output channel",
+            remedy=f"Use {_either(fitting)}"
+            if fitting
+            else f"Set {stage}.group_size to null: one scale per output channel",
         )
 
 

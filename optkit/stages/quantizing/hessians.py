@@ -1,4 +1,6 @@
-"""Run one decoder block on the calibration tokens and sum the Hessian of each layer's inputs; layers with the same input share it."""
+"""Run one decoder block on the calibration tokens and sum the Hessian of each layer's inputs;
+layers with the same input share it.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,11 @@ class HessianCollector:
         self.skeleton, self.index, self.inputs, self.equal_tokens = skeleton, index, inputs, equal_tokens
 
     def collect(self, layers: Mapping[str, nn.Module], batches: Sequence[Batch] | None = None) -> dict[str, Hessian]:
-        """Return the Hessian of each layer that saw a token, in the order in which they were first called.
+        """Return the Hessian of each layer that saw a token, in the order in which they were first
+        called.
 
-        The very same Hessian is returned for layers that were given the same tensor (q, k and v; gate and up).
+        The very same Hessian is returned for layers that were given the same tensor (q, k and v;
+        gate and up).
         """
         hessians: dict[str, Hessian] = {}
         for batch in self.inputs.batches if batches is None else batches:
@@ -50,9 +54,11 @@ class HessianCollector:
         return hessians
 
     def turns(self, layers: Mapping[str, nn.Module]) -> list[list[str]]:
-        """Return the layers in the order of true-sequential GPTQ: those whose input does not depend on each other together.
+        """Return the layers in the order of true-sequential GPTQ: those whose input does not depend
+        on each other together.
 
-        Experts stand side by side, so layers whose names differ by an index alone have the same turn.
+        Experts stand side by side, so layers whose names differ by an index alone have the same
+        turn.
         """
         first = self.collect(layers, self.inputs.batches[:1])
         shared: dict[int, str] = {}
@@ -68,7 +74,9 @@ class HessianCollector:
     def advance_(self) -> None:
         """Replace the inputs of the block by its outputs."""
         for batch in self.inputs.batches:
-            self.inputs.hidden[batch.rows] = self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index])
+            self.inputs.hidden[batch.rows] = self.skeleton.run_block(
+                self.index, self.inputs.hidden[batch.rows], batch.calls[self.index]
+            )
 
     def _observe(self, batch: Batch, layers: Mapping[str, nn.Module], hessians: dict[str, Hessian]) -> None:
         watch_inputs(
@@ -79,10 +87,14 @@ class HessianCollector:
         )
 
 
-def watch_inputs(run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]) -> None:
-    """Run something and add the inputs of layers to their `sums`, begun by `start` for a layer's first input.
+def watch_inputs(
+    run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
+) -> None:
+    """Run something and add the inputs of layers to their `sums`, begun by `start` for a layer's
+    first input.
 
-    The very same sum is kept for layers that were given the same tensor. The run ends once every layer was called.
+    The very same sum is kept for layers that were given the same tensor. The run ends once every
+    layer was called.
     """
     seen: set[str] = set()
     last: list[tuple[Tensor, S]] = []
@@ -114,7 +126,9 @@ def watch_inputs(run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: 
 
 
 def finite_matrix(hessian: Hessian, name: str, skeleton: Skeleton) -> Tensor:
-    """Return the mean of x x^T of a layer's inputs, float32 [in, in]. Raises StageError where they were NaN or Inf."""
+    """Return the mean of x x^T of a layer's inputs, float32 [in, in]. Raises StageError where they
+    were NaN or Inf.
+    """
     matrix = hessian.matrix()
     refuse_infinite(matrix, name, skeleton)
     return matrix
@@ -132,7 +146,9 @@ def refuse_infinite(summed: Tensor, name: str, skeleton: Skeleton) -> None:
 
 
 def head_hessian(job: Job, equal_tokens: bool) -> Hessian:
-    """Return the Hessian of the output layer's inputs, and let go of what the last block returned; no tokens where nothing was kept."""
+    """Return the Hessian of the output layer's inputs, and let go of what the last block returned;
+    no tokens where nothing was kept.
+    """
     device = job.context.device
     hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens)
     inputs, job.inputs = job.inputs, None

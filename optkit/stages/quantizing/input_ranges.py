@@ -1,4 +1,6 @@
-"""What the inputs of a layer are like: the largest of each channel, a sample of them, and their Hessian."""
+"""What the inputs of a layer are like: the largest of each channel, a sample of them, and their
+Hessian.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from optkit.algorithms.eight_bit_gptq import left_variances
 from optkit.algorithms.hessian import Hessian
 
 FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its inputs."""
+"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
+inputs.
+"""
 
 
 class InputRange:
@@ -39,7 +43,9 @@ class InputRange:
 
     @property
     def rows(self) -> Tensor:
-        """The inputs that were kept, evenly spread over each call: float32 [rows, in]; as they came, not divided by scales."""
+        """The inputs that were kept, evenly spread over each call: float32 [rows, in]; as they
+        came, not divided by scales.
+        """
         return torch.cat(self._rows) if self._rows else self.amax.new_zeros(0, len(self.amax))
 
     def divide_(self, scales: Tensor) -> None:
@@ -48,16 +54,20 @@ class InputRange:
         self._scales = scales
 
     def hessian(self) -> Tensor | None:
-        """Return the mean of x x^T, float32 [in, in], every token of the same weight; None where it was not summed."""
+        """Return the mean of x x^T, float32 [in, in], every token of the same weight; None where it
+        was not summed.
+        """
         if self._hessian is None:
             return None
         matrix = self._hessian.matrix()
         return matrix if self._scales is None else matrix.div_(self._scales).div_(self._scales[:, None])
 
     def variances(self) -> Tensor:
-        """Return what an error of 1 in the weight of each input adds to the squared error of an output: float32 [in], of undivided inputs.
+        """Return what an error of 1 in the weight of each input adds to the squared error of an
+        output: float32 [in], of undivided inputs.
 
-        With a Hessian, what the inputs rounded after it cannot make up for. Raises ValueError for a Hessian that is none.
+        With a Hessian, what the inputs rounded after it cannot make up for. Raises ValueError for a
+        Hessian that is none.
         """
         if self._hessian is None or self.tokens < FEW_TOKENS:
             return self.rows.square().div_(self.rows.square().mean(1, keepdim=True).clamp(min=1e-30)).mean(0)

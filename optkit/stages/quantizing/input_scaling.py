@@ -1,4 +1,6 @@
-"""What `awq` and `awq_scale` share: search the scales of input channels block by block and fold them into norms and linear layers."""
+"""What `awq` and `awq_scale` share: search the scales of input channels block by block and fold
+them into norms and linear layers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 FEW_TOKENS = 128
 """The inputs of a layer (an expert) that saw fewer tokens have no say in its scales."""
 HESSIAN_COPIES = {"nearest": 3, "gptq": 7}
-"""Matrices of the size of a Hessian that trying the scales of one input takes, by how candidates are rounded."""
+"""Matrices of the size of a Hessian that trying the scales of one input takes, by how candidates
+are rounded.
+"""
 PROBE = (2, 32)
 """Sequences and tokens that show which layer feeds which."""
 
@@ -39,17 +43,27 @@ class InputScaling(Frozen):
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
     grid_points: int = Field(default=10, ge=1, le=100)
-    """Powers of the activations, from 0 to below 1, that are tried as scales; a descent follows from the best."""
+    """Powers of the activations, from 0 to below 1, that are tried as scales; a descent follows
+    from the best.
+    """
     equal_tokens: bool = True
-    """Divide each layer's input by its root mean square, token by token, so that no token with enormous activations outweighs the rest."""
+    """Divide each layer's input by its root mean square, token by token, so that no token with
+    enormous activations outweighs the rest.
+    """
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
     def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
         """Return the bytes that the work needs where it computes, besides what waits to be written."""
         tokens = self.calibration.samples * self.calibration.sequence_length
-        width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
-        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16"))
+        width = (
+            shape.config.get("hidden_size")
+            or shape.config.get("n_embd")
+            or min(layer.inputs for layer in layers.values())
+        )
+        element = max(
+            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
+        )
         largest = max(layer.inputs for layer in layers.values())
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
         batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
@@ -58,11 +72,19 @@ class InputScaling(Frozen):
         readers = max(_reader_bytes(group, layers) for block in blocks for group in scaled_together(block))
         work = max(10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
         tried = 4 * HESSIAN_COPIES[rounding] * largest**2
-        return tokens * width * element + max(shape.block_bytes, shape.outside_bytes) + hessians + readers + max(batch, work, tried)
+        return (
+            tokens * width * element
+            + max(shape.block_bytes, shape.outside_bytes)
+            + hessians
+            + readers
+            + max(batch, work, tried)
+        )
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:
-    """Return the bytes of the float32 weights and matrices of layers whose scales are searched together."""
+    """Return the bytes of the float32 weights and matrices of layers whose scales are searched
+    together.
+    """
     weights = sum(layers[name].outputs * layers[name].inputs for stack in group for name in stack)
     return 4 * (weights + sum(layers[stack[0]].inputs ** 2 for stack in group))
 
@@ -72,11 +94,15 @@ class ScaledBlock:
     """A block whose input scales are folded."""
 
     hessians: dict[str, Tensor] = field(default_factory=dict)
-    """Layer -> mean of x x^T of its inputs as they are now, float32 [in, in]; without layers that saw few tokens."""
+    """Layer -> mean of x x^T of its inputs as they are now, float32 [in, in]; without layers that
+    saw few tokens.
+    """
     changed: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the checkpoint that have another value now."""
     gains: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Producer -> error of its readers' outputs, as a fraction of their square, without the scales and with them."""
+    """Producer -> error of its readers' outputs, as a fraction of their square, without the scales
+    and with them.
+    """
     refused: dict[str, str] = field(default_factory=dict)
     """Layer -> why its inputs are not scaled."""
 
@@ -100,7 +126,8 @@ class BlockScaler:
         self._probe = skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], device)
 
     def scale_(self, index: int, grids: Mapping[str, Grid], rounding: Rounding, stage: str) -> ScaledBlock:
-        """Scale the inputs of the given layers of a block, for the grids that they are going to be rounded to, and how.
+        """Scale the inputs of the given layers of a block, for the grids that they are going to be
+        rounded to, and how.
 
         Raises StageError where none of them can be scaled, and for inputs that are NaN or Inf.
         """
@@ -121,7 +148,9 @@ class BlockScaler:
                     raise StageError(str(error), where=f"{stage}: {group.producer}", remedy=remedy) from error
         refused = {name: reason for name, reason in wiring.refused.items() if name in grids}
         if grids and not found:
-            name, reason = next(iter(refused.items()), (block.name, f"its layers saw fewer than {FEW_TOKENS} calibration tokens"))
+            name, reason = next(
+                iter(refused.items()), (block.name, f"its layers saw fewer than {FEW_TOKENS} calibration tokens")
+            )
             raise StageError(
                 "no input of the chosen layers can be scaled",
                 where=f"{stage}: {name}",
@@ -141,7 +170,9 @@ class BlockScaler:
         return scaled
 
     def _seen(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, _Seen]:
-        """Return what layers of a loaded block saw, without those that saw few tokens. Raises StageError for inputs that are NaN or Inf."""
+        """Return what layers of a loaded block saw, without those that saw few tokens. Raises
+        StageError for inputs that are NaN or Inf.
+        """
         from optkit.stages.quantizing.hessians import HessianCollector, finite_matrix
 
         sums = HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).collect(layers)
@@ -161,7 +192,9 @@ class BlockScaler:
         block = self.skeleton.blocks[index]
         stored = self.skeleton.checkpoint.tensors
         return {
-            self.skeleton.tensor_name(name): parameter.detach().to(TORCH_DTYPES[stored[self.skeleton.tensor_name(name)].dtype])
+            self.skeleton.tensor_name(name): parameter.detach().to(
+                TORCH_DTYPES[stored[self.skeleton.tensor_name(name)].dtype]
+            )
             for name, parameter in block.module.named_parameters(prefix=block.name)
             if self.skeleton.tensor_name(name) in tensors
         }
@@ -181,8 +214,12 @@ def weight_of(module: nn.Module) -> Tensor:
     return (stored.T if isinstance(module, Conv1D) else stored).float()
 
 
-def _readers(group: FoldGroup, linears: Mapping[str, nn.Module], grids: Mapping[str, Grid], seen: Mapping[str, _Seen]) -> list[Reader]:
-    """Return the consumers that are rounded and were seen at work, those with equal inputs and grid together."""
+def _readers(
+    group: FoldGroup, linears: Mapping[str, nn.Module], grids: Mapping[str, Grid], seen: Mapping[str, _Seen]
+) -> list[Reader]:
+    """Return the consumers that are rounded and were seen at work, those with equal inputs and grid
+    together.
+    """
     import torch
 
     from optkit.algorithms.awq import Reader

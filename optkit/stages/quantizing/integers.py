@@ -1,4 +1,6 @@
-"""What the quantizers of integer weights share (`rtn`, `gptq`, `awq`): bits, groups, overrides and the packed formats."""
+"""What the quantizers of integer weights share (`rtn`, `gptq`, `awq`): bits, groups, overrides and
+the packed formats.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,24 @@ class WeightQuantizer(LayerQuantizer):
     bits: Literal[2, 3, 4, 8] = 4
     """Bits of a weight."""
     group_size: GroupSize | None = 64
-    """Inputs that share a scale; it must divide the inputs of every layer. null (or -1): one scale per output channel."""
+    """Inputs that share a scale; it must divide the inputs of every layer. null (or -1): one scale
+    per output channel.
+    """
     symmetric: bool = True
-    """Without zero points, which the fastest kernels ask for. false: one zero point per group, a little better and a little larger."""
+    """Without zero points, which the fastest kernels ask for. false: one zero point per group, a
+    little better and a little larger.
+    """
     format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
-    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the one for GPT-2's Conv1D layers;
-    experts in it are opened by vLLM on GPUs alone)."""
+    """`compressed-tensors` (pack-quantized) or `gptq` (of AutoGPTQ and gptqmodel, symmetric; the
+    one for GPT-2's Conv1D layers; experts in it are opened by vLLM on GPUs alone)."""
     lm_head: bool = False
-    """Quantize lm_head too; one that is tied to the embedding becomes a matrix of its own, and the embedding stays as it is."""
+    """Quantize lm_head too; one that is tied to the embedding becomes a matrix of its own, and the
+    embedding stays as it is.
+    """
     overrides: Overrides = {}
-    """Glob pattern on full names -> what is different for the layers that it matches (`bits`, `group_size`, `symmetric`, `method: rtn`),
-    or `keep` to leave them as they are. The longest pattern that matches a layer decides."""
+    """Glob pattern on full names -> what is different for the layers that it matches (`bits`,
+    `group_size`, `symmetric`, `method: rtn`), or `keep` to leave them as they are. The longest
+    pattern that matches a layer decides."""
 
     @field_validator("group_size", mode="before")
     @classmethod
@@ -54,26 +63,33 @@ class WeightQuantizer(LayerQuantizer):
         changes = [each for each in self.overrides.values() if isinstance(each, Override)]
         if not self.symmetric or any(each.symmetric is False for each in changes):
             raise ValueError(
-                "gptqmodel and vLLM open zero points in this format only from gptqmodel: set symmetric: true, or format: compressed-tensors"
+                "gptqmodel and vLLM open zero points in this format only from gptqmodel: set symmetric: true, "
+                "or format: compressed-tensors"
             )
         asked = (self.group_size, *(each.group_size for each in changes))
         wrong = next((size for size in asked if size not in (None, -1, *GPTQ_GROUP_SIZES)), None)
         if wrong is not None:
             sizes = ", ".join(str(size) for size in GPTQ_GROUP_SIZES)
-            raise ValueError(f"gptqmodel opens group sizes {sizes} and null, not {wrong}: take one, or format: compressed-tensors")
+            raise ValueError(
+                f"gptqmodel opens group sizes {sizes} and null, not {wrong}: take one, or format: compressed-tensors"
+            )
         return self
 
     def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         if self.lm_head:
             if HEAD not in outside:
-                raise StageError("the model has no layer lm_head", where=f"{self._kind}.lm_head", remedy="Set lm_head: false")
+                raise StageError(
+                    "the model has no layer lm_head", where=f"{self._kind}.lm_head", remedy="Set lm_head: false"
+                )
             layers = {**layers, HEAD: outside[HEAD]}
             outside = {name: layer for name, layer in outside.items() if name != HEAD}
         refuse_unmatched(f"{self._kind}.overrides", tuple(self.overrides), layers, tuple(outside))
         selection = super()._select(layers, outside)
         if self.lm_head and selection.skipped.get(HEAD) == "not included":
             raise StageError(
-                "lm_head is not included", where=f"{self._kind}.lm_head", remedy="Add lm_head to `include`, or set lm_head: false"
+                "lm_head is not included",
+                where=f"{self._kind}.lm_head",
+                remedy="Add lm_head to `include`, or set lm_head: false",
             )
         kept = {name: "kept by overrides" for name in selection.layers if self._override(name) == KEEP}
         return selection.without(kept, self._kind)
@@ -94,7 +110,11 @@ class WeightQuantizer(LayerQuantizer):
         refuse_unfit(selection, formats, self._kind)
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-        return [*joined_differently(selection, formats), *exceptions_for_vllm(selection, formats), *experts_for_gpus(formats)]
+        return [
+            *joined_differently(selection, formats),
+            *exceptions_for_vllm(selection, formats),
+            *experts_for_gpus(formats),
+        ]
 
     def _override(self, name: str) -> Override | Literal["keep"] | None:
         return override_of(name, self.overrides, self._kind)
@@ -121,7 +141,9 @@ class WeightQuantizer(LayerQuantizer):
     def _packed(self, job: Job, quantized: Mapping[str, QuantizedWeight]) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of quantized layers as they are written."""
         grids = {name: packed_grid(job, name) for name in quantized}
-        return {name: packed_format(job, name).pack(weight, grids[name].scale_dtype) for name, weight in quantized.items()}
+        return {
+            name: packed_format(job, name).pack(weight, grids[name].scale_dtype) for name, weight in quantized.items()
+        }
 
 
 def packed_format(job: Job, name: str) -> PackedFormat:

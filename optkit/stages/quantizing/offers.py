@@ -1,4 +1,6 @@
-"""What other libraries make of a stage's fields: which they honour, with which values, and what they take where a recipe does not say."""
+"""What other libraries make of a stage's fields: which they honour, with which values, and what
+they take where a recipe does not say.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Offer:
     """What the outputs of every layer must be a multiple of."""
 
 
-def _offer(library: str, without: tuple[str, ...] = (), passed: tuple[str, ...] = (), calibrated: bool = True, **more: Any) -> Offer:
+def _offer(
+    library: str, without: tuple[str, ...] = (), passed: tuple[str, ...] = (), calibrated: bool = True, **more: Any
+) -> Offer:
     fields = WEIGHTS - set(without) | set(passed) | ({"calibration"} if calibrated else set())
     return Offer(library, fields, frozenset(passed), **more)
 
@@ -55,9 +59,14 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
         values={"format": ("compressed-tensors",), "bits": (4, 8)},
         defaults={"batch_size": 1},
     ),
-    ("rtn", "llmcompressor"): _offer("llmcompressor", calibrated=False, values={"format": ("compressed-tensors",), "bits": (4, 8)}),
+    ("rtn", "llmcompressor"): _offer(
+        "llmcompressor", calibrated=False, values={"format": ("compressed-tensors",), "bits": (4, 8)}
+    ),
     ("rtn", "torchao"): _offer(
-        "torchao", calibrated=False, without=("overrides",), values={"format": ("compressed-tensors",), "bits": (2, 4, 8)}
+        "torchao",
+        calibrated=False,
+        without=("overrides",),
+        values={"format": ("compressed-tensors",), "bits": (2, 4, 8)},
     ),
     ("awq", "autoawq"): _offer(
         "autoawq",

@@ -1,4 +1,6 @@
-"""`overrides:` of a quantizer: other bits, groups or rounding for the layers that a pattern matches, or none at all."""
+"""`overrides:` of a quantizer: other bits, groups or rounding for the layers that a pattern
+matches, or none at all.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Override(Frozen):
 Overrides: TypeAlias = dict[Name, Override | Literal["keep"]]
 
 
-def override_of(name: str, overrides: Mapping[str, Override | Literal["keep"]], stage: str) -> Override | Literal["keep"] | None:
+def override_of(
+    name: str, overrides: Mapping[str, Override | Literal["keep"]], stage: str
+) -> Override | Literal["keep"] | None:
     """Return what the longest pattern that matches a layer says, None where none does.
 
     Raises StageError where two patterns of the same length say different things.
@@ -47,7 +51,11 @@ def override_of(name: str, overrides: Mapping[str, Override | Literal["keep"]], 
     matching = sorted((pattern for pattern in overrides if fnmatchcase(name, pattern)), key=len, reverse=True)
     if not matching:
         return None
-    rivals = [pattern for pattern in matching[1:] if len(pattern) == len(matching[0]) and overrides[pattern] != overrides[matching[0]]]
+    rivals = [
+        pattern
+        for pattern in matching[1:]
+        if len(pattern) == len(matching[0]) and overrides[pattern] != overrides[matching[0]]
+    ]
     if rivals:
         raise StageError(
             f"`{matching[0]}` and `{rivals[0]}` both match {name} and say different things",

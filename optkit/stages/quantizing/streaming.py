@@ -1,4 +1,6 @@
-"""What every quantizing stage does: choose layers, stream the model block by block, and write the quantized form of each layer."""
+"""What every quantizing stage does: choose layers, stream the model block by block, and write the
+quantized form of each layer.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """What a quantizer leaves of one decoder block; every other tensor of the block is passed on as it is."""
+    """What a quantizer leaves of one decoder block; every other tensor of the block is passed on as
+    it is.
+    """
 
     layers: Mapping[str, Mapping[str, Tensor]]
     """Layer -> last name -> tensor: these take the place of the layer's weight."""
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of the checkpoint with another value (a norm that scales were folded into), by their full names; new names are added."""
+    """Tensors of the checkpoint with another value (a norm that scales were folded into), by their
+    full names; new names are added.
+    """
 
 
 @dataclass
@@ -60,7 +66,9 @@ class Job:
     """What the last block returned on the calibration text, for the output layer."""
 
     def weight(self, name: str) -> str:
-        """Return the tensor of the checkpoint that holds the weight of a layer; of lm_head it may be that of the embedding."""
+        """Return the tensor of the checkpoint that holds the weight of a layer; of lm_head it may
+        be that of the embedding.
+        """
         own = f"{name}.weight"
         return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
 
@@ -82,8 +90,9 @@ class LayerQuantizer(Transform):
     version: ClassVar[int] = 2
 
     include: AtLeastOne[Name] = ("*",)
-    """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`. Everything outside the decoder blocks
-    (lm_head, embeddings) and routers of experts stay as they are."""
+    """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`.
+    Everything outside the decoder blocks (lm_head, embeddings) and routers of experts stay as they
+    are."""
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
 
@@ -108,22 +117,28 @@ class LayerQuantizer(Transform):
         raise NotImplementedError
 
     def _head(self, job: Job) -> Mapping[str, Tensor]:
-        """Return the tensors of the output layer by their last name; called after the last block, where `lm_head` was selected."""
+        """Return the tensors of the output layer by their last name; called after the last block,
+        where `lm_head` was selected.
+        """
         raise NotImplementedError
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be written."""
+        """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be
+        written.
+        """
         raise NotImplementedError
 
     def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
-        """Return the chosen ones of a model's layers; `outside` are the linear layers outside the blocks."""
+        """Return the chosen ones of a model's layers; `outside` are the linear layers outside the
+        blocks.
+        """
         return select(layers, tuple(outside), self.include, self.exclude, self._kind)
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block, straight from safetensors to safetensors.
 
-        Raises StageError where patterns and format do not fit the model, SourceError for weights that are NaN or Inf, ResourceError when
-        memory or disk runs out.
+        Raises StageError where patterns and format do not fit the model, SourceError for weights
+        that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
 
@@ -147,7 +162,9 @@ class LayerQuantizer(Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact tensors that it leaves; the memory is an estimate, near what was measured."""
+        """Return the exact tensors that it leaves; the memory is an estimate, near what was
+        measured.
+        """
         selection = self._select(layers_of(shape), outside_of(shape))
         formats = self._formats(selection)
         tensors: dict[str, TensorInfo] = {}
@@ -161,7 +178,9 @@ class LayerQuantizer(Transform):
                 tensors[name] = info
         if HEAD in formats and f"{HEAD}.weight" not in shape.tensors:
             head, dtype = selection.layers[HEAD], shape.tensors[tied_embedding(shape)].dtype
-            tensors |= {f"{HEAD}.{leaf}": part for leaf, part in formats[HEAD].tensors(dtype, head.outputs, head.inputs).items()}
+            tensors |= {
+                f"{HEAD}.{leaf}": part for leaf, part in formats[HEAD].tensors(dtype, head.outputs, head.inputs).items()
+            }
         config = self._config(shape.config, selection, formats)
         left = ModelShape(config=config, tensors=tensors)
         ram, gpu = self._memory(shape, selection.layers, device)
@@ -173,13 +192,22 @@ class LayerQuantizer(Transform):
         return formats
 
     def _write_config(self, job: Job, target: Path) -> None:
-        """Write config.json; it knows layers by their names in the model too, where transformers renames what it reads."""
+        """Write config.json; it knows layers by their names in the model too, where transformers
+        renames what it reads.
+        """
         names = {stored: name for name, stored in _stored_names(job.skeleton).items() if stored != name}
         formats = {**job.formats, **{names[name]: form for name, form in job.formats.items() if name in names}}
-        skipped = {**job.selection.skipped, **{names[name]: reason for name, reason in job.selection.skipped.items() if name in names}}
-        write_config(target, self._config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats))
+        skipped = {
+            **job.selection.skipped,
+            **{names[name]: reason for name, reason in job.selection.skipped.items() if name in names},
+        }
+        write_config(
+            target, self._config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats)
+        )
 
-    def _config(self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
+    def _config(
+        self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]
+    ) -> dict[str, Any]:
         told = with_own_head(config) if HEAD in formats else config
         return {**told, "quantization_config": quantization_config(formats, selection.skipped)}
 
@@ -208,7 +236,9 @@ class LayerQuantizer(Transform):
 
 @contextmanager
 def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that failed into a ResourceError that names the layer or block and what to lower."""
+    """Turn an allocation that failed into a ResourceError that names the layer or block and what to
+    lower.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -222,9 +252,15 @@ def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
         raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
 
 
-def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]) -> dict[str, Any]:
-    """Return the bits per weight of the whole model and of the quantized layers, counted from the headers of the written files."""
-    packed = {name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")}
+def recount(
+    after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]
+) -> dict[str, Any]:
+    """Return the bits per weight of the whole model and of the quantized layers, counted from the
+    headers of the written files.
+    """
+    packed = {
+        name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")
+    }
     weights = sum(layer.outputs * layer.inputs for layer in selection.layers.values())
     packed_bits = 8 * sum(info.size_bytes for info in packed.values())
     return {
@@ -235,22 +271,30 @@ def recount(after: Checkpoint, before: Checkpoint, selection: Selection, formats
 
 
 def _layer_of(tensor: str) -> str:
-    """Return the layer of a tensor: `model.layers.0.mlp.up_proj` of `...up_proj.weight_scale` and of `...up_proj.weight.absmax`."""
+    """Return the layer of a tensor: `model.layers.0.mlp.up_proj` of `...up_proj.weight_scale` and
+    of `...up_proj.weight.absmax`.
+    """
     layer, part_of_weight, _ = tensor.partition(".weight.")
     return layer if part_of_weight else tensor.rpartition(".")[0]
 
 
 def tied_embedding(shape: ModelShape) -> str:
-    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for each token (GPT-2's wpe has one for each
-    position)."""
+    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for
+    each token (GPT-2's wpe has one for each position)."""
     rows = (shape.config.get("text_config") or shape.config).get("vocab_size")
     outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
-    return next((name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), "")
+    return next(
+        (name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), ""
+    )
 
 
 def head_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the output layer by its name as far as names and shapes tell, nothing where there is none."""
-    name = f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
+    """Return the output layer by its name as far as names and shapes tell, nothing where there is
+    none.
+    """
+    name = (
+        f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
+    )
     if not name:
         return {}
     outputs, inputs = shape.tensors[name].shape
@@ -258,19 +302,25 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
 
 
 def outside_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the linear layers outside the decoder blocks as far as names tell: the output layer, and those of other lists of blocks."""
+    """Return the linear layers outside the decoder blocks as far as names tell: the output layer,
+    and those of other lists of blocks.
+    """
     others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
     return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
 
 
 def tied(config: Mapping[str, Any]) -> bool:
     """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
-    return bool((config.get("text_config") or config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+    return bool(
+        (config.get("text_config") or config).get("tie_word_embeddings", config.get("tie_word_embeddings", True))
+    )
 
 
 def with_own_head(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with an lm_head of its own, in nested configs too."""
-    nested = {key: with_own_head(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value}
+    nested = {
+        key: with_own_head(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value
+    }
     return {**config, **nested, "tie_word_embeddings": False}
 
 
@@ -294,12 +344,16 @@ def linears_of(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
         if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
     }
     read = set(skeleton.tensor_names.values())
-    unread = {name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read}
+    unread = {
+        name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read
+    }
     return layers, {**outside, **unread}
 
 
 def _stored_names(skeleton: Skeleton) -> dict[str, str]:
-    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head keeps its own."""
+    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head
+    keeps its own.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

@@ -1,4 +1,6 @@
-"""Which forms a layer may take, what they cost in bytes, and what a budget leaves for them. No torch is needed."""
+"""Which forms a layer may take, what they cost in bytes, and what a budget leaves for them. No
+torch is needed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Choice(Frozen):
         return PackQuantized(self.bits, self.group_size, self.symmetric)
 
     def fits(self, layer: Layer) -> bool:
-        """Say whether a layer can have this form: groups divide its inputs, and experts have no zero points."""
+        """Say whether a layer can have this form: groups divide its inputs, and experts have no
+        zero points.
+        """
         even = not self.group_size or layer.inputs % self.group_size == 0
         return even and (self.symmetric or EXPERTS not in layer.name)
 
@@ -64,8 +68,11 @@ class Item:
         return sum(layer.outputs * layer.inputs for layer in self.layers)
 
 
-def make_items(layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence[Choice], fused: bool, stage: str) -> list[Item]:
-    """Return the layers in groups that get one choice: the experts of a block, and with `fused` what vLLM joins; others alone.
+def make_items(
+    layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence[Choice], fused: bool, stage: str
+) -> list[Item]:
+    """Return the layers in groups that get one choice: the experts of a block, and with `fused`
+    what vLLM joins; others alone.
 
     Raises StageError for a layer that no choice fits.
     """
@@ -81,7 +88,10 @@ def make_items(layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence
                 remedy=f"Add one to {stage}.choices, or exclude the layer",
             )
         dtypes = [shape.tensors[f"{layer.name}.weight"].dtype for layer in members]
-        sizes = [sum(choice.size_bytes(layer, dtype) for layer, dtype in zip(members, dtypes, strict=True)) for choice in fitting]
+        sizes = [
+            sum(choice.size_bytes(layer, dtype) for layer, dtype in zip(members, dtypes, strict=True))
+            for choice in fitting
+        ]
         items.append(Item(tuple(members), fitting, tuple(sizes)))
     return items
 
@@ -108,7 +118,9 @@ class Budget:
     """Bytes of all other tensors where the budget is of the whole model."""
 
     def refuse_too_small(self, items: Sequence[Item], stage: str) -> None:
-        """Raise StageError where even the smallest choices do not fit; it names the least budget that is possible."""
+        """Raise StageError where even the smallest choices do not fit; it names the least budget
+        that is possible.
+        """
         least = sum(min(item.sizes) for item in items)
         if least <= self.size_bytes:
             return
@@ -118,7 +130,10 @@ class Budget:
             remedy = f"Set average_bits to {possible:g} or more, or add smaller choices"
         else:
             possible = least + self.other_bytes
-            what = f"the smallest choices make a model of {possible:,} bytes, {self.other_bytes:,} of them outside the chosen layers"
+            what = (
+                f"the smallest choices make a model of {possible:,} bytes, {self.other_bytes:,} of "
+                "them outside the chosen layers"
+            )
             remedy = f"Set size_bytes to {possible:,} or more, or add smaller choices"
         raise StageError(what, where=f"{stage}: {self.text}", remedy=remedy)
 

@@ -1,7 +1,9 @@
-"""Stream a model forward and backward, one block in memory at a time: what enters each linear layer, and the gradients that leave it.
+"""Stream a model forward and backward, one block in memory at a time: what enters each linear
+layer, and the gradients that leave it.
 
-The gradients are of random probes of the Fisher information of the predictions (`optkit.algorithms.sensitivity`), a few for each
-sequence. Sequences run one by one, so that everything that a layer sees at once, an expert's share of the tokens too, is of one sequence.
+The gradients are of random probes of the Fisher information of the predictions
+(`optkit.algorithms.sensitivity`), a few for each sequence. Sequences run one by one, so that
+everything that a layer sees at once, an expert's share of the tokens too, is of one sequence.
 """
 
 from __future__ import annotations
@@ -25,26 +27,36 @@ POSITIONS_AT_ONCE = 256
 
 
 class BlockGradients:
-    """The hidden states in front of every block, and the gradients of the probes behind the block that comes next, from the last on."""
+    """The hidden states in front of every block, and the gradients of the probes behind the block
+    that comes next, from the last on.
+    """
 
     def __init__(self, skeleton: Skeleton, tokens: Tensor, device: str, probes: int, seed: int) -> None:
-        """tokens: int64 [sequences, sequence_length]. Nothing is computed yet but what enters the first block."""
+        """tokens: int64 [sequences, sequence_length]. Nothing is computed yet but what enters the
+        first block.
+        """
         self.skeleton, self.device, self.probes = skeleton, device, probes
         self.generator = torch.Generator(device).manual_seed(seed)
         self.inputs = skeleton.capture_inputs(tokens, device, batch_size=1)
         self.entering: list[Tensor] = [self.inputs.hidden.to("cpu", copy=True)]
-        """One for each block that ran forward, and what leaves the last of those: float [sequences, sequence_length, hidden]."""
+        """One for each block that ran forward, and what leaves the last of those: float [sequences,
+        sequence_length, hidden].
+        """
         self.behind: list[Tensor] = []
         """For each sequence, float [probes, sequence_length, hidden]."""
 
     def forward_(self, index: int) -> None:
         """Run a loaded block on all sequences and keep what leaves it."""
         for batch in self.inputs.batches:
-            self.inputs.hidden[batch.rows] = self.skeleton.run_block(index, self.inputs.hidden[batch.rows], batch.calls[index])
+            self.inputs.hidden[batch.rows] = self.skeleton.run_block(
+                index, self.inputs.hidden[batch.rows], batch.calls[index]
+            )
         self.entering.append(self.inputs.hidden.to("cpu", copy=True))
 
     def turn_(self) -> None:
-        """Draw the probes from the predictions, and take them back through the head to the output of the last block."""
+        """Draw the probes from the predictions, and take them back through the head to the output
+        of the last block.
+        """
         skeleton, leaving = self.skeleton, self.entering.pop().to(self.device)
         skeleton.load_outside_(self.device)
         for sequence in leaving:
@@ -53,11 +65,15 @@ class BlockGradients:
         skeleton.release_outside_()
 
     def backward_(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, list[Seen]]:
-        """Return what the layers of a loaded block saw, sequence by sequence; then the block in front of it is next."""
+        """Return what the layers of a loaded block saw, sequence by sequence; then the block in
+        front of it is next.
+        """
         entering = self.entering.pop().to(self.device)
         found: dict[str, list[Seen]] = {name: [] for name in layers}
         for number, batch in enumerate(self.inputs.batches):
-            seen, self.behind[number] = self._backward(index, entering[batch.rows], batch.calls[index], self.behind[number], layers)
+            seen, self.behind[number] = self._backward(
+                index, entering[batch.rows], batch.calls[index], self.behind[number], layers
+            )
             for name, each in seen.items():
                 found[name].append(each)
         return found
@@ -76,7 +92,9 @@ class BlockGradients:
     def _backward(
         self, index: int, hidden: Tensor, call: Call, behind: Tensor, layers: Mapping[str, nn.Module]
     ) -> tuple[dict[str, Seen], Tensor]:
-        """Return what the layers saw of one sequence, and the gradients in front of the block, float [probes, sequence_length, hidden]."""
+        """Return what the layers saw of one sequence, and the gradients in front of the block,
+        float [probes, sequence_length, hidden].
+        """
         names: list[str] = []
         entered: list[Tensor] = []
         left: list[Tensor] = []
@@ -100,7 +118,9 @@ class BlockGradients:
         each: list[list[Tensor]] = []
         for probe in range(self.probes):
             again = probe + 1 < self.probes
-            found = torch.autograd.grad(leaving, [leaf, *left], behind[probe][None], retain_graph=again, materialize_grads=True)
+            found = torch.autograd.grad(
+                leaving, [leaf, *left], behind[probe][None], retain_graph=again, materialize_grads=True
+            )
             each.append(list(found))
         seen: dict[str, Seen] = {}
         for place, (name, inputs) in enumerate(zip(names, entered, strict=True), start=1):

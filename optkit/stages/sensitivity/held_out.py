@@ -1,4 +1,6 @@
-"""How far quantized copies of a model diverge from it on some windows of text, all of them block by block beside it."""
+"""How far quantized copies of a model diverge from it on some windows of text, all of them block by
+block beside it.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together."""
 
 
-def mean_divergences(skeleton: Skeleton, copies: Sequence[Checkpoint], tokens: Tensor, device: str, progress: Progress) -> list[float]:
-    """Return the mean KL(model || copy) of the next token for each copy, in nats per token; tokens: int64 [sequences, sequence_length].
+def mean_divergences(
+    skeleton: Skeleton, copies: Sequence[Checkpoint], tokens: Tensor, device: str, progress: Progress
+) -> list[float]:
+    """Return the mean KL(model || copy) of the next token for each copy, in nats per token; tokens:
+    int64 [sequences, sequence_length].
 
-    A copy differs from the model in its quantized layers alone. At most one block and the hidden states of all are in memory.
+    A copy differs from the model in its quantized layers alone. At most one block and the hidden
+    states of all are in memory.
     """
     quantized = [quantized_layers(copy) or {} for copy in copies]
     inputs = skeleton.capture_inputs(tokens, device, batch_size=1)
@@ -43,7 +49,9 @@ def mean_divergences(skeleton: Skeleton, copies: Sequence[Checkpoint], tokens: T
             skeleton.release_(block.name)
             task.advance(note=block.name)
     skeleton.load_outside_(device)
-    totals = [sum(_divergence(skeleton, *pair) for pair in zip(streams[0], stream, strict=True)) for stream in streams[1:]]
+    totals = [
+        sum(_divergence(skeleton, *pair) for pair in zip(streams[0], stream, strict=True)) for stream in streams[1:]
+    ]
     skeleton.release_outside_()
     return [total / tokens.numel() for total in totals]
 
@@ -66,9 +74,13 @@ def _computing_with(
 
 @torch.no_grad()
 def _divergence(skeleton: Skeleton, ours: Tensor, theirs: Tensor) -> float:
-    """Return the sum of KL(ours || theirs) over the positions of a sequence, for what leaves the last block, float [positions, hidden]."""
+    """Return the sum of KL(ours || theirs) over the positions of a sequence, for what leaves the
+    last block, float [positions, hidden].
+    """
     total = 0.0
     for pair in zip(ours.split(POSITIONS_AT_ONCE), theirs.split(POSITIONS_AT_ONCE), strict=True):
-        expected, found = (logits_behind(skeleton.model, skeleton.blocks, hidden[None]).float().log_softmax(-1) for hidden in pair)
+        expected, found = (
+            logits_behind(skeleton.model, skeleton.blocks, hidden[None]).float().log_softmax(-1) for hidden in pair
+        )
         total += float(kl_div(found, expected, log_target=True, reduction="none").sum(-1).double().sum())
     return total

@@ -1,6 +1,8 @@
-"""How much quantizing each layer alone to each of several grids moves the predictions: one pass over a few sequences, forward and back.
+"""How much quantizing each layer alone to each of several grids moves the predictions: one pass
+over a few sequences, forward and back.
 
-At most one block is in memory, with what its layers saw and the hidden states in front of every block.
+At most one block is in memory, with what its layers saw and the hidden states in front of every
+block.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ def measure_sensitivity(
     progress: Progress,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Return layer -> the predicted divergence, nats per token, of quantizing it alone to each of its grids.
+    """Return layer -> the predicted divergence, nats per token, of quantizing it alone to each of
+    its grids.
 
-    tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0 throughout. Raises what `Skeleton` raises,
-    StageError for a layer that the language model does not run, that GPTQ cannot round or whose divergence is NaN or Inf, ResourceError
-    without memory.
+    tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0
+    throughout. Raises what `Skeleton` raises,
+    StageError for a layer that the language model does not run, that GPTQ cannot round or whose
+    divergence is NaN or Inf, ResourceError without memory.
     """
     inside = {name for block in skeleton.blocks for name in skeleton.linears(block)}
     if outside := [name for name in grids if name not in inside]:
@@ -60,7 +64,9 @@ def measure_sensitivity(
     return {name: found[name] for name in grids}
 
 
-def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], rounding: Rounding) -> list[float]:
+def _divergences(
+    name: str, weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], rounding: Rounding
+) -> list[float]:
     """Return the predicted divergence of a layer in each grid, in nats, summed over all tokens."""
     try:
         nats = rounding_divergences(weight, seen, grids, rounding == "gptq")
@@ -80,7 +86,9 @@ def _divergences(name: str, weight: Tensor, seen: Sequence[Seen], grids: Sequenc
 def layer_gradients(
     skeleton: Skeleton, tokens: Tensor, names: Container[str], device: str, progress: Progress, seed: int
 ) -> Iterator[tuple[str, Tensor, list[Seen]]]:
-    """Yield layer, its weight, float32 [out, in], and what it saw of each sequence that reached it; the last block's layers come first."""
+    """Yield layer, its weight, float32 [out, in], and what it saw of each sequence that reached it;
+    the last block's layers come first.
+    """
     remedy = "Lower the samples or their sequence_length"
     with progress.task("sensitivity", 2 * len(skeleton.blocks), "blocks") as task:
         with out_of_memory("in front of the first block", device, remedy):
@@ -106,11 +114,16 @@ def layer_gradients(
 
 
 def grids_of(checkpoint: Checkpoint, forms: Mapping[str, Sequence[PackQuantized]]) -> dict[str, list[Grid]]:
-    """Return the grids of the forms that each layer may take, with scales in the dtype that they would be stored in."""
+    """Return the grids of the forms that each layer may take, with scales in the dtype that they
+    would be stored in.
+    """
     grids = {}
     for name, candidates in forms.items():
         stored = checkpoint.tensors[f"{name}.weight"].dtype
-        grids[name] = [Grid(form.bits, form.group_size, form.symmetric, TORCH_DTYPES[form.scale_dtype(stored)]) for form in candidates]
+        grids[name] = [
+            Grid(form.bits, form.group_size, form.symmetric, TORCH_DTYPES[form.scale_dtype(stored)])
+            for form in candidates
+        ]
     return grids
 
 

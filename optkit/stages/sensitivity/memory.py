@@ -1,4 +1,6 @@
-"""What measuring the sensitivity of a model's layers takes in memory, from shapes alone. No torch is needed."""
+"""What measuring the sensitivity of a model's layers takes in memory, from shapes alone. No torch
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,31 @@ from optkit.model.linear_layers import Layer
 from optkit.model.shape import ModelShape
 
 PROBES = 2
-"""Random probes of the predictions for each sequence: the bands of a layer's outputs make many samples of each."""
+"""Random probes of the predictions for each sequence: the bands of a layer's outputs make many
+samples of each.
+"""
 COPIES = 8
-"""Matrices of the size of a layer's weight that are held beside those of its forms: its Hessian, GPTQ's work."""
+"""Matrices of the size of a layer's weight that are held beside those of its forms: its Hessian,
+GPTQ's work.
+"""
 FLOAT_BYTES = 4
 
 
-def sensitivity_memory(shape: ModelShape, layers: Mapping[str, Layer], tokens: int, forms: int, device: str) -> tuple[int, int]:
-    """Return the bytes of RAM and of GPU memory for a pass over so many tokens, with at most `forms` for each layer; all is float32."""
+def sensitivity_memory(
+    shape: ModelShape, layers: Mapping[str, Layer], tokens: int, forms: int, device: str
+) -> tuple[int, int]:
+    """Return the bytes of RAM and of GPU memory for a pass over so many tokens, with at most
+    `forms` for each layer; all is float32.
+    """
     by_block: dict[tuple[str, int] | None, list[Layer]] = {}
     for layer in layers.values():
         by_block.setdefault(shape.block(f"{layer.name}.weight"), []).append(layer)
     elements: dict[tuple[str, int] | None, int] = {}
     for name, info in shape.tensors.items():
         elements[shape.block(name)] = elements.get(shape.block(name), 0) + info.elements
-    width = shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
+    width = (
+        shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
+    )
     entering = (len(by_block) + 1) * tokens * width
     behind = (PROBES + 1) * tokens * width
     seen = max(tokens * sum(layer.inputs + PROBES * layer.outputs for layer in block) for block in by_block.values())

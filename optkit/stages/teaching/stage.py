@@ -1,4 +1,6 @@
-"""What every stage that trains does: read texts, open student and teacher, train with checkpoints, write the best weights."""
+"""What every stage that trains does: read texts, open student and teacher, train with checkpoints,
+write the best weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from optkit.common.field_types import BatchSize, Count, Devices, Duration, Factor, LearningRate, NonNegative, Part, SequenceLength, Tokens
+from optkit.common.field_types import (
+    BatchSize,
+    Count,
+    Devices,
+    Duration,
+    Factor,
+    LearningRate,
+    NonNegative,
+    Part,
+    SequenceLength,
+    Tokens,
+)
 from optkit.common.frozen import digest
 from optkit.environment import cpu_cores, visible_gpus
 from optkit.errors import StageError
@@ -34,7 +47,10 @@ if TYPE_CHECKING:
     from optkit.training.teacher import Teacher
 
 
-LESS_MEMORY = "`optkit plan` says what a training needs: take a device with more, a smaller model or teacher, or a lower `batch_size`"
+LESS_MEMORY = (
+    "`optkit plan` says what a training needs: take a device with more, a smaller model or "
+    "teacher, or a lower `batch_size`"
+)
 CHECKPOINTS = 3
 """On disk at once: the last two, and the one that is being written."""
 
@@ -52,7 +68,9 @@ class Trained(Taught):
     epochs: Count = 1
     """How often a text may be repeated, each time in another order."""
     minutes: Duration | None = None
-    """Time to train at most; the learning rate comes down in time for it. Two runs with a limit differ in their last bits."""
+    """Time to train at most; the learning rate comes down in time for it. Two runs with a limit
+    differ in their last bits.
+    """
     sequence_length: SequenceLength = 512
     """Tokens of a sequence."""
     batch_size: BatchSize = 8
@@ -68,13 +86,17 @@ class Trained(Taught):
     learning_rate: LearningRate = 1e-4
     """Highest learning rate."""
     warmup: Part = 0.05
-    """Share of the training in which the learning rate rises in a line; it comes down in half a cosine."""
+    """Share of the training in which the learning rate rises in a line; it comes down in half a
+    cosine.
+    """
     weight_decay: NonNegative = 0.0
     """Of matrices, as AdamW has it."""
     clip: Factor = 1.0
     """Longest gradient of a step."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw` is torch's fused one; `adamw_8bit` is that of bitsandbytes, whose state takes a quarter of the memory."""
+    """`adamw` is torch's fused one; `adamw_8bit` is that of bitsandbytes, whose state takes a
+    quarter of the memory.
+    """
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """What matrices are multiplied in; weights and optimizer are float32 in any case."""
     gradient_checkpointing: bool = False
@@ -84,7 +106,9 @@ class Trained(Taught):
     devices: Devices = 1
     """GPUs, or on a CPU processes, that share the sequences of a forward pass."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What each of several devices holds: the whole model (`ddp`), or its part of weights, gradients and optimizer (`fsdp`, FSDP2)."""
+    """What each of several devices holds: the whole model (`ddp`), or its part of weights,
+    gradients and optimizer (`fsdp`, FSDP2).
+    """
     checkpoint_minutes: Duration = 5.0
     """Minutes between two checkpoints. A run that is killed goes on from the last one."""
 
@@ -98,7 +122,8 @@ class Trained(Taught):
                 )
         if self.generated and self.generated.prompt_tokens >= self.sequence_length:
             raise ValueError(
-                f"generated.prompt_tokens {self.generated.prompt_tokens} leaves the teacher nothing to write in sequences of"
+                f"generated.prompt_tokens {self.generated.prompt_tokens} leaves the teacher nothing "
+                "to write in sequences of"
                 f" {self.sequence_length} tokens. Use at most {self.sequence_length - 1}."
             )
         return self
@@ -131,7 +156,9 @@ class Trained(Taught):
         return {}
 
     def _deciding(self) -> dict[str, Any]:
-        """Return what decides the result beside texts and seed, as JSON values: a checkpoint of others is not gone on with."""
+        """Return what decides the result beside texts and seed, as JSON values: a checkpoint of
+        others is not gone on with.
+        """
         return self.model_dump(mode="json")
 
     def _expected(self, student: Student, trainee: Trainee, device: str) -> MemoryKinds:
@@ -141,8 +168,9 @@ class Trained(Taught):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Train, and leave the weights with the least held-out loss.
 
-        Raises StageError for too little text, a teacher that does not fit, a loss that is not finite, diverges or never falls;
-        ResourceError without memory or disk space. Checkpoints stay in the workspace then.
+        Raises StageError for too little text, a teacher that does not fit, a loss that is not
+        finite, diverges or never falls; ResourceError without memory or disk space. Checkpoints
+        stay in the workspace then.
         """
         from optkit.training.launch import launch
         from optkit.training.ranks import current
@@ -189,7 +217,10 @@ class Trained(Taught):
         changed = self._write(student, target, context)
         return Report(
             changed=changed,
-            details=details | training_details(result) | {"curve": [(each.step, each.loss) for each in record.points]} | record.details(),
+            details=details
+            | training_details(result)
+            | {"curve": [(each.step, each.loss) for each in record.points]}
+            | record.details(),
             calibrated_on=tuple(text.identity() for text in self.texts),
         )
 
@@ -210,8 +241,13 @@ class Trained(Taught):
         )
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse texts that are too short for the tokens that are asked for, where that can be known; raises as `run` does."""
-        budget, written = self._budget(), 0 if self.generated is None else self.generated.sequences(self.sequence_length)
+        """Refuse texts that are too short for the tokens that are asked for, where that can be
+        known; raises as `run` does.
+        """
+        budget, written = (
+            self._budget(),
+            0 if self.generated is None else self.generated.sequences(self.sequence_length),
+        )
         counts = TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code)
         found = counts.enough_sequences(self.texts, self.sequence_length, budget.least_sequences(written))
         if found is not None:
@@ -223,9 +259,11 @@ class Trained(Taught):
         return self.predict_beside(shape, device, shape)
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return the size of the student and of its checkpoints, and the memory of weights, gradients, optimizer and activations.
+        """Return the size of the student and of its checkpoints, and the memory of weights,
+        gradients, optimizer and activations.
 
-        Raises StageError for sequences longer than the model's positions, and for a teacher that is not there or has another vocabulary.
+        Raises StageError for sequences longer than the model's positions, and for a teacher that is
+        not there or has another vocabulary.
         """
         self._check_positions(shape)
         self._check_devices(shape, device)
@@ -235,11 +273,15 @@ class Trained(Taught):
         disk = shape.size_bytes + CHECKPOINTS * (2 * weights + state)
         if device == "cpu":
             return Cost(disk_bytes=disk, ram_bytes=self.devices * kinds.total, by_kind=kinds.by_kind()), shape
-        copied = max(weights, state) if self.devices == 1 else weights + state  # for a checkpoint, beside the best weights
+        # for a checkpoint, beside the best weights
+        copied = max(weights, state) if self.devices == 1 else weights + state
         return Cost(disk_bytes=disk, ram_bytes=weights + copied, gpu_bytes=kinds.total, by_kind=kinds.by_kind()), shape
 
-    def _memory(self, shape: ModelShape, device: str, trained: int | None = None, origin: ModelShape | None = None) -> MemoryKinds:
-        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights, all of them where None.
+    def _memory(
+        self, shape: ModelShape, device: str, trained: int | None = None, origin: ModelShape | None = None
+    ) -> MemoryKinds:
+        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights,
+        all of them where None.
 
         `origin` is the model that the recipe starts from, the student itself where None.
         """
@@ -273,23 +315,34 @@ class Trained(Taught):
             raise StageError(
                 f"{self.devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
                 where=self._kind,
-                why="Each process takes a core of the CPU at least" if device == "cpu" else "Each process takes a GPU of its own",
+                why="Each process takes a core of the CPU at least"
+                if device == "cpu"
+                else "Each process takes a GPU of its own",
                 remedy=f"Set `devices` to at most {there}",
             )
         if ":" in device:
-            raise StageError(f"{self.devices} devices are asked for, and {device} is one", where=self._kind, remedy="Say `--device cuda`")
+            raise StageError(
+                f"{self.devices} devices are asked for, and {device} is one",
+                where=self._kind,
+                remedy="Say `--device cuda`",
+            )
         if self.parallel == "fsdp":
             self._refuse_indivisible(shape)
 
     def _refuse_indivisible(self, shape: ModelShape) -> None:
         """Refuse what FSDP2 cannot divide."""
         if expert_counts(shape.config)[0]:
-            what, why = "experts", "An expert that no token of a device is sent to has no gradient there, which FSDP2 would wait for"
+            what, why = (
+                "experts",
+                "An expert that no token of a device is sent to has no gradient there, which FSDP2 would wait for",
+            )
         elif shape.config.get("quantization_config"):
             what, why = "packed layers", "FSDP2 gives each device a part of the rows of float weights"
         else:
             return
-        raise StageError(f"the weights of {what} cannot be divided", where=self._kind, why=why, remedy="Set `parallel: ddp`")
+        raise StageError(
+            f"the weights of {what} cannot be divided", where=self._kind, why=why, remedy="Set `parallel: ddp`"
+        )
 
     def _check_positions(self, shape: ModelShape) -> None:
         if shape.positions and self.sequence_length > shape.positions:
@@ -316,7 +369,17 @@ class Trained(Taught):
     def _options(self, data: TrainingData) -> TrainingOptions:
         from optkit.training.loop import TrainingOptions
 
-        same = ("batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes", "evaluations")
+        same = (
+            "batch_size",
+            "accumulation",
+            "learning_rate",
+            "warmup",
+            "weight_decay",
+            "clip",
+            "optimizer",
+            "minutes",
+            "evaluations",
+        )
         fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes", "compile")}
         return TrainingOptions(self._budget().steps(len(data.training)), **fields)
 

@@ -1,4 +1,6 @@
-"""Who teaches a stage that trains, and what it says: fields, checks, and the teacher itself, live or from its kept answers."""
+"""Who teaches a stage that trains, and what it says: fields, checks, and the teacher itself, live
+or from its kept answers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Generated(Frozen):
     temperature: Factor = 1.0
     """How freely it chooses: 1 draws tokens as likely as they are to it."""
     prompt_tokens: Amount = 4
-    """Tokens of the texts that each of its sequences begins with; 0 begins with the tokenizer's first special token."""
+    """Tokens of the texts that each of its sequences begins with; 0 begins with the tokenizer's
+    first special token.
+    """
 
     def sequences(self, length: int) -> int:
         """Return how many sequences of so many tokens it writes."""
@@ -47,10 +51,13 @@ class Taught(Transform):
     """What a student is told, and by whom."""
 
     teacher: ModelSource | None = None
-    """Whom the student learns from: a model with the same vocabulary. Left out, the model that the recipe starts from."""
+    """Whom the student learns from: a model with the same vocabulary. Left out, the model that the
+    recipe starts from.
+    """
     top_k: Count | None = None
-    """Keep so many of the teacher's likeliest tokens for each position in the store (all others are one outcome together), so that it
-    runs once for all epochs and students. Left out, it runs beside the student and tells all."""
+    """Keep so many of the teacher's likeliest tokens for each position in the store (all others are
+    one outcome together), so that it runs once for all epochs and students. Left out, it runs
+    beside the student and tells all."""
     generated: Generated | None = None
     """Train on text that the teacher writes, beside the texts; only these are held out."""
     divergence: NonNegative = 1.0
@@ -58,7 +65,9 @@ class Taught(Transform):
     cross_entropy: NonNegative = 0.0
     """Weight of the loss -log p(next token of the text)."""
     hidden: NonNegative = 0.0
-    """Weight of the distance of hidden states, block by block; a learned matrix stands between different widths."""
+    """Weight of the distance of hidden states, block by block; a learned matrix stands between
+    different widths.
+    """
     attention: NonNegative = 0.0
     """Weight of the divergence of attention, block by block."""
     temperature: Factor = 1.0
@@ -69,7 +78,9 @@ class Taught(Transform):
         if not self.divergence and not self.cross_entropy:
             raise ValueError("divergence and cross_entropy are both 0. Give one of them a weight.")
         if self.top_k and (self.hidden or self.attention):
-            raise ValueError("hidden and attention need the teacher beside the student. Leave out top_k, or set them to 0.")
+            raise ValueError(
+                "hidden and attention need the teacher beside the student. Leave out top_k, or set them to 0."
+            )
         if self.top_k and not self.divergence:
             raise ValueError("top_k is for the divergence, whose weight is 0. Leave it out.")
         return self
@@ -83,17 +94,22 @@ class Taught(Transform):
         return bool(self.divergence or self.hidden or self.attention)
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the stage with the teacher's revision filled in; raises SourceError where there is no such model."""
+        """Return the stage with the teacher's revision filled in; raises SourceError where there is
+        no such model.
+        """
         return self.model_copy(update={"teacher": pin_model(self.teacher)}) if self.teacher else self
 
     def _check_teacher(self, shape: ModelShape, origin: ModelShape) -> None:
-        """Raise StageError for a teacher that is not there, is quantized or has another vocabulary, and for more of its tokens than that.
+        """Raise StageError for a teacher that is not there, is quantized or has another vocabulary,
+        and for more of its tokens than that.
 
         `origin` is the model that the recipe starts from, the teacher where none is named.
         """
         vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size")
         if self.top_k and vocabulary and self.top_k >= vocabulary:
-            raise StageError(f"top_k {self.top_k:,} of {vocabulary:,} tokens is all", where=self._kind, remedy="Leave out `top_k`")
+            raise StageError(
+                f"top_k {self.top_k:,} of {vocabulary:,} tokens is all", where=self._kind, remedy="Leave out `top_k`"
+            )
         if not self._has_teacher and not self.generated:
             return
         if self.teacher is None:
@@ -107,11 +123,14 @@ class Taught(Transform):
             return
         theirs = model_shape(self.teacher, self._named_teacher())
         if theirs.config.get("quantization_config"):
-            raise StageError(f"the teacher {self.teacher.name} is quantized", where=self._kind, remedy="Name its float weights")
+            raise StageError(
+                f"the teacher {self.teacher.name} is quantized", where=self._kind, remedy="Name its float weights"
+            )
         here = (theirs.config.get("text_config") or theirs.config).get("vocab_size")
         if here != vocabulary:
             raise StageError(
-                f"the teacher {self.teacher.name} has a vocabulary of {here} tokens and the student one of {vocabulary}",
+                f"the teacher {self.teacher.name} has a vocabulary of {here} tokens and the "
+                f"student one of {vocabulary}",
                 where=self._kind,
                 why="What it says would be about other tokens",
                 remedy="Take a teacher of the same family",
@@ -123,12 +142,15 @@ class Taught(Transform):
             raise StageError(
                 f"the teacher {self.teacher.name if self.teacher else ''} is no model directory yet",
                 where=self._kind,
-                remedy="Make a directory of it with a recipe without stages (`optkit run baseline --model ...`), and name that",
+                remedy="Make a directory of it with a recipe without stages (`optkit run baseline "
+                "--model ...`), and name that",
             )
         return place
 
     def _teacher_directory(self, source: Path, context: Context) -> Path:
-        """Return where the teacher lies; raises StageError where there is none, or its tokenizer is another one than the student's."""
+        """Return where the teacher lies; raises StageError where there is none, or its tokenizer is
+        another one than the student's.
+        """
         directory = self._named_teacher() if self.teacher else context.origin
         if directory is None:
             raise StageError("there is no teacher", where=self._kind, remedy="Name one: `teacher: DIRECTORY`")
@@ -156,18 +178,32 @@ class Taught(Transform):
             trust_remote_code=self.teacher.trust_remote_code if self.teacher else context.trust_remote_code,
         )
 
-    def _teacher(self, source: Path, context: Context, data: TrainingData, rows: list[int], batch_size: int) -> Teacher | None:
-        """Return who is asked during the training; with `top_k` everything that will be asked about these rows is asked now."""
+    def _teacher(
+        self, source: Path, context: Context, data: TrainingData, rows: list[int], batch_size: int
+    ) -> Teacher | None:
+        """Return who is asked during the training; with `top_k` everything that will be asked about
+        these rows is asked now.
+        """
         if not self._has_teacher:
             return None
         if self.top_k is None:
             return self._live_teacher(source, context)
         from optkit.training.answers import KnownTeacher
 
-        about = self._about(source, context) | {"top_k": self.top_k, "temperature": self.temperature, "tokens": data.tokens_digest()}
+        about = self._about(source, context) | {
+            "top_k": self.top_k,
+            "temperature": self.temperature,
+            "tokens": data.tokens_digest(),
+        }
         teacher = KnownTeacher(_shared(context, "answers", about))
         teacher.learn(
-            rows, data.tokens, lambda: self._live_teacher(source, context), self.top_k, self.temperature, batch_size, context.progress
+            rows,
+            data.tokens,
+            lambda: self._live_teacher(source, context),
+            self.top_k,
+            self.temperature,
+            batch_size,
+            context.progress,
         )
         return teacher
 
@@ -179,7 +215,11 @@ class Taught(Transform):
 
         at_once = sequences_at_once(context.device, data.sequence_length)
         prompts = self._prompts(self.generated, data, source, context)
-        about = self._about(source, context) | self.generated.model_dump() | {"seed": context.seed, "length": data.sequence_length}
+        about = (
+            self._about(source, context)
+            | self.generated.model_dump()
+            | {"seed": context.seed, "length": data.sequence_length}
+        )
         about |= {"prompts": data.digest(), "at_once": at_once}
         tokens = generated(
             lambda: self._live_teacher(source, context).model,
@@ -200,10 +240,12 @@ class Taught(Transform):
         count = asked.sequences(data.sequence_length)
         if asked.prompt_tokens:
             rows = torch.tensor(data.training)
-            starts = torch.arange(data.lead, data.sequence_length - asked.prompt_tokens + 1, max(1, asked.prompt_tokens))
-            pairs = torch.randperm(len(rows) * len(starts), generator=torch.Generator().manual_seed(context.seed)).repeat(
-                -(-count // (len(rows) * len(starts)))
-            )[:count]
+            starts = torch.arange(
+                data.lead, data.sequence_length - asked.prompt_tokens + 1, max(1, asked.prompt_tokens)
+            )
+            pairs = torch.randperm(
+                len(rows) * len(starts), generator=torch.Generator().manual_seed(context.seed)
+            ).repeat(-(-count // (len(rows) * len(starts))))[:count]
             columns = starts[pairs % len(starts), None] + torch.arange(asked.prompt_tokens)
             chosen = data.tokens[rows[pairs // len(starts)], :]
             return torch.cat([chosen[:, : data.lead], chosen.gather(1, columns)], dim=1)
@@ -212,14 +254,20 @@ class Taught(Transform):
         tokenizer = load_tokenizer(source, context.trust_remote_code)
         first = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
         if first is None:
-            raise StageError("the tokenizer has no special token to begin with", where=self._kind, remedy="Set `prompt_tokens: 4`")
+            raise StageError(
+                "the tokenizer has no special token to begin with", where=self._kind, remedy="Set `prompt_tokens: 4`"
+            )
         return torch.full((count, 1), first)
 
     def _about(self, source: Path, context: Context) -> dict[str, Any]:
         directory = self._teacher_directory(source, context)
         pinned = self.teacher if self.teacher and self.teacher.revision else pin_model(ModelSource(name=str(directory)))
         precision = getattr(self, "precision", "float32")
-        return {"teacher": self.teacher.name if self.teacher else "", "revision": pinned.revision, "precision": precision}
+        return {
+            "teacher": self.teacher.name if self.teacher else "",
+            "revision": pinned.revision,
+            "precision": precision,
+        }
 
     def _weights(self) -> LossWeights:
         from optkit.training.objective import LossWeights
@@ -228,7 +276,9 @@ class Taught(Transform):
 
 
 def _shared(context: Context, what: str, about: dict[str, Any]) -> SharedPlace:
-    """Return a directory beside the workspaces of all steps, for what other students can use too; one of its own without a store."""
+    """Return a directory beside the workspaces of all steps, for what other students can use too;
+    one of its own without a store.
+    """
     from optkit.training.shared_place import SharedPlace
 
     root = context.workspace.parent if context.workspace else Path(tempfile.mkdtemp(prefix="optkit-"))

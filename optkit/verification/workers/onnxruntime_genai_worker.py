@@ -1,4 +1,6 @@
-"""Open a model directory with ONNX Runtime GenAI: its logits for the tokens of a request, and its own greedy continuation."""
+"""Open a model directory with ONNX Runtime GenAI: its logits for the tokens of a request, and its
+own greedy continuation.
+"""
 
 import json
 import tempfile
@@ -12,16 +14,20 @@ CONFIG = "genai_config.json"
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return the build that has the providers of the model, where it is not installed; on a CPU every build will do."""
+    """Return the build that has the providers of the model, where it is not installed; on a CPU
+    every build will do.
+    """
     wanted = "" if request["device"] == "cpu" else next(iter(_providers(Path(request["directory"]))), "")
     builds = [BUILDS[wanted]] if BUILDS.get(wanted) and wanted else list(BUILDS.values())
     return [] if any(name in versions for name in builds) else builds[:1]
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32.
+    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file
+    that the request names, as raw float32.
 
-    genai_config.json is followed but for two things: its providers where a CPU is asked for, and the token that ends a text.
+    genai_config.json is followed but for two things: its providers where a CPU is asked for, and
+    the token that ends a text.
     """
     import numpy as np
     import onnxruntime_genai as og
@@ -52,7 +58,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _endless(directory: Path, folder: Path) -> Path:
-    """Show a directory in a folder, with a config that names no token that ends a text: the continuation never ends early."""
+    """Show a directory in a folder, with a config that names no token that ends a text: the
+    continuation never ends early.
+    """
     for path in directory.iterdir():
         if path.name != CONFIG:
             (folder / path.name).symlink_to(path)

@@ -1,4 +1,6 @@
-"""Run model.onnx with plain onnxruntime and a loop of its own: logits for the tokens of a request, and a greedy continuation."""
+"""Run model.onnx with plain onnxruntime and a loop of its own: logits for the tokens of a request,
+and a greedy continuation.
+"""
 
 import ctypes
 import json
@@ -17,14 +19,18 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `onnxruntime` where no build of it is installed, `onnxruntime-gpu` where a GPU is asked for and that build is not there."""
+    """Return `onnxruntime` where no build of it is installed, `onnxruntime-gpu` where a GPU is
+    asked for and that build is not there.
+    """
     if request["device"] != "cpu":
         return [] if "onnxruntime-gpu" in versions else ["onnxruntime-gpu"]
     return [] if any(name.startswith("onnxruntime") for name in versions) else ["onnxruntime"]
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32."""
+    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file
+    that the request names, as raw float32.
+    """
     import numpy as np
 
     if "mask" in request:
@@ -38,11 +44,18 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         generated.append(int(last.argmax()))
         if len(generated) < request["new_tokens"]:
             last = model.append(generated[-1:])[-1]
-    return {"device": request["device"], "dtype": model.dtype, "logits_shape": list(logits.shape), "generated": generated}
+    return {
+        "device": request["device"],
+        "dtype": model.dtype,
+        "logits_shape": list(logits.shape),
+        "generated": generated,
+    }
 
 
 def encode(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to the file that the request names."""
+    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to
+    the file that the request names.
+    """
     import numpy as np
     from onnxruntime import OrtValue
 
@@ -61,11 +74,18 @@ def encode(request: dict[str, Any]) -> dict[str, Any]:
     found = _float32(session.run_with_ort_values([output], feeds)[0])
     np.ascontiguousarray(found).tofile(request["logits"])
     kind = _kind(outputs[output].type)
-    return {"device": request["device"], "dtype": NAMES.get(kind, kind), "logits_shape": list(found.shape), "generated": []}
+    return {
+        "device": request["device"],
+        "dtype": NAMES.get(kind, kind),
+        "logits_shape": list(found.shape),
+        "generated": [],
+    }
 
 
 def open_session(directory: Path, device: str) -> Any:
-    """Return an open session of onnxruntime; raises RuntimeError where it falls back to another device."""
+    """Return an open session of onnxruntime; raises RuntimeError where it falls back to another
+    device.
+    """
     import onnxruntime
 
     if device != "cpu":
@@ -83,7 +103,9 @@ class Model:
     """An open session and what it has seen so far."""
 
     def __init__(self, directory: Path, device: str) -> None:
-        """Raises RuntimeError where onnxruntime falls back to another device, ValueError for inputs that no text model has."""
+        """Raises RuntimeError where onnxruntime falls back to another device, ValueError for inputs
+        that no text model has.
+        """
         self._session = open_session(directory, device)
         self._inputs = {each.name: each for each in self._session.get_inputs()}
         outputs = {each.name: each for each in self._session.get_outputs()}
@@ -97,15 +119,21 @@ class Model:
         self._seen: list[int] = []
 
     def append(self, tokens: list[int]) -> Any:
-        """Return the logits after each of some more tokens, float32 [tokens, vocabulary]; without a KV cache all are computed again."""
+        """Return the logits after each of some more tokens, float32 [tokens, vocabulary]; without a
+        KV cache all are computed again.
+        """
         from onnxruntime import OrtValue
 
         self._seen += tokens
         read = tokens if self._presents else self._seen
         feeds = {
-            name: OrtValue.ortvalue_from_numpy(self._numbers(name, len(read), read)) for name in self._inputs if name not in self._past
+            name: OrtValue.ortvalue_from_numpy(self._numbers(name, len(read), read))
+            for name in self._inputs
+            if name not in self._past
         }
-        found = dict(zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds | self._past), strict=True))
+        found = dict(
+            zip(self._outputs, self._session.run_with_ort_values(self._outputs, feeds | self._past), strict=True)
+        )
         self._past = {past: found[present] for past, present in self._presents.items()}
         return _float32(found["logits"])[0, -len(tokens) :]
 
@@ -126,16 +154,23 @@ class Model:
 
 
 def _presents(directory: Path, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, str]:
-    """Return input of the KV cache -> output that takes its place, by genai_config.json, else by the names that exporters give."""
+    """Return input of the KV cache -> output that takes its place, by genai_config.json, else by
+    the names that exporters give.
+    """
     pairs: dict[str, str] = {}
     place = directory / "genai_config.json"
     decoder = json.loads(place.read_text(encoding="utf-8"))["model"].get("decoder", {}) if place.is_file() else {}
     for kind in ("key", "value"):
-        before, after = decoder.get("inputs", {}).get(f"past_{kind}_names"), decoder.get("outputs", {}).get(f"present_{kind}_names")
+        before, after = (
+            decoder.get("inputs", {}).get(f"past_{kind}_names"),
+            decoder.get("outputs", {}).get(f"present_{kind}_names"),
+        )
         if before and after:
             pairs |= {before % layer: after % layer for layer in range(decoder["num_hidden_layers"])}
     if not pairs:
-        pairs = {name: name.replace("past_key_values", "present") for name in inputs if name.startswith("past_key_values")}
+        pairs = {
+            name: name.replace("past_key_values", "present") for name in inputs if name.startswith("past_key_values")
+        }
     lost = [name for name in (*pairs, *pairs.values()) if name not in inputs and name not in outputs]
     if lost:
         raise ValueError(f"the KV cache should have `{lost[0]}`, and the graph has no such input or output")
@@ -143,7 +178,9 @@ def _presents(directory: Path, inputs: dict[str, Any], outputs: dict[str, Any]) 
 
 
 def _empty(port: Any) -> Any:
-    """Return the KV cache of no tokens: the first free dimension is the batch, the others are lengths."""
+    """Return the KV cache of no tokens: the first free dimension is the batch, the others are
+    lengths.
+    """
     from onnxruntime import OrtValue
 
     shape = [size if isinstance(size, int) else int(index == 0) for index, size in enumerate(port.shape)]
@@ -156,7 +193,9 @@ def _kind(text: str) -> str:
 
 
 def _float32(value: Any) -> Any:
-    """Return an OrtValue in main memory as a float32 array; NumPy has no bfloat16, which is the upper half of a float32."""
+    """Return an OrtValue in main memory as a float32 array; NumPy has no bfloat16, which is the
+    upper half of a float32.
+    """
     import numpy as np
 
     if _kind(value.data_type()) != "bfloat16":

@@ -1,4 +1,6 @@
-"""Open a directory with the classes of optimum-onnx (ORTModelForCausalLM and its kin): logits or features, and a greedy continuation."""
+"""Open a directory with the classes of optimum-onnx (ORTModelForCausalLM and its kin): logits or
+features, and a greedy continuation.
+"""
 
 from typing import Any
 
@@ -15,7 +17,8 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens, or why optimum is not made for such a model.
+    """Return device, dtype, shape of the logits and generated tokens, or why optimum is not made
+    for such a model.
 
     The logits go to the file that the request names, as raw float32.
     """
@@ -24,7 +27,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     loader = request.get("loader", "AutoModelForCausalLM")
     name = f"ORTModelFor{HEADS.get(loader) or loader.removeprefix('AutoModelFor')}"
     inputs = inputs_of(request)
-    reason = unknown_config(request) or strange_input(inputs) or ("" if hasattr(classes, name) else f"optimum has no {name}")
+    reason = (
+        unknown_config(request) or strange_input(inputs) or ("" if hasattr(classes, name) else f"optimum has no {name}")
+    )
     if reason:
         return {"not_applicable": reason}
     encodes = "mask" in request
@@ -47,7 +52,10 @@ def inputs_of(request: dict[str, Any]) -> dict[str, list[int | str]]:
     import onnx
 
     graph = onnx.load(f"{request['directory']}/model.onnx", load_external_data=False).graph
-    return {each.name: [axis.dim_value or axis.dim_param for axis in each.type.tensor_type.shape.dim] for each in graph.input}
+    return {
+        each.name: [axis.dim_value or axis.dim_param for axis in each.type.tensor_type.shape.dim]
+        for each in graph.input
+    }
 
 
 def is_cache(name: str) -> bool:
@@ -69,17 +77,24 @@ def unknown_config(request: dict[str, Any]) -> str:
         transformers.AutoConfig.from_pretrained(request["directory"], trust_remote_code=request["trust_remote_code"])
     except (KeyError, ValueError) as error:
         said = str(error).splitlines()[0]
-        return f"transformers {transformers.__version__} does not know the model, and optimum goes with no newer one ({said})"
+        return (
+            f"transformers {transformers.__version__} does not know the model, and optimum goes "
+            f"with no newer one ({said})"
+        )
     return ""
 
 
 def other_cache(model: Any, inputs: dict[str, list[int | str]]) -> str:
-    """Return how the KV cache that optimum starts with differs from the graph's; empty where it does not."""
+    """Return how the KV cache that optimum starts with differs from the graph's; empty where it
+    does not.
+    """
     made = [getattr(model, name, None) for name in ("num_key_value_heads", "embed_size_per_head")]
     for name, shape in inputs.items():
         if is_cache(name) and None not in made and len(shape) == 4 and shape[1::2] != made:
             return (
-                f"ORTModelForCausalLM begins with {made[0]} heads of {made[1]} numbers for a {model.config.model_type}; {name} is {shape}"
+                f"ORTModelForCausalLM begins with {made[0]} heads of {made[1]} numbers for a "
+                f"{model.config.model_type}; "
+                f"{name} is {shape}"
             )
     return ""
 
@@ -94,12 +109,16 @@ def generate(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     logits.numpy().tofile(request["logits"])
     count = request["new_tokens"]
     plain = {"do_sample": False, "num_beams": 1, "pad_token_id": request["tokens"][0]}
-    generated = model.generate(tokens, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, **plain)[0, tokens.shape[1] :]
+    generated = model.generate(tokens, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, **plain)[
+        0, tokens.shape[1] :
+    ]
     return {**facts_of(model, request, logits), "generated": generated.tolist()}
 
 
 def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what an encoder gives for padded texts; the numbers go to the file that the request names."""
+    """Return what an encoder gives for padded texts; the numbers go to the file that the request
+    names.
+    """
     import torch
 
     tokens, mask = (torch.tensor(request[name], device=request["device"]) for name in ("tokens", "mask"))
@@ -110,4 +129,8 @@ def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 def facts_of(model: Any, request: dict[str, Any], logits: Any) -> dict[str, Any]:
     """Return where and in what a model computed, and the shape of what it gave."""
-    return {"device": request["device"], "dtype": str(model.dtype).removeprefix("torch."), "logits_shape": list(logits.shape)}
+    return {
+        "device": request["device"],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "logits_shape": list(logits.shape),
+    }

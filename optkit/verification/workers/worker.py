@@ -2,8 +2,9 @@
 
 python worker.py MODULE REQUEST.json ANSWER.json
 
-MODULE, a file beside this one, has PACKAGES (whose versions are told), `missing(request, versions)` (what is not installed) and
-`answer_to(request)`. The answer is there whole or not at all. stdin stays open for as long as the parent lives.
+MODULE, a file beside this one, has PACKAGES (whose versions are told), `missing(request, versions)`
+(what is not installed) and `answer_to(request)`. The answer is there whole or not at all. stdin
+stays open for as long as the parent lives.
 """
 
 import contextlib
@@ -29,7 +30,9 @@ def versions_of(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """Leave the engine an empty stdin, and end this process and its children when the parent's end of the real one is gone."""
+    """Leave the engine an empty stdin, and end this process and its children when the parent's end
+    of the real one is gone.
+    """
     parent = os.dup(0)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
