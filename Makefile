@@ -1,7 +1,8 @@
-# make run    the small model through recipes/llama_int4.yaml, to its scorecard
-# make storm  what is malformed, damaged, killed, signalled and at work together
-# make test   lint, types, import contracts, tests
-# Both make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
+# make run       the small model through recipes/llama_int4.yaml, to its scorecard
+# make storm     what is malformed, damaged, killed, signalled and at work together
+# make test      lint, types, import contracts, tests
+# make coverage  the tests, and which lines they run: a table, and htmlcov/index.html
+# All make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
 
 # The Python that .venv is made with; choose another with `make run PYTHON=python3.12`.
 PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -11,7 +12,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run test storm clean
+.PHONY: run test coverage storm clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -25,12 +26,15 @@ test: .venv/installed-test
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
+coverage: .venv/installed-test
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --cov --cov-report term:skip-covered --cov-report html
+
 # For one family, repeated: .venv/bin/python -m tests.storm --only kills --cases 10 --seed 3
 storm: .venv/installed-test
 	$(BIN)/python -m tests.storm
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@echo "The store of finished steps stays. To see or delete it: optkit store show, optkit store prune --all"
 
 .venv/torch: constraints.txt

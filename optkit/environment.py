@@ -1,5 +1,6 @@
-"""What the numbers were measured on: versions, device, driver, memory, cores. Torch is imported
-only to describe a GPU.
+"""What the numbers were measured on: versions, device, driver, memory, cores.
+
+Torch is imported only to describe a GPU.
 """
 
 from __future__ import annotations

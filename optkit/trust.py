@@ -1,5 +1,5 @@
-"""Whose code may run: what an artifact has of it, and that only whoever opens it can allow it, by
-the command line or a recipe.
+"""Whose code may run: what an artifact has of it, and who allows it (the command line or a recipe
+alone).
 
 What an artifact's own optkit.json says of trust is never an answer; it is a reason to ask.
 """

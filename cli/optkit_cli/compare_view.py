@@ -1,6 +1,4 @@
-"""Several scorecards on the terminal: a column for each artifact where they fit, else a line for
-each.
-"""
+"""Several scorecards on the terminal: a column for each artifact if they fit, else a line for each."""
 
 from __future__ import annotations
 

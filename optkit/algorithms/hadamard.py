@@ -1,5 +1,5 @@
-"""Orthogonal rotations of any size: a randomized Hadamard matrix where one is known, applied
-without ever being formed.
+"""Orthogonal rotations of any size: a randomized Hadamard matrix if one is known, applied without
+ever being formed.
 
 A Hadamard matrix spreads every coordinate over all others, so that rotated weights have no outliers
 (QuaRot, arXiv:2404.00456). Sizes factor into a power of two (Sylvester, by the fast Walsh-Hadamard

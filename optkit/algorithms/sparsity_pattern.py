@@ -1,4 +1,7 @@
-"""The pattern n:m: of every m neighbouring inputs of an output, n stay. No torch is needed."""
+"""The pattern n:m: of every m neighbouring inputs of an output, n stay.
+
+No torch is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fill an environment: the installed torch linked in, and a library's pinned requirements; with uv
-where it is there, else pip.
+"""Fill an environment: the installed torch linked in, and a library's pinned requirements, with uv
+if it is there, else pip.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Types of the fields of stages and evals, with limits that anything which can be meant keeps, so
-that the rest is refused where it is written and not hours later."""
+"""Types of the fields of stages and evals, with limits: what cannot be meant is refused where it is
+written, not hours later.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What an exception says of a limit of the machine: memory, disk, the size of a file. Libraries say
-it in many ways.
+"""What an exception says of a limit of the machine: memory, disk, the size of a file.
+
+Libraries say it in many ways.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Uncertainty of measured numbers: means with t intervals, ratios, shares and quantiles with
-theirs. All intervals are 95%.
+theirs, all of 95%.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How much of the cores that this process may run on others used meanwhile: a timing that they
-spoiled is known without a look at it.
+"""How much of the cores that this process may run on others used meanwhile, so that spoiled timings
+are known.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""AutoAWQ's GEMM layout: 4-bit codes with zero points, as vLLM and transformers read them. No torch
-is needed to describe it.
+"""AutoAWQ's GEMM layout: 4-bit codes with zero points, as vLLM and transformers read them.
+
+No torch is needed.
 """
 
 from __future__ import annotations

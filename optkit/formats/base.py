@@ -1,5 +1,7 @@
 """How one quantized linear layer lies on disk, and what config.json says about a model of such
-layers. No torch is needed.
+layers.
+
+No torch is needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""How linear layers lie in a bitsandbytes checkpoint (0.50), and what config.json says about it. No
-torch is needed.
+"""How linear layers lie in a bitsandbytes checkpoint (0.50), and what config.json says about it.
+
+No torch is needed.
 
     4 bits (nf4, fp4)
         weight                          uint8 [ceil(out * in / 2), 1]: two codes a byte, blocks of 64 weights,

@@ -1,5 +1,5 @@
-"""A turn of timed evals in a Python process of its own, which opens the model, measures it and
-ends: nothing of before is in its numbers.
+"""A turn of timed evals in a Python process of its own, so that nothing of before is in its
+numbers.
 
 What this process has left behind (memory that an allocator keeps, compiled code, settings of
 libraries) would be in the timings and in the peak of memory. The other one is told what to do by a

@@ -1,5 +1,6 @@
-"""A LoRA adapter that lies beside the weights which it was trained on, in `adapter/`, as peft
-writes it. No torch is needed to describe it.
+"""A LoRA adapter beside the weights that it was trained on, in `adapter/`, as peft writes it.
+
+No torch is needed to describe it.
 
     adapter/adapter_config.json         rank and scale, with exceptions for single layers
     adapter/adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [rank, in],

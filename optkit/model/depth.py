@@ -1,5 +1,7 @@
 """A model with fewer decoder blocks: what its tensors are called, and what config.json says of each
-block. No torch.
+block.
+
+No torch is needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Which parts of a model lie on the GPU, which in main memory and which on disk: decided from sizes
-alone, by plans and openings alike.
+"""Which parts of a model lie on the GPU, in main memory and on disk, decided from sizes alone.
+
+Plans and openings decide alike.
 """
 
 from __future__ import annotations

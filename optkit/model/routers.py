@@ -1,5 +1,7 @@
-"""Which layers are routers: they decide where tokens go, are tiny, and are best left in full
-precision. No torch is needed to tell.
+"""Which layers are routers, which decide where tokens go, are tiny, and are best left in full
+precision.
+
+No torch is needed to tell.
 """
 
 from __future__ import annotations

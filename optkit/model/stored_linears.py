@@ -1,5 +1,7 @@
 """The linear layers of the decoder blocks of a checkpoint, packed or not, as far as names and
-shapes tell. No torch.
+shapes tell.
+
+No torch is needed.
 """
 
 from __future__ import annotations

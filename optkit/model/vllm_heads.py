@@ -1,5 +1,7 @@
-"""Where vLLM takes another size of heads than config.json says, so that it cannot run a model that
-transformers opens. No torch.
+"""Models that transformers opens and vLLM cannot run, because it takes another size of heads than
+config.json says.
+
+No torch is needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The weights of a model by what a token does with them, counted from the headers of its files:
-bytes as they lie, and logical elements.
+"""The weights of a model by what a token does with them, in bytes and in elements, counted from its
+files' headers.
 """
 
 from __future__ import annotations

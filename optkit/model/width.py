@@ -1,5 +1,7 @@
-"""How wide the parts of a model are, which axis of which tensor is as wide, and a narrower model's
-shapes and config.json. No torch.
+"""How wide a model's parts are, which axis of which tensor is as wide, and a narrower model's
+config.json.
+
+No torch is needed.
 
 Tensors are known by their last names (`q_proj`, `c_fc`); their sizes must be those that the config
 says, or the model is refused.

@@ -1,5 +1,4 @@
-"""Run a part of a model with the output of one of its layers multiplied by powers of two, and see
-which weights get exactly that.
+"""Which layers read the output of another one, seen by multiplying it by powers of two.
 
 The output of the layer in question, the producer, is replaced by random numbers, once as they are
 and then multiplied channel by channel by powers of two, which no float format rounds. A layer whose

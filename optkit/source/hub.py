@@ -1,5 +1,5 @@
-"""Repositories of the Hugging Face hub: a revision becomes a commit, and the hub's own cache is
-where files are looked for first.
+"""Repositories of the Hugging Face hub: a revision becomes a commit, and files are looked for in
+the hub's own cache first.
 """
 
 from __future__ import annotations

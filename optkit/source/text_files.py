@@ -1,5 +1,5 @@
-"""Read local texts: .txt, .jsonl and the raw WikiText files; every complaint names the file and,
-where there is one, the line.
+"""Read local texts: .txt, .jsonl and the raw WikiText files; every complaint names the file and, if
+there is one, the line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""How many optimizer steps a budget of tokens is, and whether texts have the tokens for it. No
-torch is needed.
+"""How many optimizer steps a budget of tokens is, and whether texts have the tokens for it.
+
+No torch is needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The peak memory of a training on one of its devices, predicted from shapes alone. No torch is
-needed.
+"""The peak memory of a training on one of its devices, predicted from shapes alone.
+
+No torch is needed.
 
 Counted is what `optkit.training.loop` and `objective` hold: float32 weights, gradients and AdamW
 states, the casts that autocast keeps of weights until the backward pass, what each block keeps for

@@ -1,5 +1,6 @@
-"""What a training minimizes, as one module: the student, the losses and their weights. Logits are
-computed for some positions at a time.
+"""What a training minimizes, as one module: the student, the losses and their weights.
+
+Logits are computed for some positions at a time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a training leaves in the scorecard: its loss curve, speed, memory and energy. No torch is
-needed.
+"""What a training leaves in the scorecard: its loss curve, speed, memory and energy.
+
+No torch is needed.
 """
 
 from __future__ import annotations

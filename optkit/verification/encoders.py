@@ -1,5 +1,5 @@
-"""What optkit's own session makes of a few texts where the model is an encoder, and how near an
-engine comes to it.
+"""What optkit's own session makes of a few texts if the model is an encoder, and how near an engine
+comes to it.
 """
 
 from __future__ import annotations

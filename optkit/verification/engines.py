@@ -1,5 +1,5 @@
-"""Ask an engine, in a process of its own, to open a model directory: which interpreter, which
-worker, and every way in which it can end.
+"""Ask an engine, in a process of its own, to open a model directory, and tell each way in which it
+can end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Verify an artifact: its files, then, where these are whole, what each installed engine makes of
-them beside optkit's own session.
+"""Verify an artifact: its files, then, if these are whole, what each installed engine makes of them
+beside optkit.
 """
 
 from __future__ import annotations

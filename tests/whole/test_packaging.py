@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -44,6 +45,7 @@ def test_the_wheel_holds_the_three_packages_whole(wheel: set[str]) -> None:
         sources = {path.relative_to((ROOT / folder).parent).as_posix() for path in (ROOT / folder).rglob("*.py")}
         assert sources
         assert sources <= wheel
+        assert f"{Path(folder).name}/py.typed" in wheel
 
 
 def test_the_wheel_holds_the_recipes(wheel: set[str]) -> None:
@@ -71,6 +73,13 @@ def test_the_version_is_said_once() -> None:
     assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def constraints() -> list[tuple[str, str]]:
+    """Return the names and versions of constraints.txt, in its order."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return [(name, version) for name, version in pins]
+
+
 def names_of(requirements: list[str]) -> set[str]:
     return {canonical(re.split(r"[\s<>=!~;\[]", requirement)[0]) for requirement in requirements}
 
@@ -80,23 +89,44 @@ def canonical(name: str) -> str:
 
 
 def test_constraints_pin_everything_that_the_tests_use() -> None:
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if line and not line.startswith("#")
-    ]
-    pinned = dict(line.split("==") for line in lines)
+    lines = constraints()
+    pinned = dict(lines)
     assert len(pinned) == len(lines)
     extras = PROJECT["optional-dependencies"]
     wanted = names_of([*PROJECT["dependencies"], *extras["test"], *extras["demo"], *extras["hub"]]) - {"optkit"}
     assert wanted <= {canonical(name) for name in pinned}
 
 
+def test_pre_commit_checks_with_the_same_versions() -> None:
+    """ruff by its tag; what reads the installed packages runs in .venv, which constraints.txt fills."""
+    repos = YAML(typ="safe").load(ROOT / ".pre-commit-config.yaml")["repos"]
+    tags = {repo["repo"].rpartition("/")[2]: repo["rev"] for repo in repos if repo["repo"] != "local"}
+    assert tags == {"ruff-pre-commit": f"v{dict(constraints())['ruff']}"}
+    entries = [hook["entry"] for repo in repos if repo["repo"] == "local" for hook in repo["hooks"]]
+    assert entries == [".venv/bin/mypy", ".venv/bin/lint-imports"]
+
+
+def test_workflows_call_what_a_checkout_calls() -> None:
+    jobs = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]
+    (job,) = jobs.values()
+    called = [step["run"].split()[:2] for step in job["steps"] if "run" in step]
+    assert called == [["make", "test"], ["make", "run"]]
+    said = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if each.startswith("Programming Language")]
+    assert job["strategy"]["matrix"]["python"] == said
+
+
+def test_a_release_is_built_checked_and_then_published() -> None:
+    jobs = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "release.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "permissions" not in jobs["build"]
+    assert any(step.get("run", "").startswith("make test") for step in jobs["build"]["steps"])
+
+
 def test_constraints_lie_within_the_ranges() -> None:
     from packaging.requirements import Requirement
 
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {canonical(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+    pinned = {canonical(name): version for name, version in constraints()}
     extras = PROJECT["optional-dependencies"]
     for text in [*PROJECT["dependencies"], *(each for extra in extras.values() for each in extra)]:
         need = Requirement(text)

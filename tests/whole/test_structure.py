@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("optkit", "cli", "evals")
 LONGEST = 420
+LONGEST_SENTENCE = 25
+"""In words."""
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py"))
 
 
 def modules(folder: Path) -> list[Path]:
@@ -46,7 +56,39 @@ def test_every_stage_and_setting_is_registered_by_its_file() -> None:
 
 
 def test_no_file_is_too_long_to_be_read_at_once() -> None:
-    for folder in ("optkit", "cli", "evals"):
-        for path in (ROOT / folder).rglob("*.py"):
-            lines = len(path.read_text(encoding="utf-8").splitlines())
-            assert lines <= LONGEST, f"{path.relative_to(ROOT)} has {lines} lines"
+    for path in sources():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= LONGEST, f"{path.relative_to(ROOT)} has {lines} lines"
+
+
+def test_every_module_says_in_a_sentence_what_it_offers() -> None:
+    for path in sources():
+        said = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+        words = said.split()
+        assert 0 < len(words) <= LONGEST_SENTENCE, f"{path.relative_to(ROOT)} says: {said}"
+        assert not re.search(r"[.!?]\s+[A-Z]", said), f"{path.relative_to(ROOT)} begins with several sentences: {said}"
+
+
+def test_the_architecture_page_shows_the_tree_in_its_layers() -> None:
+    """A line is `number  name  sentence`; a folder's name ends with a slash."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^ ?(\d+)  (\w+/?)  +(\S.*)$", page, re.MULTILINE)
+    there = {f"{path.parent.name}/" for path in (ROOT / "optkit").glob("*/__init__.py")}
+    assert {name for _, name, _ in shown} == there | {path.stem for path in modules(ROOT / "optkit")}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(contract["layers"] for contract in contracts if contract.get("containers") == ["optkit"])
+    assert [
+        {name.rstrip("/") for _, name, _ in level} for _, level in groupby(shown, key=lambda line: int(line[0]))
+    ] == [set(re.split(r"\s*[|:]\s*", layer)) for layer in layers]
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_prose_is_short(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for paragraph in re.split(r"\n\n|\n- |^#+ .*", prose, flags=re.MULTILINE):
+        for sentence in re.split(r"[.;:!?]\s+", paragraph):
+            assert len(sentence.split()) <= LONGEST_SENTENCE, sentence

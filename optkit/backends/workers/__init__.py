@@ -1,3 +1,3 @@
-"""One script per library. They run in the library's environment, where there is no optkit: nothing
-of optkit is imported here.
+"""One script per library, run in the library's environment, where there is no optkit: nothing of
+optkit is imported here.
 """

@@ -1,5 +1,7 @@
-"""How a launch of `linear.cu` goes over a matrix, by the shape, the rows of x and the shared memory
-that a block may have. Needs no GPU.
+"""How a launch of `linear.cu` goes over a matrix, by its shape, the rows of x and the shared memory
+of a block.
+
+Needs no GPU.
 """
 
 from __future__ import annotations

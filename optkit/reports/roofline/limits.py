@@ -1,5 +1,5 @@
-"""The limits that a roof sets to a model's work: a phase takes at least as long as its bytes, and
-at least as long as its operations.
+"""The limits of a model's work on a device: a phase takes at least the time of its bytes, and of
+its operations.
 
 seconds = max(bytes / bandwidth, sum over dtypes of operations / rate)
 """

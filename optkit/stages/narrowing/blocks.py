@@ -1,6 +1,4 @@
-"""Write a narrower model block by block: choose what is left of each, let its readers make up for
-the rest, go on with what that gives.
-"""
+"""Write a narrower model block by block, each fitted to the outputs of those before it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The fields of `prune_structured` that say how wide the model is afterwards, and the widths that
-no model can have. No torch.
+no model can have.
+
+No torch is needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How sparse each layer becomes where not all become equally so: by the outliers of its block
-(OWL), or by what its zeros change.
+"""How sparse each layer becomes if they are not all alike: by the outliers of its block (OWL), or
+by what its zeros change.
 """
 
 from __future__ import annotations

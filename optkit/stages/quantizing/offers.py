@@ -1,5 +1,5 @@
-"""What other libraries make of a stage's fields: which they honour, with which values, and what
-they take where a recipe does not say.
+"""What other libraries make of a stage's fields: which they honour, with which values, and their
+own defaults.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Which forms a layer may take, what they cost in bytes, and what a budget leaves for them. No
-torch is needed.
+"""Which forms a layer may take, what they cost in bytes, and what a budget leaves for them.
+
+No torch is needed.
 """
 
 from __future__ import annotations

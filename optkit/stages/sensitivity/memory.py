@@ -1,5 +1,6 @@
-"""What measuring the sensitivity of a model's layers takes in memory, from shapes alone. No torch
-is needed.
+"""What measuring the sensitivity of a model's layers takes in memory, from shapes alone.
+
+No torch is needed.
 """
 
 from __future__ import annotations
