@@ -250,6 +250,8 @@ class Eval(Frozen):
     measure differently.
     """
 
+    kind: ClassVar[str] = ""
+    """How recipes and messages call it: the name of its entry point, as for a stage."""
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})

@@ -7,7 +7,6 @@ module, like every stage module, imports no torch at import time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -88,6 +87,10 @@ class Report:
 class Stage(Frozen):
     """A step of a recipe. `version` is raised when equal fields begin to give different output."""
 
+    kind: ClassVar[str] = ""
+    """How recipes, messages and scorecards call it: the name of its entry point, which fills it in
+    if a plug-in's class says nothing.
+    """
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond optkit's own dependencies, as given to `pip install`, e.g.
@@ -236,7 +239,7 @@ class Setting(Stage):
         """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on
         cpu (devices: cuda)`.
         """
-        return f"{type(self).__name__.lower()}: {self.model_dump(mode='json')}"
+        return f"{self.kind}: {self.model_dump(mode='json')}"
 
 
 def exclusion(settings: Sequence[Setting], device: str) -> tuple[int, int, str] | None:
@@ -253,11 +256,6 @@ def check_together(settings: Sequence[Setting], device: str) -> None:
     """Raise StageError where two settings exclude each other on a device."""
     if found := exclusion(settings, device):
         first, second, why = found
-        one, other = (_kind(settings[place]) for place in (first, second))
+        one, other = settings[first].kind, settings[second].kind
         remedy = "Take one of the two out of the recipe"
         raise StageError(f"{one} and {other} exclude each other", where=other, why=why, remedy=remedy)
-
-
-def _kind(setting: Setting) -> str:
-    """Return how recipes call a setting, e.g. `kv_cache`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(setting).__name__).lower()

@@ -30,6 +30,7 @@ class Divergence(WindowedText, Eval):
     anew.
     """
 
+    kind: ClassVar[str] = "divergence"
     version: ClassVar[int] = 2
     draws: ClassVar[bool] = False
     compares: ClassVar[bool] = True

@@ -30,6 +30,7 @@ class Embedding(SentenceText, Eval):
     embeddings, that are among the 10 nearest by the model's.
     """
 
+    kind: ClassVar[str] = "embedding"
     draws: ClassVar[bool] = False
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True

@@ -60,6 +60,7 @@ class Encoding(TimedEval):
     encoder that gives features the pooling.
     """
 
+    kind: ClassVar[str] = "encoding"
     tasks: ClassVar[frozenset[Task]] = ENCODING
     version: ClassVar[int] = 2
     metrics: ClassVar[Mapping[str, str]] = {

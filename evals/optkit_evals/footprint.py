@@ -44,6 +44,7 @@ class Footprint(Eval):
     Of a pruned float checkpoint also the share of zeros, which saves no bytes.
     """
 
+    kind: ClassVar[str] = "footprint"
     version: ClassVar[int] = 4
     draws: ClassVar[bool] = False
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK

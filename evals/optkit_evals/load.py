@@ -40,6 +40,7 @@ class Load(TimedEval):
     (DistServe, https://arxiv.org/abs/2401.09670).
     """
 
+    kind: ClassVar[str] = "load"
     version: ClassVar[int] = 3
     metrics: ClassVar[Mapping[str, str]] = UNITS
 

@@ -30,6 +30,7 @@ class Perplexity(WindowedText, Eval):
     neighbours correlate.
     """
 
+    kind: ClassVar[str] = "perplexity"
     version: ClassVar[int] = 2
     draws: ClassVar[bool] = False
     attributed: ClassVar[bool] = True

@@ -43,6 +43,7 @@ class Roofline(Throughput):
     the same names.
     """
 
+    kind: ClassVar[str] = "roofline"
     version: ClassVar[int] = 200 + Throughput.version
     reads_weights: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {**Throughput.metrics, **LIMITS}

@@ -37,6 +37,7 @@ class Sensitivity(WindowedText, Eval):
     do, and so the sum says nothing about it.
     """
 
+    kind: ClassVar[str] = "sensitivity"
     compares: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = True
     layers_alone: ClassVar[bool] = True

@@ -35,6 +35,7 @@ class Speculation(WindowedText, TimedEval):
     speculative decoding.
     """
 
+    kind: ClassVar[str] = "speculation"
     version: ClassVar[int] = 2
     draws: ClassVar[bool] = False
     metrics: ClassVar[Mapping[str, str]] = UNITS

@@ -79,6 +79,7 @@ class Throughput(TimedEval):
     energy, achieved bandwidth.
     """
 
+    kind: ClassVar[str] = "throughput"
     version: ClassVar[int] = 6
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",

@@ -84,7 +84,7 @@ def measure_apart(
         said = _listen(messages, context.progress)
         if said is None:
             stopping.check()
-            raise _ended(process.wait(END_S), ", ".join(type(each).__name__.lower() for each in evals))
+            raise _ended(process.wait(END_S), ", ".join(each.kind for each in evals))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
     return [_answer(each) for each in said]

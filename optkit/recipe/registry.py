@@ -5,6 +5,8 @@ A plug-in package adds its own with an entry point, in the same form as the buil
 
     [project.entry-points."optkit.stages"]
     smooth = "my_package.smooth:Smooth"
+
+The name of the entry point is the class's `kind`; it is filled in if the class has none.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ STAGES = {
     "qat": "optkit.stages.qat:Qat",
     "rotate": "optkit.stages.rotate:Rotate",
     "rtn": "optkit.stages.rtn:Rtn",
-    "smoothquant": "optkit.stages.smoothquant:Smoothquant",
+    "smoothquant": "optkit.stages.smoothquant:SmoothQuant",
     "speculative": "optkit.settings.speculative:Speculative",
     "tensor_parallel": "optkit.settings.tensor_parallel:TensorParallel",
 }
@@ -190,5 +192,18 @@ def _load(role: str, kind: str, bases: tuple[type[Base], ...]) -> type[Base]:
     if not (isinstance(loaded, type) and issubclass(loaded, bases)):
         raise OptkitError(
             f"the {role} '{kind}' ({_text(known[kind])}) is no {' or '.join(base.__name__ for base in bases)} of optkit"
+        )
+    return _named(loaded, kind, role, known[kind])
+
+
+def _named(loaded: type[Base], kind: str, role: str, origin: Origin) -> type[Base]:
+    """Return a class that says its kind; that of another class is not inherited."""
+    if (own := vars(loaded).get("kind")) is None:
+        loaded.kind = kind
+    elif own != kind:
+        raise OptkitError(
+            f"the {role} '{kind}' ({_text(origin)}) calls itself '{own}'",
+            why="Messages and scorecards would use another name than recipes",
+            remedy=f'Set `kind = "{kind}"` in its class, or rename the entry point',
         )
     return loaded

@@ -87,7 +87,7 @@ def open_session(
     graph_only = [setting for setting in settings if setting.accepts == {Format.ONNX}]
     if graph_only:
         raise StageError(
-            f"{type(graph_only[0]).__name__} is for ONNX models",
+            f"{graph_only[0].kind} is for ONNX models",
             where=str(directory),
             remedy="Take it out of the recipe",
         )
@@ -147,7 +147,7 @@ def _open_onnx(
     torch_only = [setting for setting in settings if Format.ONNX not in setting.accepts]
     if torch_only:
         raise StageError(
-            f"{type(torch_only[0]).__name__.lower()} cannot be applied to ONNX",
+            f"{torch_only[0].kind} cannot be applied to ONNX",
             where=str(directory),
             why="It changes a model of torch, and ONNX Runtime runs the graph as it is",
             remedy="Take it out of the recipe",

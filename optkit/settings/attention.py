@@ -32,6 +32,7 @@ class Attention(Setting):
     artifact does not.
     """
 
+    kind: ClassVar[str] = "attention"
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "implementation"
 

@@ -31,6 +31,7 @@ class Compile(Setting):
     What was compiled is kept between processes, in torch's own cache (`$TORCHINDUCTOR_CACHE_DIR`).
     """
 
+    kind: ClassVar[str] = "compile"
     shorthand: ClassVar[str] = "mode"
 
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"

@@ -22,6 +22,7 @@ class CudaGraphs(Setting):
     CPU nothing changes.
     """
 
+    kind: ClassVar[str] = "cuda_graphs"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:

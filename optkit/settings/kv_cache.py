@@ -24,6 +24,7 @@ class KvCache(Setting):
     floats with every token; with `compile` they lie in a static cache.
     """
 
+    kind: ClassVar[str] = "kv_cache"
     exact: ClassVar[bool] = False
     version: ClassVar[int] = 2
     shorthand: ClassVar[str] = "dtype"

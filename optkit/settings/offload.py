@@ -36,6 +36,7 @@ class Offload(Setting):
     `cpu_memory` stay on disk.
     """
 
+    kind: ClassVar[str] = "offload"
     version: ClassVar[int] = 2
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     places_weights: ClassVar[bool] = True

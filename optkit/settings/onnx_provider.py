@@ -22,6 +22,7 @@ class OnnxProvider(Setting):
     none has a kernel for run on the CPU.
     """
 
+    kind: ClassVar[str] = "onnx_provider"
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
 

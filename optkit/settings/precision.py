@@ -26,6 +26,7 @@ class Precision(Setting):
     `cast` also stores the weights so.
     """
 
+    kind: ClassVar[str] = "precision"
     shorthand: ClassVar[str] = "mode"
     exact: ClassVar[bool] = False
 

@@ -5,7 +5,7 @@ forward pass.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,8 @@ class Speculative(Setting):
     https://arxiv.org/abs/2211.17192 (greedy); LayerSkip, https://arxiv.org/abs/2404.16710; prompt
     lookup: https://github.com/apoorvumang/prompt-lookup-decoding
     """
+
+    kind: ClassVar[str] = "speculative"
 
     draft: ModelSource | None = None
     """A small model with the same vocabulary, as a directory or a hub id that is downloaded

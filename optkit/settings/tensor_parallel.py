@@ -42,6 +42,7 @@ class TensorParallel(Setting):
     https://huggingface.co/docs/transformers/perf_infer_gpu_multi
     """
 
+    kind: ClassVar[str] = "tensor_parallel"
     shorthand: ClassVar[str] = "devices"
     requires: ClassVar[tuple[str, ...]] = ("transformers>=5.17",)
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})

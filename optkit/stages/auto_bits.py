@@ -81,6 +81,7 @@ class AutoBits(Transform):
     best single form that fits the budget, and the better of the two is kept.
     """
 
+    kind: ClassVar[str] = "auto_bits"
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
 

@@ -5,7 +5,7 @@ finely, then round to nearest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -38,6 +38,8 @@ class Awq(InputScaling, Backed, WeightQuantizer):
     block, so the model has no new layer. They are searched with the second moments of the inputs,
     which are gathered once a block. At most one block is in memory.
     """
+
+    kind: ClassVar[str] = "awq"
 
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a
@@ -80,16 +82,16 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         if transposed:
             raise StageError(
                 f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
-                where=self._kind,
+                where=self.kind,
                 why="compressed-tensors and awq hold Linear layers only",
                 remedy="Put `- awq_scale` in front of `- gptq: {format: gptq}`",
             )
         if self.format == AWQ:
-            refuse_unfit_for_awq(layers, formats, self._kind)
-            refuse_uneven_groups(layers, next(iter(formats.values())).group_size, self._kind)  # type: ignore[attr-defined]
-            refuse_some_experts(selection, formats, self._kind)
+            refuse_unfit_for_awq(layers, formats, self.kind)
+            refuse_uneven_groups(layers, next(iter(formats.values())).group_size, self.kind)  # type: ignore[attr-defined]
+            refuse_some_experts(selection, formats, self.kind)
         else:
-            refuse_unfit(selection, formats, self._kind)
+            refuse_unfit(selection, formats, self.kind)
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:
         device, skeleton = job.context.device, job.skeleton
@@ -114,7 +116,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
             skeleton.load_(block.name, device)
             grids = {name: packed_grid(job, name) for name in job.modules(index)}
             calibrated = {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}
-            scaled = scaler.scale_(index, calibrated, "nearest", self._kind)
+            scaled = scaler.scale_(index, calibrated, "nearest", self.kind)
             quantized = self._quantize_block(job, index, grids, scaled)
             if index + 1 < len(skeleton.blocks) or job.head:
                 scaler.advance_(index)

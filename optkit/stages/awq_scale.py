@@ -34,6 +34,7 @@ class AwqScale(InputScaling, Transform):
     the most. The grid is the one that the scales are searched for: that of the quantizer.
     """
 
+    kind: ClassVar[str] = "awq_scale"
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
 

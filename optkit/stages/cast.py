@@ -28,6 +28,7 @@ SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class Cast(Transform):
     """Store every float tensor as `dtype`; integers and float8 stay as they are."""
 
+    kind: ClassVar[str] = "cast"
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "dtype"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.stages.teaching.stage import Trained
 
@@ -17,6 +17,8 @@ class Distill(Trained):
     Hinton et al. 2015, https://arxiv.org/abs/1503.02531; for pruned language models Muralidharan et
     al. 2024 (Minitron), https://arxiv.org/abs/2407.14679.
     """
+
+    kind: ClassVar[str] = "distill"
 
     keep_zeros: bool | None = None
     """Let pruned weights stay zeros; left out, in the matrices of which at least a quarter is zero."""

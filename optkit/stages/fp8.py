@@ -26,6 +26,7 @@ class Fp8(EightBitQuantizer):
     bfloat16, no text needed.
     """
 
+    kind: ClassVar[str] = "fp8"
     version: ClassVar[int] = 3
     number: ClassVar[Number] = "float"
 
@@ -83,7 +84,7 @@ class Fp8(EightBitQuantizer):
                 f"{uneven[0].outputs} x {uneven[0].inputs} weights: not both are multiples of {BLOCK}{others}",
                 where=uneven[0].name,
                 why="transformers and vLLM open whole blocks only",
-                remedy=f"Set {self._kind}.scales to channel, or exclude the layers",
+                remedy=f"Set {self.kind}.scales to channel, or exclude the layers",
             )
 
     def _blocks(self, job: Job) -> Iterator[BlockOutput]:

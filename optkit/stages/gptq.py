@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,8 @@ class Gptq(Backed, WeightQuantizer):
     At most one decoder block and the hidden states of the calibration text are in memory. Scales
     are static, so `activation_order` costs nothing when the model runs.
     """
+
+    kind: ClassVar[str] = "gptq"
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""

@@ -4,7 +4,7 @@ bits; no calibration.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.field_types import NonNegative
 from optkit.errors import StageError
@@ -20,6 +20,8 @@ class Int8(BitsAndBytesQuantizer):
     """Store weights in 8 bits with bitsandbytes and multiply by LLM.int8() (arXiv:2208.07339):
     large inputs stay in 16 bits.
     """
+
+    kind: ClassVar[str] = "int8"
 
     threshold: NonNegative = 6.0
     """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in

@@ -44,6 +44,7 @@ class KvScales(Transform):
     behind the one that quantizes.
     """
 
+    kind: ClassVar[str] = "kv_scales"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.QUANTIZED
 

@@ -45,6 +45,7 @@ class LoraRecover(Trained):
     serves it as a LoRA.
     """
 
+    kind: ClassVar[str] = "lora_recover"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     requires: ClassVar[tuple[str, ...]] = ("peft>=0.18",)
     version: ClassVar[int] = 3

@@ -76,6 +76,8 @@ class Mx(LayerQuantizer):
     stay as they are.
     """
 
+    kind: ClassVar[str] = "mx"
+
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with
     powers of two, 4.25 bits a weight.
@@ -89,12 +91,12 @@ class Mx(LayerQuantizer):
         """Quantize block by block; raises what every quantizer raises, and StageError where the
         model is not in bfloat16.
         """
-        _refuse_other_dtypes(Checkpoint(source).shape, self._kind)
+        _refuse_other_dtypes(Checkpoint(source).shape, self.kind)
         return super().run(source, target, context)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate."""
-        _refuse_other_dtypes(shape, self._kind)
+        _refuse_other_dtypes(shape, self.kind)
         return super().predict(shape, device)
 
     def _format(self, layer: Layer) -> Microscaled:
@@ -105,15 +107,15 @@ class Mx(LayerQuantizer):
         _refuse_any(
             [layer.name for layer in layers if layer.transposed],
             "are Conv1D",
-            where=self._kind,
+            where=self.kind,
             why="transformers opens compressed-tensors for Linear layers only",
             remedy="Use the stage nf4, or gptq with format: gptq",
         )
-        refuse_some_experts(selection, formats, self._kind)
+        refuse_some_experts(selection, formats, self.kind)
         _refuse_any(
             [layer.name for layer in layers if EXPERTS in layer.name and self.type == "nvfp4"],
             "belong to experts",
-            where=f"{self._kind}.type",
+            where=f"{self.kind}.type",
             why="transformers opens experts in nvfp4 without their global scales, which is wrong",
             remedy="Set type: mxfp4, or exclude *.experts.*",
         )
@@ -122,7 +124,7 @@ class Mx(LayerQuantizer):
         _refuse_any(
             [layer.name for layer in wrong],
             f"have columns ({wrong[0].inputs if wrong else 0}) that are not a multiple of {block}",
-            where=f"{self._kind}.type",
+            where=f"{self.kind}.type",
             why=f"Blocks of {self.type} are {block} inputs wide",
             remedy="Exclude them"
             + ("" if any(layer.inputs % BLOCKS["nvfp4"] for layer in layers) else ", or set type: nvfp4"),

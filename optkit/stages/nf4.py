@@ -5,7 +5,7 @@ calibration, seconds of work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.formats.base import LayerFormat
 from optkit.formats.bitsandbytes import FourBit
@@ -20,6 +20,8 @@ class Nf4(BitsAndBytesQuantizer):
     """Store weights in 4 bits with bitsandbytes: NormalFloat (NF4, arXiv:2305.14314) in blocks of
     64, the start of a QLoRA.
     """
+
+    kind: ClassVar[str] = "nf4"
 
     type: Literal["nf4", "fp4"] = "nf4"
     """`nf4`: values at the quantiles of a normal distribution, as weights have. `fp4`: 4-bit

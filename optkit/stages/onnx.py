@@ -48,6 +48,7 @@ class Onnx(Transform):
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
     """
 
+    kind: ClassVar[str] = "onnx"
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.ONNX

@@ -42,6 +42,7 @@ class OnnxOptimize(Transform):
     its graph can be looked at.
     """
 
+    kind: ClassVar[str] = "onnx_optimize"
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX

@@ -51,6 +51,7 @@ class OnnxQuantize(Transform):
     method here, and `onnx` passes them on.
     """
 
+    kind: ClassVar[str] = "onnx_quantize"
     tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX

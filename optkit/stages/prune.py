@@ -42,6 +42,7 @@ class Prune(Transform):
     smaller: the scorecard says what it takes.
     """
 
+    kind: ClassVar[str] = "prune"
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
 

@@ -68,6 +68,7 @@ class PruneStructured(WidthFields, Transform):
     parts that it was made of.
     """
 
+    kind: ClassVar[str] = "prune_structured"
     version: ClassVar[int] = 2
 
     remove_layers: float | int | Distinct[Amount] | None = None

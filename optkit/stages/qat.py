@@ -49,12 +49,10 @@ BEGIN, END = "begin.safetensors", "end.safetensors"
 class CodeTraining(Trained):
     """How the weights behind the codes are trained."""
 
+    kind: ClassVar[str] = "qat.training"
+
     learning_rate: LearningRate = 2e-5
     """Highest learning rate; that of the scales is for their logarithm."""
-
-    @property
-    def _kind(self) -> str:
-        return "qat.training"
 
     def memory_with_codes(
         self,
@@ -133,6 +131,7 @@ class Qat(Gptq):
     engines.
     """
 
+    kind: ClassVar[str] = "qat"
     reads_origin: ClassVar[bool] = True
     version: ClassVar[int] = 3
 

@@ -55,6 +55,7 @@ class Rotate(Transform):
     the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
     """
 
+    kind: ClassVar[str] = "rotate"
     version: ClassVar[int] = 2
 
     residual: bool = True

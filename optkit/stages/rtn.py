@@ -5,7 +5,7 @@ of work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.formats.base import HEAD
 from optkit.model.linear_layers import Layer
@@ -27,6 +27,8 @@ class Rtn(Backed, WeightQuantizer):
     """Round each weight to the nearest point of its group's grid (RTN): no calibration text,
     seconds instead of minutes.
     """
+
+    kind: ClassVar[str] = "rtn"
 
     scale_search: Literal["minmax", "mse"] = "minmax"
     """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding

@@ -38,7 +38,7 @@ PROBE = 2, 32
 """Sequences and tokens of each that the wiring of a block is found with."""
 
 
-class Smoothquant(EightBitQuantizer):
+class SmoothQuant(EightBitQuantizer):
     """Store weights as 8-bit integers, one scale per output channel, and round activations to 8
     bits as well (W8A8, arXiv:2211.10438).
 
@@ -47,6 +47,7 @@ class Smoothquant(EightBitQuantizer):
     in front and lm_head behind stay as they are.
     """
 
+    kind: ClassVar[str] = "smoothquant"
     version: ClassVar[int] = 5
     number: ClassVar[Number] = "int"
 
@@ -116,7 +117,7 @@ class Smoothquant(EightBitQuantizer):
 class _Smoothing:
     """Smooths one loaded block after another."""
 
-    stage: Smoothquant
+    stage: SmoothQuant
     job: Job
     probe: BlockInputs
     """A few tokens in front of the first block."""

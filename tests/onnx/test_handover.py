@@ -29,7 +29,7 @@ from optkit.stages.fp8 import Fp8
 from optkit.stages.mx import Mx
 from optkit.stages.onnx import Onnx
 from optkit.stages.rtn import Rtn
-from optkit.stages.smoothquant import Smoothquant
+from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 from tests.support.exported import attributes
 from tests.support.packed_models import save_packed
@@ -240,7 +240,7 @@ def unfit(why: str) -> str:
         (Rtn(bits=2, group_size=32), "It has 2 bits"),
         (Rtn(bits=4, group_size=8), "Its groups of 8 inputs are no multiple of 16"),
         (Fp8(), "Its weights are float-quantized, not integer codes in groups"),
-        (Smoothquant(calibration=SMALL), "Its weights are int-quantized, not integer codes in groups"),
+        (SmoothQuant(calibration=SMALL), "Its weights are int-quantized, not integer codes in groups"),
     ],
 )
 def test_codes_without_an_operator_are_refused_before_anything_runs(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from optkit.session import open_session
 from optkit.stage import Context, Transform
 from optkit.stages.fp8 import Fp8
-from optkit.stages.smoothquant import Smoothquant
+from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 
 pytestmark = pytest.mark.peers
@@ -26,14 +26,14 @@ TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
         ("llama", Fp8(scales="tensor"), 1e-3),
         ("llama", Fp8(activations="none"), 1e-4),
         ("llama", Fp8(scales="tensor", activations="static", calibration=TEXT), 1e-4),
-        ("llama", Smoothquant(calibration=TEXT), 0.02),  # a code that flips at a tie
-        ("llama", Smoothquant(activations="static", calibration=TEXT), 0.02),  # the same
+        ("llama", SmoothQuant(calibration=TEXT), 0.02),  # a code that flips at a tie
+        ("llama", SmoothQuant(activations="static", calibration=TEXT), 0.02),  # the same
         ("qwen2", Fp8(), 1e-4),
         ("gemma3", Fp8(), 1e-4),
         # compressed-tensors gives tokens in two dimensions (the feed-forward of OPT, experts) one
         # scale for all of them; vLLM does not
         ("opt", Fp8(activations="static", calibration=TEXT), 1e-4),
-        ("opt", Smoothquant(activations="static", calibration=TEXT), 1e-4),
+        ("opt", SmoothQuant(activations="static", calibration=TEXT), 1e-4),
         # transformers opens experts in bfloat16, their inputs never rounded
         ("mixtral", Fp8(activations="none"), 5e-3),
     ],

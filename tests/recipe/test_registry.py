@@ -14,6 +14,7 @@ from optkit.measure import Eval
 from optkit.recipe import registry
 from optkit.recipe.registry import EVALS, PRESETS, STAGES, eval_class, eval_names, stage_class, stage_names, summary
 from optkit.stage import Setting, Stage, Transform
+from optkit.stages.smoothquant import SmoothQuant
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +26,16 @@ class Smooth(Setting):
     """
 
     fields_of_note: ClassVar[int] = 0
+
+
+class Other(Eval):
+    """Has the name of something else."""
+
+    kind: ClassVar[str] = "another"
+
+
+class Like(SmoothQuant):
+    """Inherits from a built-in stage, and with it no name."""
 
 
 class Bare(Stage):
@@ -68,6 +79,7 @@ def test_names_are_sorted() -> None:
 @pytest.mark.parametrize("kind", sorted(STAGES))
 def test_every_stage_can_be_imported(kind: str) -> None:
     assert issubclass(stage_class(kind), Transform | Setting)
+    assert stage_class(kind).kind == kind
     assert stage_class(kind).__name__.lower() == kind.replace("_", "")
     assert summary(stage_class(kind)).endswith((".", "`"))
 
@@ -75,6 +87,7 @@ def test_every_stage_can_be_imported(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(EVALS))
 def test_every_eval_can_be_imported(kind: str) -> None:
     assert issubclass(eval_class(kind), Eval)
+    assert eval_class(kind).kind == kind
     assert eval_class(kind).metrics
     assert summary(eval_class(kind))
 
@@ -98,6 +111,23 @@ def test_a_plug_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "smooth" not in eval_names()
     assert stage_class("smooth") is Smooth
     assert summary(Smooth) == "Smooths things."
+
+
+def test_the_name_of_the_entry_point_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("smooth", f"{__name__}:Smooth"), ("like", f"{__name__}:Like"))
+    assert stage_class("smooth").kind == "smooth"
+    assert stage_class("like").kind == "like"
+    assert SmoothQuant.kind == "smoothquant"
+
+
+def test_a_plug_in_cannot_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, ("other", f"{__name__}:Other"), group="optkit.evals")
+    with pytest.raises(OptkitError) as caught:
+        eval_class("other")
+    assert str(caught.value) == (
+        f"the eval 'other' ({__name__}:Other of plugged-in) calls itself 'another'. Messages and scorecards"
+        ' would use another name than recipes. Set `kind = "other"` in its class, or rename the entry point.'
+    )
 
 
 def test_a_name_taken_twice_is_refused_with_both_origins(monkeypatch: pytest.MonkeyPatch) -> None:

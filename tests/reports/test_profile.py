@@ -331,7 +331,7 @@ def test_what_is_known_of_a_session() -> None:
     known = circumstances(session, {"compile": Compile(mode="reduce-overhead")})
     assert known == Circumstances("cuda", "reduce-overhead", True, "float16", "eager", "torch")
     assert circumstances(SimpleNamespace(device="cpu", dtype="float32"), {"compile": Compile()}).compiled is None
-    assert circumstances(session, {"cudagraphs": CudaGraphs()}).compiled == "cuda_graphs"
+    assert circumstances(session, {"cuda_graphs": CudaGraphs()}).compiled == "cuda_graphs"
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ from optkit.stages.lora_recover import LoraRecover
 from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
-from optkit.stages.smoothquant import Smoothquant
+from optkit.stages.smoothquant import SmoothQuant
 from optkit.store.store import Store
 from tests.support.skeletons import changed_copy
 
@@ -315,7 +315,7 @@ def test_what_packed_weights_do_not_allow_is_refused(
         run(stage, base, tmp_path / "done")
 
 
-ROUNDED_INPUTS = Smoothquant(calibration={"dataset": "python-reference", "samples": 8, "sequence_length": 16})
+ROUNDED_INPUTS = SmoothQuant(calibration={"dataset": "python-reference", "samples": 8, "sequence_length": 16})
 WITHOUT_GRADIENTS = [
     (Fp8(), r"its weights \(fp8\)", "float-quantized weights"),
     (Int8(), "8-bit weights of bitsandbytes", "8-bit weights of bitsandbytes"),

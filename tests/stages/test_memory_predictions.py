@@ -19,7 +19,7 @@ from optkit.stages.kv_scales import KvScales
 from optkit.stages.prune import Prune
 from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.quantizing.input_ranges import InputRange
-from optkit.stages.smoothquant import Smoothquant
+from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.live_memory import LiveBytes
 
@@ -47,9 +47,9 @@ def text(letters: Path) -> Calibration:
 STAGES = {
     "awq": Awq(symmetric=True, batch_size=2, grid_points=2),
     "awq_scale": AwqScale(batch_size=2, grid_points=1),
-    "smoothquant": Smoothquant(batch_size=2),
-    "smoothquant_nearest": Smoothquant(batch_size=2, rounding="nearest"),
-    "smoothquant_fixed": Smoothquant(batch_size=2, rounding="nearest", alpha=0.5),
+    "smoothquant": SmoothQuant(batch_size=2),
+    "smoothquant_nearest": SmoothQuant(batch_size=2, rounding="nearest"),
+    "smoothquant_fixed": SmoothQuant(batch_size=2, rounding="nearest", alpha=0.5),
     "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
 }
 

@@ -20,7 +20,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context, Report
-from optkit.stages.smoothquant import Smoothquant
+from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel, save_tokenizer
 
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
@@ -30,7 +30,7 @@ OUTLIERS = (3, 17)
 
 def run(source: Path, target: Path, **fields: Any) -> Report:
     target.mkdir()
-    return Smoothquant(calibration=TEXT, **fields).run(source, target, Context())
+    return SmoothQuant(calibration=TEXT, **fields).run(source, target, Context())
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -95,7 +95,7 @@ def test_folding_changes_no_output(kind: str, tiny_model: TinyModel, tmp_path: P
     norms = [name for name in before.tensors if name.endswith("weight") and len(before.tensors[name].shape) == 1]
     assert any(not torch.equal(before.read(name), after.read(name)) for name in norms)
     assert set(report.details["smoothing"].values()) == {"alpha 0.5"}
-    cost, shape = Smoothquant(calibration=TEXT).predict(before.shape, "cpu")
+    cost, shape = SmoothQuant(calibration=TEXT).predict(before.shape, "cpu")
     assert shape.tensors == after.tensors
     assert cost.disk_bytes == after.shape.size_bytes
     assert report.calibrated_on[0]["dataset"] == "python-reference"
@@ -181,7 +181,7 @@ def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
 )
 def test_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        Smoothquant(**fields)
+        SmoothQuant(**fields)
 
 
 def test_scales_of_the_paper() -> None:

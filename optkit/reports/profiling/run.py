@@ -121,7 +121,7 @@ def _profile(
     from optkit.reports.profiling.torch_trace import mark_ranges, snapshot_memory, time_phases
 
     settings = settings_of(read_artifact(directory)) if is_artifact(directory) else []
-    known = circumstances(session, {type(setting).__name__.lower(): setting for setting in settings})
+    known = circumstances(session, {setting.kind: setting for setting in settings})
     files: list[str] = []
     phases: tuple[Phase, ...] = ()
     with progress.task("profiling", WARM_UP_RUNS + 2, "requests") as task:
@@ -191,7 +191,7 @@ def phase_of(
 
 def circumstances(session: Any, settings: Mapping[str, Any]) -> Circumstances:
     """Return what the advice depends on."""
-    compiled, graphs = settings.get("compile"), settings.get("cudagraphs")
+    compiled, graphs = settings.get("compile"), settings.get("cuda_graphs")
     mode = compiled.mode if compiled and compiled.applies(session.device) else None
     model = getattr(session, "model", None)
     config = getattr(model, "config", None)

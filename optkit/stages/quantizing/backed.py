@@ -83,7 +83,7 @@ class Backed(LayerQuantizer):
 
     @property
     def _offer(self) -> Offer | None:
-        return OFFERS.get((self._kind, getattr(self, "backend", OWN)))
+        return OFFERS.get((self.kind, getattr(self, "backend", OWN)))
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize with optkit, or with the library that `backend` names.
@@ -111,13 +111,13 @@ class Backed(LayerQuantizer):
 def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: Context) -> Report:
     """Let a library quantize, and take over what it wrote."""
     started = time.monotonic()
-    _refuse_device(offer, context.device, stage._kind)
+    _refuse_device(offer, context.device, stage.kind)
     checkpoint = Checkpoint(source)
-    _refuse_own_code(checkpoint.config, stage._kind)
-    _refuse_multi_modal(checkpoint.config, stage._kind)
+    _refuse_own_code(checkpoint.config, stage.kind)
+    _refuse_multi_modal(checkpoint.config, stage.kind)
     selection = stage._select(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
     formats = stage._formats(selection)
-    _refuse_shapes(offer, selection, stage._kind)
+    _refuse_shapes(offer, selection, stage.kind)
     environments = Environments()
     calibration: Calibration | None = getattr(stage, "calibration", None)
     with environments.using(offer.library, context.progress) as environment, work_directory(target) as work:
@@ -178,7 +178,7 @@ def _request(
     probe = windows[0][:PROBE_TOKENS] if windows else [index % vocabulary for index in range(PROBE_TOKENS)]
     positions = int(checkpoint.config.get("max_position_embeddings") or PROBE_TOKENS)
     return {
-        "method": stage._kind,
+        "method": stage.kind,
         "source": str(hand_over(checkpoint.directory, work / "source", environment.told_versions["transformers"])),
         "target": str(work / "written"),
         "layers": {name: _scheme(form) for name, form in formats.items()},

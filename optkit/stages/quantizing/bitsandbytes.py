@@ -33,10 +33,10 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         if experts:
             raise StageError(
                 f"{len(experts):,} layers belong to experts ({experts[0]}, ...)",
-                where=self._kind,
+                where=self.kind,
                 why="transformers holds the experts of a block in one tensor, and bitsandbytes "
                 "knows Linear layers only",
-                remedy=f"Set {self._kind}.exclude to ['*.experts.*'], or use the stage gptq",
+                remedy=f"Set {self.kind}.exclude to ['*.experts.*'], or use the stage gptq",
             )
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:

@@ -80,11 +80,11 @@ class EightBitQuantizer(LayerQuantizer):
         if transposed:
             raise StageError(
                 f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
-                where=self._kind,
+                where=self.kind,
                 why="transformers opens compressed-tensors for Linear layers only",
                 remedy="Use gptq with format: gptq",
             )
-        refuse_some_experts(selection, formats, self._kind)
+        refuse_some_experts(selection, formats, self.kind)
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return joined_differently(selection, formats)
@@ -124,7 +124,7 @@ class EightBitQuantizer(LayerQuantizer):
             return compensated_codes(weight, hessian, scales, tile, self._numbers())
         except ValueError as error:
             raise StageError(
-                str(error), where=name, remedy=f"Set {self._kind}.rounding to nearest, or calibrate on more text"
+                str(error), where=name, remedy=f"Set {self.kind}.rounding to nearest, or calibrate on more text"
             ) from error
 
     def _calibrated_blocks(self, job: Job, text: Calibration) -> Iterator[BlockOutput]:
@@ -133,8 +133,7 @@ class EightBitQuantizer(LayerQuantizer):
         """
         device, skeleton = job.context.device, job.skeleton
         less = (
-            f"Lower {self._kind}.batch_size, {self._kind}.calibration.samples or "
-            f"{self._kind}.calibration.sequence_length"
+            f"Lower {self.kind}.batch_size, {self.kind}.calibration.samples or {self.kind}.calibration.sequence_length"
         )
         tokens = text.tokens(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (text.identity(),)
@@ -202,7 +201,7 @@ class EightBitQuantizer(LayerQuantizer):
                 raise StageError(
                     "no token of the calibration text reached the layer",
                     where=name,
-                    remedy=f"Raise {self._kind}.calibration.samples, or exclude the layer",
+                    remedy=f"Raise {self.kind}.calibration.samples, or exclude the layer",
                 )
             job.details.setdefault("calibrated_as_others", []).append(name)
             seen[name] = copy(max(alike, key=lambda each: float(each.amax.amax())))

@@ -79,20 +79,20 @@ class WeightQuantizer(LayerQuantizer):
         if self.lm_head:
             if HEAD not in outside:
                 raise StageError(
-                    "the model has no layer lm_head", where=f"{self._kind}.lm_head", remedy="Set lm_head: false"
+                    "the model has no layer lm_head", where=f"{self.kind}.lm_head", remedy="Set lm_head: false"
                 )
             layers = {**layers, HEAD: outside[HEAD]}
             outside = {name: layer for name, layer in outside.items() if name != HEAD}
-        refuse_unmatched(f"{self._kind}.overrides", tuple(self.overrides), layers, tuple(outside))
+        refuse_unmatched(f"{self.kind}.overrides", tuple(self.overrides), layers, tuple(outside))
         selection = super()._select(layers, outside)
         if self.lm_head and selection.skipped.get(HEAD) == "not included":
             raise StageError(
                 "lm_head is not included",
-                where=f"{self._kind}.lm_head",
+                where=f"{self.kind}.lm_head",
                 remedy="Add lm_head to `include`, or set lm_head: false",
             )
         kept = {name: "kept by overrides" for name in selection.layers if self._override(name) == KEEP}
-        return selection.without(kept, self._kind)
+        return selection.without(kept, self.kind)
 
     def _format(self, layer: Layer) -> PackedFormat:
         bits, group_size, symmetric = self.bits, self.group_size, self.symmetric
@@ -107,7 +107,7 @@ class WeightQuantizer(LayerQuantizer):
         return PackQuantized(bits, group_size, symmetric)
 
     def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
-        refuse_unfit(selection, formats, self._kind)
+        refuse_unfit(selection, formats, self.kind)
 
     def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return [
@@ -117,7 +117,7 @@ class WeightQuantizer(LayerQuantizer):
         ]
 
     def _override(self, name: str) -> Override | Literal["keep"] | None:
-        return override_of(name, self.overrides, self._kind)
+        return override_of(name, self.overrides, self.kind)
 
     def _rounds_to_nearest(self, name: str) -> bool:
         """Say whether `overrides` wants a layer rounded to nearest."""

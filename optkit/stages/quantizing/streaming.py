@@ -4,7 +4,6 @@ quantized form of each layer.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -96,10 +95,6 @@ class LayerQuantizer(Transform):
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
 
-    @property
-    def _kind(self) -> str:
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
-
     def _format(self, layer: Layer) -> LayerFormat:
         """Return the form that a layer will have."""
         raise NotImplementedError
@@ -132,7 +127,7 @@ class LayerQuantizer(Transform):
         """Return the chosen ones of a model's layers; `outside` are the linear layers outside the
         blocks.
         """
-        return select(layers, tuple(outside), self.include, self.exclude, self._kind)
+        return select(layers, tuple(outside), self.include, self.exclude, self.kind)
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block, straight from safetensors to safetensors.
@@ -146,7 +141,7 @@ class LayerQuantizer(Transform):
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         selection = self._select(*linears_of(skeleton))
         formats = self._formats(selection)
-        with context.progress.task(self._kind, len(skeleton.blocks), "blocks") as task:
+        with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
             job = Job(skeleton, Path(source), selection, formats, context, task)
             self._write(job, target)
         copy_companions(source, target, context.trust_remote_code)

@@ -177,7 +177,7 @@ class Trained(Taught):
 
         ranks = current(self.parallel)
         if self.devices > ranks.count:
-            return launch(self, source, target, context, self.devices, self.parallel, self._kind)
+            return launch(self, source, target, context, self.devices, self.parallel, self.kind)
         return self._train(source, target, context, ranks)
 
     def _train(self, source: Path, target: Path, context: Context, ranks: Ranks) -> Report:
@@ -188,11 +188,11 @@ class Trained(Taught):
         from optkit.training.loop import train
 
         torch.manual_seed(context.seed)
-        with out_of_memory(self._kind, context.device, LESS_MEMORY):
+        with out_of_memory(self.kind, context.device, LESS_MEMORY):
             data = self._with_generated(self._data(source, context), source, context)
         options = self._options(data)
         with spending(context.device) as spent:
-            with out_of_memory(self._kind, context.device, LESS_MEMORY):
+            with out_of_memory(self.kind, context.device, LESS_MEMORY):
                 student = self._student(source, context)
                 details = self._details(student)
                 rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
@@ -204,7 +204,7 @@ class Trained(Taught):
                 data,
                 teacher,
                 options,
-                where=self._kind,
+                where=self.kind,
                 progress=context.progress,
                 place=context.workspace,
                 digest=digest({"fields": self._deciding(), "data": data.digest(), "version": self.version}),
@@ -314,7 +314,7 @@ class Trained(Taught):
         if self.devices > there:
             raise StageError(
                 f"{self.devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
-                where=self._kind,
+                where=self.kind,
                 why="Each process takes a core of the CPU at least"
                 if device == "cpu"
                 else "Each process takes a GPU of its own",
@@ -323,7 +323,7 @@ class Trained(Taught):
         if ":" in device:
             raise StageError(
                 f"{self.devices} devices are asked for, and {device} is one",
-                where=self._kind,
+                where=self.kind,
                 remedy="Say `--device cuda`",
             )
         if self.parallel == "fsdp":
@@ -341,14 +341,14 @@ class Trained(Taught):
         else:
             return
         raise StageError(
-            f"the weights of {what} cannot be divided", where=self._kind, why=why, remedy="Set `parallel: ddp`"
+            f"the weights of {what} cannot be divided", where=self.kind, why=why, remedy="Set `parallel: ddp`"
         )
 
     def _check_positions(self, shape: ModelShape) -> None:
         if shape.positions and self.sequence_length > shape.positions:
             raise StageError(
                 f"sequences of {self.sequence_length:,} tokens, and the model was built for {shape.positions:,}",
-                where=self._kind,
+                where=self.kind,
                 remedy=f"Set `sequence_length` to at most {shape.positions:,}",
             )
 
@@ -363,7 +363,7 @@ class Trained(Taught):
             context.data,
             seed=context.seed,
             trust_remote_code=context.trust_remote_code,
-            where=self._kind,
+            where=self.kind,
         )
 
     def _options(self, data: TrainingData) -> TrainingOptions:
@@ -385,7 +385,7 @@ class Trained(Taught):
 
     def _budget(self) -> Budget:
         together = self.batch_size * self.accumulation
-        return Budget(self.sequence_length, together, self.held_out, self.tokens, self.epochs, self._kind)
+        return Budget(self.sequence_length, together, self.held_out, self.tokens, self.epochs, self.kind)
 
     def _objective(self, student: Student, teacher: Teacher | None) -> Objective:
         import torch

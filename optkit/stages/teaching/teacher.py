@@ -4,7 +4,6 @@ or from its kept answers.
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 import weakref
@@ -86,10 +85,6 @@ class Taught(Transform):
         return self
 
     @property
-    def _kind(self) -> str:
-        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
-
-    @property
     def _has_teacher(self) -> bool:
         return bool(self.divergence or self.hidden or self.attention)
 
@@ -108,7 +103,7 @@ class Taught(Transform):
         vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size")
         if self.top_k and vocabulary and self.top_k >= vocabulary:
             raise StageError(
-                f"top_k {self.top_k:,} of {vocabulary:,} tokens is all", where=self._kind, remedy="Leave out `top_k`"
+                f"top_k {self.top_k:,} of {vocabulary:,} tokens is all", where=self.kind, remedy="Leave out `top_k`"
             )
         if not self._has_teacher and not self.generated:
             return
@@ -116,7 +111,7 @@ class Taught(Transform):
             if origin.config.get("quantization_config"):
                 raise StageError(
                     "the model that the recipe starts from would be the teacher, and is quantized",
-                    where=self._kind,
+                    where=self.kind,
                     why="A teacher has float weights",
                     remedy="Name one: `teacher: DIRECTORY`",
                 )
@@ -124,14 +119,14 @@ class Taught(Transform):
         theirs = model_shape(self.teacher, self._named_teacher())
         if theirs.config.get("quantization_config"):
             raise StageError(
-                f"the teacher {self.teacher.name} is quantized", where=self._kind, remedy="Name its float weights"
+                f"the teacher {self.teacher.name} is quantized", where=self.kind, remedy="Name its float weights"
             )
         here = (theirs.config.get("text_config") or theirs.config).get("vocab_size")
         if here != vocabulary:
             raise StageError(
                 f"the teacher {self.teacher.name} has a vocabulary of {here} tokens and the "
                 f"student one of {vocabulary}",
-                where=self._kind,
+                where=self.kind,
                 why="What it says would be about other tokens",
                 remedy="Take a teacher of the same family",
             )
@@ -141,7 +136,7 @@ class Taught(Transform):
         if place is None:
             raise StageError(
                 f"the teacher {self.teacher.name if self.teacher else ''} is no model directory yet",
-                where=self._kind,
+                where=self.kind,
                 remedy="Make a directory of it with a recipe without stages (`optkit run baseline "
                 "--model ...`), and name that",
             )
@@ -153,12 +148,12 @@ class Taught(Transform):
         """
         directory = self._named_teacher() if self.teacher else context.origin
         if directory is None:
-            raise StageError("there is no teacher", where=self._kind, remedy="Name one: `teacher: DIRECTORY`")
+            raise StageError("there is no teacher", where=self.kind, remedy="Name one: `teacher: DIRECTORY`")
         if other := other_token(directory, source):
             token, theirs, ours = other
             raise StageError(
                 f"the teacher's tokenizer is another one: {token!r} is {theirs} to it and {ours} to the student",
-                where=self._kind,
+                where=self.kind,
                 why="What it says would be about other tokens",
                 remedy="Take a teacher of the same family",
             )
@@ -255,7 +250,7 @@ class Taught(Transform):
         first = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
         if first is None:
             raise StageError(
-                "the tokenizer has no special token to begin with", where=self._kind, remedy="Set `prompt_tokens: 4`"
+                "the tokenizer has no special token to begin with", where=self.kind, remedy="Set `prompt_tokens: 4`"
             )
         return torch.full((count, 1), first)
 
