@@ -24,9 +24,7 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class _Partial:
-    """Choices of the first items that may still lead to the optimum, by size; each knows which one
-    it continues.
-    """
+    """Choices of the first items that may still lead to the optimum, by size."""
 
     sizes: Sizes
     costs: Costs
@@ -38,7 +36,7 @@ def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], bud
     """Return the index of the option of each item: the least sum of costs whose sum of sizes is at
     most `budget`.
 
-    costs, sizes: one row per item, one entry per option. Raises ValueError where even the smallest
+    costs, sizes: one row per item, one entry per option. Raises ValueError if even the smallest
     options do not fit.
     """
     all_costs: list[Costs] = [np.asarray(row, dtype=np.float64) for row in costs]
@@ -83,7 +81,7 @@ def _priced(costs: Sequence[Costs], sizes: Sequence[Sizes], budget: int) -> tupl
 def _search(
     costs: Sequence[Costs], sizes: Sequence[Sizes], budget: int, price: float, known: float
 ) -> list[int] | None:
-    """Return the optimal options, None where nothing is better than the cost that is `known`."""
+    """Return the optimal options, None if nothing beats the cost that is `known`."""
     priced = [cost + price * size for cost, size in zip(costs, sizes, strict=True)]
     rest_bound = _sums_from_the_end([float(row.min()) for row in priced])
     rest_size = _sums_from_the_end([int(row.min()) for row in sizes])

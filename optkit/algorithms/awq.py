@@ -65,14 +65,13 @@ class InputScales:
 def search_input_scales(
     readers: Sequence[Reader], rows: Tensor | None, grid_points: int, rounding: Rounding = "nearest"
 ) -> InputScales:
-    """Return the scales, one for all readers, with the least error of their outputs among those
-    tried.
+    """Return the scales with the least error of the readers' outputs among those tried.
 
-    rows: int64 [in], channels with the same number share their scale; None where each has its own.
+    rows: int64 [in], channels with the same number share their scale; None if each has its own.
     Tried are `grid_points` powers, from 0
     to below 1, of the root mean square of each channel, what a descent from the best of them comes
     to, and the point between; their weights are rounded to nearest or by GPTQ. Raises ValueError
-    where GPTQ cannot.
+    if GPTQ cannot.
     """
     inputs = readers[0].weight.shape[1]
     sharing = (
@@ -143,9 +142,7 @@ class _Costed:
 
 
 def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
-    """Return the Hessian's diagonal as costs; for GPTQ what is left of it once the inputs after
-    each one have made up for the error.
-    """
+    """Return the Hessian's diagonal as costs; for GPTQ, what later inputs cannot make up for."""
     diagonal = reader.hessian.diagonal()
     if rounding == "gptq":
         last_first = diagonal.argsort(stable=True)

@@ -36,8 +36,7 @@ def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, t
 
 
 def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the new codes and how far each weight moved, float [inputs, out], of one block of
-    coordinate descent.
+    """Descend one block: return new codes and each weight's move, float [inputs, out].
 
     gradient, codes, scales: float [inputs, out]; hessian: the block's part of it, float [inputs,
     inputs].

@@ -62,8 +62,8 @@ def tile_of(granularity: Granularity, shape: tuple[int, int]) -> tuple[int, int]
 
 
 def amax_scales(values: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype) -> Tensor:
-    """Return the scales that reach every value, float [tiles of rows, tiles of columns], rounded to
-    `scale_dtype`; 1 for a tile of zeros.
+    """Return the scales that reach every value, float [tiles of rows, tiles of columns].
+    They are rounded to `scale_dtype`; a tile of zeros has 1.
 
     values: float [rows, columns].
     """
@@ -79,11 +79,10 @@ def search_scales(
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
 ) -> Tensor:
-    """Return the scales, float [tiles of rows, tiles of columns], with the least squared rounding
-    error among fractions of `amax_scales`.
+    """Return the fractions of `amax_scales` with the least squared rounding error.
 
     values: float [rows, columns]; importance: float [columns], what an error in each column counts,
-    all 1 where None.
+    all 1 if None.
     """
     rows = tile[0] * max(1, CHUNK[values.device.type] // (values.shape[1] * tile[0]))
     with one_thread():
@@ -102,8 +101,7 @@ def dequantize(codes: Tensor, scales: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def round_inputs(rows: Tensor, numbers: NumberFormat, group: int | None = None) -> tuple[Tensor, Tensor]:
-    """Round activations, float32 [tokens, in], with a scale for each token or for each `group`
-    inputs of it.
+    """Round activations, float32 [tokens, in], with a scale per token or per `group` inputs of it.
 
     Returns codes [tokens, in] in the format's dtype and scales, float32 [tokens, 1] or [tokens, in
     / group].
@@ -154,15 +152,13 @@ def _search(
 
 
 def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales as they will be read back from `dtype`; 1 where they are 0."""
+    """Return the scales as they will be read back from `dtype`; 1 if they are 0."""
     held = scales.clamp(2.0**-20 if dtype == torch.float16 else TINY, torch.finfo(dtype).max).to(dtype).to(scales.dtype)
     return torch.where(scales == 0, torch.ones_like(scales), held)
 
 
 def _tiled(values: Tensor, tile: tuple[int, int]) -> Tensor:
-    """View [rows, columns] as [tiles of rows, rows of a tile, tiles of columns, columns of a tile],
-    filled up with zeros.
-    """
+    """View [rows, columns] as [tiles, rows of one, tiles, columns of one], padded with zeros."""
     rows, columns = tile
     missing = (0, -values.shape[1] % columns, 0, -values.shape[0] % rows)
     filled = torch.nn.functional.pad(values, missing) if any(missing) else values

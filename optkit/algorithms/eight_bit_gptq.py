@@ -21,12 +21,11 @@ DAMPING = 0.01
 def compensated_codes(
     weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat
 ) -> Tensor:
-    """Return codes [out, in] in the format's dtype, for a weight float32 [out, in] and the Hessian
-    of its inputs, float32 [in, in].
+    """Return codes [out, in] in the format's dtype, for a weight float32 [out, in].
 
     scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are
     rounded first. The zeros of a pruned weight
-    stay. Raises ValueError where no damping makes the Hessian positive definite.
+    stay. Raises ValueError if no damping makes the Hessian positive definite.
     """
     options = GptqOptions(damping=DAMPING)
     _, factor, _ = damped_inverse_factor(hessian, options)
@@ -45,10 +44,9 @@ def compensated_codes(
 
 
 def left_variances(hessian: Tensor) -> Tensor:
-    """Return the part of each input's mean square that the inputs rounded after it cannot make up
-    for, float32 [in].
+    """Return the part of each input's mean square that later inputs cannot make up for.
 
-    hessian: float32 [in, in]. Raises ValueError where no damping makes the Hessian positive
+    hessian: float32 [in, in]. Raises ValueError if no damping makes the Hessian positive
     definite.
     """
     options = GptqOptions(damping=DAMPING)
@@ -57,9 +55,7 @@ def left_variances(hessian: Tensor) -> Tensor:
 
 
 def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, codes: Tensor, numbers: NumberFormat) -> Tensor:
-    """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block whose
-    weights `rest` are used up.
-    """
+    """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block."""
     errors = torch.empty_like(rest)
     diagonal = factor.diagonal().tolist()
     for index, (value, step) in enumerate(zip(rest, steps, strict=True)):

@@ -51,7 +51,7 @@ class GptqResult:
 
     weight: QuantizedWeight
     damping: float
-    """The damping that was used: the one asked for, or more where the Hessian needed it."""
+    """The damping that was used: the one asked for, or more if the Hessian needed it."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held: Tensor | None = None) -> GptqResult:
@@ -60,7 +60,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held
 
     held: bool [out, in], weights that become 0 and stay so (every grid has a 0). An input that was
     always 0 keeps its rounded weights.
-    Raises ValueError where no damping makes the Hessian positive definite.
+    Raises ValueError if no damping makes the Hessian positive definite.
     """
     damped, factor, damping = damped_inverse_factor(hessian, options)
     if options.scale_search == "minmax":
@@ -90,9 +90,7 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held
 
 
 def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Return the squared error of the layer's outputs as a fraction of their square, for weights
-    float [out, in].
-    """
+    """Return the squared output error relative to the outputs, for weights float [out, in]."""
     difference = weight - quantized
     size = (weight @ hessian).mul_(weight).sum().item()
     return max(0.0, (difference @ hessian).mul_(difference).sum().item()) / size if size else 0.0
@@ -106,8 +104,8 @@ def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
 
 
 def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
-    """Return the damped Hessian, the upper Cholesky factor of its inverse in the order of rounding,
-    and the damping that worked.
+    """Return the damped Hessian, the upper Cholesky factor of its inverse and the damping.
+    The factor is in the order of rounding.
     """
     order = rounding_order(hessian, options)
     mean = hessian.diagonal().mean()
@@ -125,16 +123,16 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor
 
 
 def _steps(scales: Tensor, group_of_input: Tensor, order: Tensor, held: Tensor | None) -> Tensor:
-    """Return the scale of each weight in the order of rounding, float [in, out], HELD_STEP for
-    those that stay 0.
+    """Return the scale of each weight in the order of rounding, float [in, out].
+    HELD_STEP stands for those that stay 0.
     """
     steps = scales.T[group_of_input]
     return steps if held is None else steps.masked_fill_(held.T[order], HELD_STEP)
 
 
 def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
-    """Return codes, float [in, out], for weights `rest` [in, out] that are used up; scales and
-    zeros are [in, out] too.
+    """Return codes, float [in, out], for weights `rest` [in, out] that are used up.
+    Scales and zeros are [in, out] too.
     """
     codes = torch.empty_like(rest)
     round_block = column_kernels.round_block if column_kernels.usable(rest) else _round_block

@@ -50,10 +50,8 @@ class Grid:
         return torch.where(scales < 0, -size, size)
 
     def round(self, grouped: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """Return the nearest codes, float, for weights [out, groups, group_size] and scales and
-        zeros [out, groups].
-        """
-        # Rounding happens around the middle, where compressed-tensors does it: ties of a symmetric
+        """Return the nearest codes, float, for weights [out, groups, group_size]."""
+        # Rounding happens around the middle, as compressed-tensors does it: ties of a symmetric
         # grid go to even signed codes.
         shift = (zeros - self.middle).unsqueeze(-1)
         return (grouped / scales.unsqueeze(-1)).add_(shift).round_().add_(self.middle).clamp_(0, self.top)
@@ -66,7 +64,7 @@ class QuantizedWeight:
     codes: Tensor
     """uint8 [out, in]."""
     scales: Tensor
-    """float [out, groups], never 0; negative where that serves a symmetric grid better."""
+    """float [out, groups], never 0; negative if that serves a symmetric grid better."""
     zeros: Tensor
     """uint8 [out, groups]."""
     bits: int
@@ -99,8 +97,7 @@ def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
 
 
 def minmax_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points, both float [out, groups], that reach every weight, as
-    compressed-tensors computes them.
+    """Return scales and zero points, float [out, groups], that reach every weight.
 
     weight: float [out, in]. Symmetric: scale = 2 max|w| / (2^bits - 1), so the largest weight may
     be cut by half a step. A group of

@@ -36,7 +36,7 @@ class Rotation:
     small: Tensor
     """float64 [order, order], orthogonal."""
     is_hadamard: bool
-    """All entries have the same magnitude; false where no Hadamard matrix of the order is known and
+    """All entries have the same magnitude; false if no Hadamard matrix of the order is known and
     `small` is random.
     """
 
@@ -103,9 +103,7 @@ def walsh_hadamard(vectors: Tensor) -> Tensor:
 
 @cache
 def paley(order: int) -> Tensor | None:
-    """Return a Hadamard matrix, float64 [order, order] of 1 and -1, by the construction of Paley
-    that fits; None where neither does.
-    """
+    """Return a Paley Hadamard matrix, float64 [order, order] of 1 and -1; None if none fits."""
     if order % 4:
         return None
     if (order - 1) % 4 == 3 and (squares := _quadratic_character(order - 1)) is not None:
@@ -132,10 +130,10 @@ def _multiples(odd: int, size: int) -> list[int]:
 
 
 def _quadratic_character(count: int) -> Tensor | None:
-    """Return float64 [count, count]: 1 where the difference of two elements of the field is a
-    square, -1 where not, 0 where they are equal.
+    """Return float64 [count, count]: 1 if the difference of two elements of the field is a
+    square, -1 if not, 0 if they are equal.
 
-    None where there is no field of that many elements, or where its degree over the prime field is
+    None if there is no field of that many elements, or if its degree over the prime field is
     above 3.
     """
     found = _prime_power(count)
@@ -172,9 +170,7 @@ def _irreducible(prime: int, degree: int) -> tuple[int, ...]:
 
 
 def _squared(element: tuple[int, ...], prime: int, reduction: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the square of a polynomial, lowest power first, in the field where x^degree is
-    `reduction`.
-    """
+    """Return a polynomial's square, lowest power first, in the field x^degree = `reduction`."""
     degree = len(element)
     powers = [0] * (2 * degree - 1)
     for (place, one), (other_place, other) in product(enumerate(element), repeat=2):

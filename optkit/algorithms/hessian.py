@@ -17,8 +17,7 @@ class Hessian:
     """Sums x x^T in float32, on the device of the inputs."""
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu", equal_tokens: bool = True) -> None:
-        """`equal_tokens` divides each x by its root mean square, so that every token counts the
-        same.
+        """`equal_tokens` divides each x by its root mean square, so that all tokens count the same.
 
         Without it a few tokens with enormous activations (the first of a sequence, as a rule)
         outweigh all others in some layers.
@@ -39,6 +38,6 @@ class Hessian:
             self._sum[start:end, :end].addmm_(rows[:, start:end].T, rows[:, :end])
 
     def matrix(self) -> Tensor:
-        """Return the mean of x x^T, float32 [in, in]; NaN or Inf where an input was."""
+        """Return the mean of x x^T, float32 [in, in]; NaN or Inf if an input was."""
         lower = self._sum.tril()
         return (lower + lower.tril(-1).T) / max(1, self.tokens)

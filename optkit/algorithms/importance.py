@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 def block_influence(entering: Tensor, leaving: Tensor) -> float:
-    """Return the sum over tokens of 1 - cos(entering, leaving), for hidden states float [...,
-    hidden].
+    """Return the sum over tokens of 1 - cos(entering, leaving), for states float [..., hidden].
 
     Its mean is the block influence of ShortGPT (arXiv:2403.03853), formula 1; over several blocks
     in a row, that of all of them together.
@@ -26,8 +25,7 @@ def lowest(values: Sequence[float], count: int) -> list[int]:
 
 
 def channel_energy(weight: Tensor, matrix: Tensor) -> Tensor:
-    """Return what each input adds to the mean square of a linear layer's outputs if it stood alone,
-    float32 [in].
+    """Return what each input alone adds to the mean square of the outputs, float32 [in].
 
     weight: float [out, in]; matrix: mean of x x^T of the inputs, float32 [in, in]. Minitron
     (arXiv:2407.14679) ranks by activations alone;
@@ -37,9 +35,7 @@ def channel_energy(weight: Tensor, matrix: Tensor) -> Tensor:
 
 
 def head_energy(weight: Tensor, matrix: Tensor, size: int) -> Tensor:
-    """Return what each head of `size` inputs adds to the mean square of a linear layer's outputs if
-    it stood alone, float32 [heads].
-    """
+    """Return what each head alone adds to the mean square of the outputs, float32 [heads]."""
     heads = weight.shape[1] // size
     # [size, size, heads]
     blocks = matrix.unflatten(0, (heads, size)).unflatten(2, (heads, size)).diagonal(dim1=0, dim2=2)
@@ -54,8 +50,7 @@ def highest(values: Tensor, count: int) -> Tensor:
 
 
 def compensated(weight: Tensor, matrix: Tensor, kept: Tensor, damping: float = 0.01) -> Tensor:
-    """Return the columns that are kept, float32 [out, kept], changed so that they make up for the
-    others by least squares.
+    """Return the kept columns, float32 [out, kept], compensated for the others by least squares.
 
     weight: float [out, in]; matrix: mean of x x^T of the inputs, float32 [in, in]; kept: int64
     [kept]. What the kept inputs tell of the

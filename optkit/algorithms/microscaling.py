@@ -78,11 +78,10 @@ def quantize_mxfp4(weight: Tensor, search: bool = False) -> MicroscaledWeight:
 
 
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -> MicroscaledWeight:
-    """Round float [out, in] to NVFP4 with the given global scale, float32 [1]
-    (`nvfp4_global_scale`).
+    """Round float [out, in] to NVFP4 with a global scale, float32 [1] (`nvfp4_global_scale`).
 
     The scale of a block maps its largest weight to 6. `search`: the E4M3 scale with the least
-    squared error of those that map it to something from 4 to 8, where 4 is "four over six" (Cook et
+    squared error of those that map it to something from 4 to 8; 4 is "four over six" (Cook et
     al. 2025) and more than 6 cuts it.
     """
 

@@ -79,9 +79,7 @@ def unpack(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
 
 
 def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of one linear layer in the pack-quantized format; a symmetric grid needs
-    no zero points.
-    """
+    """Return one layer in the pack-quantized format; a symmetric grid needs no zeros."""
     tensors = {
         "weight_packed": pack(weight.codes, weight.bits, 1),
         "weight_scale": weight.scales.to(scale_dtype).contiguous(),
@@ -104,9 +102,7 @@ def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> Quant
 
 
 def signed_codes(weight: QuantizedWeight) -> Tensor:
-    """Return the codes of a symmetric grid as int8 [out, in], from -2^(bits - 1) to 2^(bits - 1) -
-    1, as int-quantized has them.
-    """
+    """Return codes as int-quantized has them: int8 [out, in], centred on 0."""
     return (weight.codes.to(torch.int16) - (1 << (weight.bits - 1))).to(torch.int8)
 
 
@@ -124,9 +120,7 @@ def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
-    """Read the tensors of one linear layer in GPTQ's format; inputs that are not grouped in order
-    are a ValueError.
-    """
+    """Read one linear layer in GPTQ's format; raises ValueError for activation order."""
     scales, group_of_input = tensors["scales"], tensors["g_idx"].long()
     columns = group_of_input.numel()
     width = columns // scales.shape[0]
@@ -138,9 +132,7 @@ def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
 
 
 def pack_awq(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of one linear layer in AutoAWQ's GEMM layout; codes of 4 bits, outputs a
-    multiple of 8.
-    """
+    """Return one layer in AutoAWQ's GEMM layout; codes of 4 bits, outputs a multiple of 8."""
     if weight.bits != AWQ_BITS or weight.codes.shape[0] % len(AWQ_ORDER):
         asked = f"{weight.bits} bits for {weight.codes.shape[0]}"
         raise ValueError(f"AWQ's format holds codes of 4 bits for a multiple of 8 outputs, not {asked}")

@@ -1,7 +1,7 @@
 """Which weights of a linear layer become 0: a score for each weight, and masks that keep the
 highest, unstructured or n of every m.
 
-A mask is bool, True where a weight stays. Magnitude: |w|. Wanda (Sun et al. 2023,
+A mask is bool, True for a weight that stays. Magnitude: |w|. Wanda (Sun et al. 2023,
 arXiv:2306.11695): |w| times the norm of its input. Wanda compares the weights of one output;
 magnitude those of the whole layer, as that paper's baseline does.
 """
@@ -33,7 +33,7 @@ class InputSquares:
         self._sum += rows.square().sum(0)
 
     def norms(self) -> Tensor:
-        """Return the root mean square of each input, float32 [in]; NaN or Inf where an input was."""
+        """Return the root mean square of each input, float32 [in]; NaN or Inf if an input was."""
         return (self._sum / max(1, self.tokens)).sqrt()
 
 
@@ -43,8 +43,7 @@ def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:
 
 
 def kept(scores: Tensor, sparsity: float, pattern: Pattern | None, by_output: bool) -> Tensor:
-    """Return the mask of the weights with the highest scores, float [out, in]; of equal scores the
-    first inputs go first.
+    """Return the mask of the highest scores, float [out, in]; ties drop the first inputs.
 
     `by_output`: the share `sparsity` of every output is 0, else that of the whole layer. A pattern
     takes their place.
@@ -56,9 +55,7 @@ def kept(scores: Tensor, sparsity: float, pattern: Pattern | None, by_output: bo
 
 
 def kept_by_pattern(scores: Tensor, pattern: Pattern) -> Tensor:
-    """Return the mask that leaves out the lowest `zeros` of every `of` neighbouring inputs, for
-    scores float [out, in].
-    """
+    """Return the mask without the lowest `zeros` of every `of` neighbours; float [out, in]."""
     return _without_lowest(scores.reshape(-1, pattern.of), pattern.zeros).view_as(scores)
 
 
@@ -70,7 +67,7 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
 
 
 def zeros_of_pruning(weight: Tensor) -> Tensor | None:
-    """Return where a weight, float [out, in], is 0, None where that is less than PRUNED of it:
+    """Return where a weight, float [out, in], is 0, None if that is less than PRUNED of it:
     chance or rounding, not pruning.
     """
     zeros = weight == 0

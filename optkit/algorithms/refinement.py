@@ -25,8 +25,8 @@ EQUATIONS = 1 << 27
 
 
 def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
-    """Return the scales, float [groups, out], with the least output error for codes that stay as
-    they are: one linear system per row.
+    """Return the scales, float [groups, out], with the least output error for fixed codes.
+    They solve one linear system per row.
 
     pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in,
     out]; scales: the present ones,
@@ -70,8 +70,8 @@ def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tenso
 
 
 def _descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return the new codes and how far each weight moved, float [inputs, out], of one block; see
-    `column_kernels.descend_block`.
+    """Return new codes and each weight's move, float [inputs, out], of one block.
+    See `column_kernels.descend_block`.
     """
     better, moved = torch.empty_like(codes), torch.empty_like(codes)
     diagonal = hessian.diagonal().tolist()

@@ -1,6 +1,4 @@
-"""Search the scale of each group for the least squared rounding error, instead of taking the one
-that reaches every weight.
-"""
+"""Search the scale of each group for the least squared rounding error."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from optkit.algorithms.grid import Grid, minmax_scales
 from optkit.algorithms.threads import one_thread
 
 STEPS = 20
-"""Scales tried for each sign or zero point where nothing else is asked for."""
+"""Scales tried for each sign or zero point by default."""
 SMALLEST = 0.4
 """The smallest scale that is tried, as a fraction of the one that reaches every weight."""
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
@@ -21,11 +19,10 @@ CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 def search_scales(
     weight: Tensor, grid: Grid, importance: Tensor | None = None, steps: int = STEPS
 ) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points, both float [out, groups], with the least squared rounding
-    error among those tried.
+    """Return scales and zero points, float [out, groups], with the least squared error tried.
 
     weight: float [out, in]; importance: float [in], what an error at each input counts (the
-    diagonal of the Hessian), all 1 where None;
+    diagonal of the Hessian), all 1 if None;
     steps: scales tried for each sign or zero point.
     Tried are fractions of the scales of `minmax_scales`, which cut the outermost weights. A
     symmetric grid reaches one step further below zero than above, so it is tried with both signs of

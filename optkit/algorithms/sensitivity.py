@@ -2,7 +2,7 @@
 by the Fisher information.
 
 For a small change the divergence of next-token distributions, summed over positions, is 1/2 E[<G,
-dW>^2]: dW is the change of the weight and G the gradient of sum_t v_t . z_t, where z_t are the
+dW>^2]: dW is the change of the weight and G the gradient of sum_t v_t . z_t, with the
 logits and v_t random vectors with the covariance diag(p_t) - p_t p_t^T of the predictions p_t
 (Martens 2014, arXiv:1412.1193, section 9). The gradient is summed over the tokens of a sequence
 before it is squared, so what the errors at different tokens do together counts. Rounding errors of
@@ -38,8 +38,8 @@ a layer's grids nearest to this.
 
 
 def fisher_probe(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return random vectors whose mean is 0 and whose covariance is diag(p) - p p^T with p =
-    softmax(logits), float [..., vocabulary].
+    """Return random vectors, float [..., vocabulary], with mean 0 and covariance diag(p) - p p^T.
+    p is softmax(logits).
 
     They are sqrt(p) * s - p (sqrt(p) . s) with random signs s, which vary less than labels drawn
     from p less their mean.
@@ -65,8 +65,8 @@ class Seen:
 
 
 def divergences(seen: Sequence[Seen], changes: Sequence[Tensor]) -> Tensor:
-    """Return the predicted divergence in nats, summed over all tokens, float [changes], for changes
-    of the weight, float [out, in] each.
+    """Return the predicted divergence in nats, summed over all tokens, float [changes].
+    Each change of the weight is float [out, in].
     """
     rows = torch.stack(list(changes), dim=1)  # [out, changes, in]
     total = rows.new_zeros(rows.shape[1])
@@ -79,12 +79,12 @@ def divergences(seen: Sequence[Seen], changes: Sequence[Tensor]) -> Tensor:
 
 
 def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], compensated: bool) -> list[float]:
-    """Return the predicted divergence in nats, summed over all tokens, of rounding a weight,
-    float32 [out, in], to each of some grids.
+    """Return the predicted divergence of rounding a weight, float32 [out, in], to each grid.
+    In nats, summed over all tokens.
 
     `compensated`: by GPTQ. Each grid is then rounded to nearest all the same, and what GPTQ leaves
     of the divergence is measured for one of them, on other sequences than GPTQ saw, so that it
-    cannot look better than it is where the tokens are few.
+    cannot look better than it is if the tokens are few.
     """
     hessian = Hessian(weight.shape[1], weight.device)
     unseen = seen[JUDGED - 1 :: JUDGED]

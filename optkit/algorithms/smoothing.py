@@ -44,8 +44,8 @@ class Reader:
     """float32 [rows, in]: inputs that it was seen with."""
     variances: Tensor
     """float32 [in]: what an error of 1 in the weight of an input adds to the squared error of an
-    output, tokens divided by their root mean square. It is the mean square of the input where
-    weights are rounded to nearest, and where GPTQ rounds them the share of it that the inputs after
+    output, tokens divided by their root mean square. It is the mean square of the input if
+    weights are rounded to nearest. If GPTQ rounds them, it is the share of it that the inputs after
     it cannot make up for."""
 
     def inverse_size(self) -> Tensor:
@@ -53,15 +53,13 @@ class Reader:
         return self.rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
 
     def even_rows(self) -> Tensor:
-        """Return the rows, each divided by its root mean square, so that all of them count the
-        same.
-        """
+        """Return the rows, each divided by its root mean square, so that all count the same."""
         return self.rows * self.inverse_size()
 
 
 def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same: Tensor | None = None) -> Tensor:
-    """Return the scales of the input channels, float32 [in], their geometric mean 1; 1 for a
-    channel without inputs or weights.
+    """Return the scales of the input channels, float32 [in], with geometric mean 1.
+    A channel without inputs or weights has 1.
 
     input_amax, weight_amax: float32 [in], over all layers that read the input; same: int64 [in],
     channels with the same number share their scale.
@@ -79,8 +77,7 @@ def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same
 def search_smoothing(
     readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool
 ) -> tuple[str, Tensor]:
-    """Return the scales, float32 [in], that leave the smallest error in the outputs of the readers
-    once all is rounded, and their name.
+    """Return the scales, float32 [in], with the least error of the rounded outputs, and a name.
 
     The name is `none`, `alpha 0.8` or `descent`, whichever is expected to be best. static: inputs
     are rounded with one scale for all of them. The others are those of `smoothing_scales`.
@@ -96,13 +93,11 @@ def search_smoothing(
 
 @dataclass(frozen=True)
 class _Expected:
-    """What rounding is expected to leave in the outputs of some readers, as a function of the
-    scales.
-    """
+    """The expected rounding error of some readers' outputs, as a function of the scales."""
 
     rows: Tensor
     """float32 [rows, in]: magnitudes of inputs, each row divided by its root mean square; one row
-    of the largest where that is static.
+    of the largest if that is static.
     """
     columns: Tensor
     """float32 [in]: the squared columns of the readers, relative to the square of their outputs."""
@@ -132,9 +127,7 @@ class _Expected:
         )
 
     def error(self, scales: Tensor, step: int | None = None) -> Tensor:
-        """Return the expected squared error, relative to the squared outputs; of a step of the
-        descent on some of the rows, in turn.
-        """
+        """Return the expected squared error, relative to the squared outputs."""
         parts = 1 if step is None else max(1, len(self.rows) // BATCH)
         rows = self.rows[(step or 0) % parts :: parts]
         error: Tensor = (rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()

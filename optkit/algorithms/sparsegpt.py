@@ -33,11 +33,11 @@ class Curvature:
     factor: Tensor
     """The upper Cholesky factor of its inverse."""
     damping: float
-    """The damping that was used: the one asked for, or more where the Hessian needed it."""
+    """The damping that was used: the one asked for, or more if the Hessian needed it."""
 
 
 def curvature(hessian: Tensor, damping: float = 0.01) -> Curvature:
-    """Return a Hessian, float32 [in, in], damped and factored. Raises ValueError where no damping
+    """Return a Hessian, float32 [in, in], damped and factored. Raises ValueError if no damping
     makes it positive definite.
     """
     return Curvature(*damped_inverse_factor(hessian, GptqOptions(damping=damping, activation_order=False)))
@@ -63,9 +63,7 @@ def sparsegpt(
 
 
 def _prune_block(rest: Tensor, factor: Tensor, sparsity: float, pattern: Pattern | None) -> tuple[Tensor, Tensor]:
-    """Return the pruned weights and the errors, float [inputs, out], of one block whose weights
-    `rest` are used up.
-    """
+    """Return the pruned weights and the errors, float [inputs, out], of one block."""
     pruned, errors = torch.zeros_like(rest), torch.empty_like(rest)
     diagonal = factor.diagonal()
     each = diagonal.tolist()
@@ -84,8 +82,8 @@ def _prune_block(rest: Tensor, factor: Tensor, sparsity: float, pattern: Pattern
 
 
 def refine_(pruned: Tensor, target: Tensor, hessian: Tensor, steps: int) -> None:
-    """Improve the weights that are not 0 by conjugate gradients on tr((W - P)^T H (W - P)), output
-    by output, zeros held.
+    """Improve the weights that are not 0, output by output; zeros are held.
+    Conjugate gradients on tr((W - P)^T H (W - P)).
 
     pruned, target: float [in, out]; hessian: float [in, in], positive definite. Preconditioned by
     its diagonal.
@@ -108,5 +106,5 @@ def refine_(pruned: Tensor, target: Tensor, hessian: Tensor, steps: int) -> None
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Return above / below, 0 where nothing is left below."""
+    """Return above / below, 0 if nothing is left below."""
     return torch.where(below > 0, above / below, torch.zeros_like(above))

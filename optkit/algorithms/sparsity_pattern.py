@@ -19,9 +19,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the pattern of `2:4` (2 of every 4 stay), None of `unstructured`; raises
-        ValueError for anything else.
-        """
+        """Return the pattern of `2:4` (2 of every 4 stay), None of `unstructured`."""
         if text == "unstructured":
             return None
         found = re.fullmatch(r"(\d+):(\d+)", text)

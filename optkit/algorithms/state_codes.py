@@ -46,19 +46,19 @@ class PlainCode:
 
 @dataclass(frozen=True)
 class IntegerCode:
-    """Codes of 4 or 8 bits with a scale and a zero point for each group of channels; two codes of 4
-    bits share a byte.
+    """Codes of 4 or 8 bits with a scale and a zero point for each group of channels.
+    Two codes of 4 bits share a byte.
     """
 
     bits: int
     group_size: int | None
     """Channels of a head that share a scale; None: all of them. It divides head_dim, which is even
-    where codes have 4 bits.
+    if codes have 4 bits.
     """
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """float [..., tokens, head_dim] -> uint8 codes, scales (bfloat16 for bfloat16, else
-        float16) and uint8 zero points.
+        """float [..., tokens, head_dim] -> uint8 codes, scales and uint8 zero points.
+        Scales are bfloat16 for bfloat16, else float16.
         """
         tokens, size = states.shape[:-1], states.shape[-1]
         stored = torch.bfloat16 if states.dtype == torch.bfloat16 else torch.float16

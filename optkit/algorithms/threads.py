@@ -3,8 +3,8 @@ more than it saves.
 
 CPU time on two cores that others use too, one thread and two: a scale search 0.29 s and 0.97 s, a
 block of GPTQ 20 ms and 122 ms, one of SparseGPT 115 ms and 217 ms. Of torch's LAPACK calls the
-batched LU alone runs inside torch's own threads, where Intel's MKL never returns after this switch;
-pyproject.toml forbids it.
+batched LU alone runs inside torch's own threads, in which Intel's MKL never returns after this
+switch; pyproject.toml forbids it.
 """
 
 from __future__ import annotations

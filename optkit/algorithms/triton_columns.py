@@ -12,9 +12,7 @@ def round_kernel(
     values, scales, zeros, factor, codes, errors, inputs, outputs, top,
     padded: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Round each input of a block and take its error out of the inputs after it (GPTQ, algorithm 1,
-    the inner loop).
-    """
+    """Round each input of a block, compensate in those after it (GPTQ, algorithm 1)."""
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
     there = (row[:, None] < inputs) & (column[None, :] < outputs)
@@ -45,9 +43,7 @@ def descend_kernel(
     gradient, codes, scales, hessian, better, moved, inputs, outputs, top,
     padded: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Move the code of each input of a block to the best one while all others stay (QuantEase,
-    algorithm 1).
-    """
+    """Move each input's code to the best one while all others stay (QuantEase, algorithm 1)."""
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
     there = (row[:, None] < inputs) & (column[None, :] < outputs)
