@@ -17,8 +17,8 @@ from optkit.errors import StageError
 
 
 def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
-    """Let every call of the model mask what lies outside of a window of tokens; the KV cache has to
-    forget it (`CodedLayer`).
+    """Let every call mask what lies outside of a window.
+    The KV cache has to forget it (`CodedLayer`).
 
     Raises StageError for attention that takes no mask, and for a model with windows of its own.
     """
@@ -50,9 +50,7 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
 
 
 def visible(past: int, count: int, window: int, sinks: int) -> Tensor:
-    """Return which of the keys, those kept of `past` tokens and then the new ones, each of `count`
-    new tokens sees: bool [count, keys].
-    """
+    """Return which keys, kept or new, each of `count` new tokens sees: bool [count, keys]."""
     new = torch.arange(past, past + count)
     keys = torch.cat([kept_tokens(past, window, sinks), new])
     distance = new[:, None] - keys

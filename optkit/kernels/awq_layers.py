@@ -21,9 +21,7 @@ CODES_PER_WORD = 8
 
 
 def awq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[AwqLayer] | None:
-    """Return the layers of a checkpoint whose `quant_method` is awq, None where the layout is that
-    of another kernel (GEMV, Marlin).
-    """
+    """Return the layers if `quant_method` is awq, None for another layout (GEMV, Marlin)."""
     if str(config.get("version", "gemm")).lower() != "gemm" or config.get("bits", 4) != 4:
         return None
     return [
@@ -46,13 +44,13 @@ class AwqLayer(StoredLayer):
         return words * CODES_PER_WORD, inputs
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do
+        """Return the fastest layer for it, on the device. Raises SourceError if its tensors do
         not fit each other.
         """
         return integer_layer(self.integers(device), bias, dtype, device)
 
     def integers(self, device: str) -> PackedWeight:
-        """Return its codes, scales and zero points on the device. Raises SourceError where its
+        """Return its codes, scales and zero points on the device. Raises SourceError if its
         tensors do not fit each other.
         """
         parts = self.read(LEAVES, device, required=("qzeros", "scales"))

@@ -25,14 +25,14 @@ torch 2.13; best of 4):
     bag                       45    76   135   253   486
     dequantized, dense       130   167   246   303   373   747  4262  16883
     dense, weight in cache    49    95   145   148   211   601  4092  16499
-At 4096 x 4096 and one row, where weights come from memory: bag 589, dense 2631.
+At 4096 x 4096 and one row, weights from memory: bag 589, dense 2631.
 """
 HEADER_BYTES = {2: 4, 4: 4, 8: 8}
 """Bytes after each row for its scale and offset: float16 for 2 and 4 bits, float32 for 8."""
 
 
 def why_not_bag(weight: PackedWeight, device: str) -> str | None:
-    """Return why a layer cannot be a `BagLinear`, None where it can."""
+    """Return why a layer cannot be a `BagLinear`, None if it can."""
     if device != "cpu" or "fbgemm" not in torch.backends.quantized.supported_engines:
         return "FBGEMM's kernels run on x86 CPUs alone"
     if weight.bits not in HEADER_BYTES:

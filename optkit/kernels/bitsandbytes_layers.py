@@ -45,7 +45,7 @@ class FourBitLayer(StoredLayer):
         """Return float [out, in] as bitsandbytes computes it: each code's value times the scale of
         its block, rounded to the stored dtype.
 
-        Raises SourceError where a tensor is missing.
+        Raises SourceError if a tensor is missing.
         """
         state = self._state
         nested = "nested_blocksize" in state

@@ -18,7 +18,7 @@ TIMED_S = 0.004
 FEWEST, MOST = 3, 50
 """Calls that are timed: as many as take `TIMED_S`, within these bounds; the fastest counts."""
 GAIN = 1.2
-"""A kernel later in the order is taken where it is this many times faster: so close ones do not
+"""A kernel later in the order is taken if it is this many times faster: so close ones do not
 change places from run to run.
 """
 
@@ -28,7 +28,7 @@ class Kernel:
     """One way to compute with a packed weight."""
 
     refuses: Callable[[PackedWeight, torch.dtype, str], str | None]
-    """(weight, dtype, device) -> why not, None where it can."""
+    """(weight, dtype, device) -> why not, None if it can."""
     build: Callable[[PackedWeight, Tensor | None, torch.dtype], nn.Module]
     phrase: Callable[[PackedWeight], str]
     """What the notes say of it: `use ...`."""
@@ -40,9 +40,7 @@ _fastest: dict[Hashable, int] = {}
 def fastest(
     kernels: Sequence[Kernel], weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str
 ) -> tuple[nn.Module, Kernel]:
-    """Return the layer by the fastest of some kernels, at one row of activations; the earlier where
-    they are close.
-    """
+    """Return the layer by the fastest kernel at one row of activations; the earlier if close."""
     if len(kernels) == 1:
         return kernels[0].build(weight, bias, dtype), kernels[0]
     form = (

@@ -21,9 +21,7 @@ class LayerClass(Protocol):
     """What a format's class offers before there is a layer."""
 
     def reads(self, scheme: Mapping[str, Any]) -> bool:
-        """Whether the class knows everything that a group of `config_groups` says; transformers
-        opens the others.
-        """
+        """Whether the class knows all of a group of `config_groups`; transformers opens others."""
         ...
 
     def is_weight(self, leaf: str, info: TensorInfo) -> bool:
@@ -48,8 +46,7 @@ BEYOND = ("kv_cache_scheme", "sparsity_config", "transform_config")
 
 
 def compressed_tensors_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[QuantizedLayer] | None:
-    """Return the quantized layers of a checkpoint, None where its config asks for something that is
-    not ours.
+    """Return a checkpoint's quantized layers, None if its config asks for something not ours.
 
     Raises SourceError for a layer that no group names.
     """

@@ -112,7 +112,7 @@ class FloatQuantizedLayer(_EightBitLayer):
         return super().reads(scheme) and not blocks_and_one_input_scale
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where
+        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError if
         its tensors do not fit each other.
         """
         parts = self._parts(device)
@@ -126,7 +126,7 @@ class FloatQuantizedLayer(_EightBitLayer):
         return layer, f"fp8: {{layers}} {how}; {_INPUTS[self.rounding]}"
 
     def _input_group(self) -> int | None:
-        """Return how many inputs are rounded with one scale, None where they are not rounded."""
+        """Return how many inputs are rounded with one scale, None if they are not rounded."""
         inputs = self.shape[1]
         group = {"none": None, "token": inputs}.get(
             self.rounding, (self.scheme["input_activations"] or {}).get("group_size")
@@ -137,9 +137,7 @@ class FloatQuantizedLayer(_EightBitLayer):
 
 
 class IntQuantizedLayer(_EightBitLayer):
-    """A layer of 8-bit integers whose inputs are rounded to integers as well, in the format
-    "int-quantized".
-    """
+    """A layer of 8-bit integers whose inputs are rounded too, in the format "int-quantized"."""
 
     number = "int"
     dtype = "I8"
@@ -147,7 +145,7 @@ class IntQuantizedLayer(_EightBitLayer):
     inputs_rounded = frozenset({"token", "tensor"})
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError where
+        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError if
         its tensors do not fit each other.
         """
         parts = self._parts(device)
@@ -166,9 +164,7 @@ _INPUTS = {
 
 
 def _rounding(scheme: Mapping[str, Any], number: str) -> str:
-    """Return `token`, `group`, `tensor` (static) or `none`, and something else for what is not
-    known here.
-    """
+    """Return `token`, `group`, `tensor` (static) or `none`, else what is not known here."""
     inputs = scheme.get("input_activations")
     if not inputs:
         return "none"

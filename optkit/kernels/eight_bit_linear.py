@@ -11,8 +11,8 @@ from optkit.algorithms.eight_bit import NumberFormat, round_inputs
 
 
 class EightBitLinear(nn.Module):
-    """`x W^T + b` with x and W rounded to 8 bits; a scale for each output or the whole W, for each
-    token or all of x.
+    """`x W^T + b` with x and W rounded to 8 bits.
+    A scale for each output or the whole W, for each token or all of x.
     """
 
     numbers: ClassVar[NumberFormat]
@@ -22,7 +22,7 @@ class EightBitLinear(nn.Module):
     scales: Tensor
     """float32 [out], or [1] for the whole weight."""
     input_scale: Tensor | None
-    """float32 [1]; None where each token is rounded with a scale of its own."""
+    """float32 [1]; None if each token is rounded with a scale of its own."""
     bias: Tensor | None
 
     def __init__(

@@ -1,7 +1,7 @@
 """Linear layers of 8-bit floats (E4M3): on the 8-bit matrix product of NVIDIA GPUs since Ada,
 elsewhere with weights widened at each call.
 
-The product of codes is taken first and scales are applied to it, where a whole row has one scale:
+The product of codes is taken first and scales are applied to it, if a whole row has one scale:
 `Float8Linear`. Weights in blocks, or inputs that are not rounded, are dequantized: `WidenedLinear`.
 Either way the weights stay in 8 bits in memory.
 """
@@ -24,8 +24,8 @@ CAPABILITY = (8, 9)
 
 
 class Float8Linear(EightBitLinear):
-    """`x W^T + b` with x and W rounded to E4M3; a scale for each output or the whole W, for each
-    token or all of x.
+    """`x W^T + b` with x and W rounded to E4M3.
+    A scale for each output or the whole W, for each token or all of x.
     """
 
     numbers = FLOAT8
@@ -46,8 +46,8 @@ class Float8Linear(EightBitLinear):
 
 
 class WidenedLinear(nn.Module):
-    """`x W^T + b` with W in E4M3, dequantized at each call and dropped afterwards, and x rounded in
-    groups of inputs or not at all.
+    """`x W^T + b` with W in E4M3, dequantized at each call.
+    x is rounded in groups of inputs or not at all.
     """
 
     codes: Tensor
@@ -82,7 +82,7 @@ class WidenedLinear(nn.Module):
 
 
 def why_not_scaled(outputs: int, inputs: int, device: str) -> str | None:
-    """Return why a layer cannot use `torch._scaled_mm` on a device, None where it can."""
+    """Return why a layer cannot use `torch._scaled_mm` on a device, None if it can."""
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return f"torch._scaled_mm takes multiples of {MULTIPLE} outputs and inputs, not {outputs} x {inputs}"
     return _why_unavailable(device)
@@ -96,9 +96,7 @@ def _product(codes: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _why_unavailable(device: str) -> str | None:
-    """Return why `torch._scaled_mm` is not used on a device, None where it computes what it should
-    there.
-    """
+    """Return why `torch._scaled_mm` is not used on a device, None if it computes right there."""
     chosen = torch.device(device)
     if not _is_capable(chosen):
         return "8-bit floats are multiplied by NVIDIA GPUs of compute capability 8.9 and above alone"

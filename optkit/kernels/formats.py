@@ -2,7 +2,7 @@
 the layers of a checkpoint.
 
 A method is a function that returns the quantized layers of a checkpoint
-(`optkit.kernels.stored.QuantizedLayer`), or None where the checkpoint asks for something beyond
+(`optkit.kernels.stored.QuantizedLayer`), or None if the checkpoint asks for something beyond
 that method's layers here; transformers opens it then, with the packages that it needs.
 """
 
@@ -27,10 +27,10 @@ METHODS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[QuantizedL
 
 
 def quantized_layers(checkpoint: Checkpoint) -> dict[str, QuantizedLayer] | None:
-    """Return the quantized layers by name where optkit opens them itself, None for float weights
-    and what transformers has to open.
+    """Return the quantized layers by name if optkit opens them itself.
+    None for float weights and what transformers has to open.
 
-    Raises SourceError where the `quantization_config` is one of ours and no weight is quantized.
+    Raises SourceError if the `quantization_config` is one of ours and no weight is quantized.
     """
     config = checkpoint.quantization
     method = str(config.get("quant_method")) if config else ""

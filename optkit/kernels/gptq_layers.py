@@ -19,9 +19,7 @@ WEIGHT = ".qweight"
 
 
 def gptq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[GptqLayer] | None:
-    """Return the layers of a checkpoint whose `quant_method` is gptq, None where it is packed for
-    one kernel alone (Marlin).
-    """
+    """Return the layers if `quant_method` is gptq, None if packed for one kernel alone (Marlin)."""
     if config.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
         return None
     return [
@@ -46,13 +44,13 @@ class GptqLayer(StoredLayer):
         return outputs, words * 32 // int(self.scheme["bits"])
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do
+        """Return the fastest layer for it, on the device. Raises SourceError if its tensors do
         not fit each other.
         """
         return integer_layer(self.integers(device), bias, dtype, device)
 
     def integers(self, device: str) -> PackedWeight:
-        """Return its codes, scales and zero points on the device. Raises SourceError where its
+        """Return its codes, scales and zero points on the device. Raises SourceError if its
         tensors do not fit each other.
         """
         parts = self.read(LEAVES, device, required=("qzeros", "scales"))

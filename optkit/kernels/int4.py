@@ -39,7 +39,7 @@ Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512
     int4                      20    28    84   304   600   895  2370
     dequantized, dense       423   427   458   397   512   726  1558
     dense, weight in cache    39    41    60   145   260         930
-At 4096 x 4096 and one row, where weights come from memory: int4 224, dense 817.
+At 4096 x 4096 and one row, weights from memory: int4 224, dense 817.
 14336 outputs x 4096 inputs on an H200 (torch 2.11; median):
     rows                       1    16    64   128   256   512  2048
     int4                      23    73   268   518  1032  2052  8292
@@ -49,7 +49,7 @@ At 4096 x 4096 and one row, where weights come from memory: int4 224, dense 817.
 
 
 def why_not_int4(weight: PackedWeight, dtype: torch.dtype, device: str) -> str | None:
-    """Return why a layer cannot be an `Int4Linear`, None where it can."""
+    """Return why a layer cannot be an `Int4Linear`, None if it can."""
     kind = torch.device(device).type
     if weight.bits != 4:
         return f"torch's int4 kernel has no {weight.bits} bits"
@@ -79,7 +79,7 @@ class Int4Linear(nn.Module):
     scales_and_zeros: Tensor
     """bfloat16 [groups, out, 2]."""
     order: Tensor | None
-    """int64 [in]: the inputs sorted by their group, where they are not so already."""
+    """int64 [in]: the inputs sorted by their group, if they are not so already."""
     bias: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
@@ -164,9 +164,7 @@ def _places_in_cuda_tile(device: torch.device) -> Tensor:
 
 @cache
 def _why_unavailable(device: str) -> str | None:
-    """Return why the kernel cannot be used on a device, None where it computes what it should
-    there.
-    """
+    """Return why the kernel cannot be used on a device, None if it computes right there."""
     chosen = torch.device(device)
     if chosen.type == "cuda":
         if torch.version.cuda is None or torch.cuda.get_device_capability(chosen) < (8, 0):

@@ -1,6 +1,4 @@
-"""A linear layer of 8-bit integers whose inputs are rounded to 8-bit integers too (W8A8), on
-torch's integer matrix product.
-"""
+"""A linear layer of 8-bit integers and inputs (W8A8), on torch's integer matrix product."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Int8Linear(EightBitLinear):
 
 
 def why_not_integers(outputs: int, inputs: int, device: str) -> str | None:
-    """Return why a layer's products cannot be summed in integers on a device, None where they can."""
+    """Return why a layer's products cannot be summed in integers on a device, None if they can."""
     chosen = torch.device(device)
     if chosen.type == "cuda" and (outputs % CUDA_MULTIPLE or inputs % CUDA_MULTIPLE):
         return f"torch._int_mm takes multiples of {CUDA_MULTIPLE} outputs and inputs on CUDA, not {outputs} x {inputs}"
@@ -61,9 +59,7 @@ def _product(codes: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def _why_unavailable(device: str) -> str | None:
-    """Return why `torch._int_mm` cannot be used on a device, None where it is right even for the
-    largest sums.
-    """
+    """Return why `torch._int_mm` cannot be used on a device, None if the largest sums are right."""
     chosen = torch.device(device)
     if chosen.type not in ("cpu", "cuda"):
         return f"torch._int_mm is not used on {chosen.type}"

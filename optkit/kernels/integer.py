@@ -1,6 +1,4 @@
-"""A packed integer weight from the tensors of either format, and the fastest layer that can compute
-with it on a device.
-"""
+"""A packed integer weight from the tensors of either format, and its fastest layer."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ BITS = (2, 3, 4, 8)
 
 
 def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -> int:
-    """Return the bits of a code of `words`, int32 [out, words]. Raises SourceError where words and
+    """Return the bits of a code of `words`, int32 [out, words]. Raises SourceError if words and
     scales are no weight of that shape.
     """
     outputs, inputs = shape
@@ -48,9 +46,7 @@ def packed_weight(
 
 
 def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer that can compute with a packed weight on the device, and the
-    sentence that says which it is.
-    """
+    """Return the fastest layer for a packed weight on the device, and a sentence that names it."""
     layer, phrase = packed_layer(weight, bias, dtype, device)
     return layer, f"int{weight.bits}: {{layers}} {phrase}"
 
@@ -86,9 +82,7 @@ KERNELS = (
 
 
 def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer that can compute with a packed weight on the device, and one phrase
-    that says which it is.
-    """
+    """Return the fastest layer for a packed weight on the device, and one phrase that names it."""
     reasons = [kernel.refuses(weight, dtype, device) for kernel in KERNELS]
     able = [kernel for kernel, reason in zip(KERNELS, reasons, strict=True) if reason is None]
     if not able:
@@ -104,7 +98,7 @@ def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, 
 
 
 def _out_of_order(group_of_input: Tensor | None, groups: int) -> Tensor | None:
-    """Return int64 [in], None where inputs are grouped in order."""
+    """Return int64 [in], None if inputs are grouped in order."""
     if group_of_input is None or bool((group_of_input < 0).any()):
         return None
     inputs = group_of_input.numel()

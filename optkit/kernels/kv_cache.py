@@ -1,6 +1,4 @@
-"""A KV cache that holds codes instead of floats, in the form that transformers' models take;
-attention sees what the codes stand for.
-"""
+"""A KV cache that holds codes instead of floats, in the form that transformers' models take."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ CacheFactory = Callable[[], Cache]
 
 
 class CodedLayer(CacheLayerMixin):
-    """The coded keys and values of one attention layer; with a window, those of `window - 1`
-    tokens: the first `sinks` and the last.
+    """The coded keys and values of one attention layer.
+    With a window, those of `window - 1` tokens: the first `sinks` and the last.
     """
 
     def __init__(self, keys_code: StateCode, values_code: StateCode, window: int | None = None, sinks: int = 0) -> None:
@@ -36,8 +34,8 @@ class CodedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Code float [batch, heads, new tokens, head_dim]; return all keys and values as they are
-        read back, in the same dtype.
+        """Code float [batch, heads, new tokens, head_dim].
+        Return all keys and values as they are read back, in the same dtype.
         """
         self.is_initialized = True
         self.length += key_states.shape[-2]
@@ -55,9 +53,7 @@ class CodedLayer(CacheLayerMixin):
         return torch.cat([part[..., : self.sinks, :], last], dim=-2)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens out again, as many as the absolute value says; only without a
-        window.
-        """
+        """Remove the last tokens, as many as the absolute value says; only without a window."""
         if count := abs(tokens_to_remove):
             self.key_parts = tuple(part[..., :-count, :] for part in self.key_parts)
             self.value_parts = tuple(part[..., :-count, :] for part in self.value_parts)
@@ -77,9 +73,7 @@ class CodedLayer(CacheLayerMixin):
         return -1 if self.sliding_window is None else self.sliding_window
 
     def token_bytes(self) -> int:
-        """Return the bytes that a token of one sequence takes; raises ValueError for an empty
-        layer.
-        """
+        """Return the bytes per token of one sequence; raises ValueError for an empty layer."""
         parts = (*self.key_parts, *self.value_parts)
         if not parts:
             raise ValueError("the layer holds no token")
@@ -136,8 +130,8 @@ class RecordingLayer(DynamicLayer):
 
 
 def recording_cache(config: Any, where: str) -> tuple[Cache, list[RecordingLayer]]:
-    """Return a cache that notes the largest key and value of each layer, and its layers; raises
-    StageError as `coded_cache` does.
+    """Return a cache that notes the largest key and value of each layer, and its layers.
+    Raises StageError as `coded_cache` does.
     """
     layers = [RecordingLayer() for _ in _plain_layers(config, where)]
     return Cache(layers=list(layers)), layers

@@ -1,6 +1,4 @@
-"""Open a quantized checkpoint as a torch model that computes with the quantized weights; the float
-model is never held.
-"""
+"""Open a quantized checkpoint as a torch model that computes with the quantized weights."""
 
 from __future__ import annotations
 
@@ -36,10 +34,10 @@ def load_packed(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model on the device and a sentence for each kernel in use; `options` go to
-    transformers' `from_config`.
+    """Return the model on the device and a sentence for each kernel in use.
+    `options` go to transformers' `from_config`.
 
-    Raises SourceError where weights and model do not belong together.
+    Raises SourceError if weights and model do not belong together.
     """
     matched = match_packed(checkpoint, quantized, dtype, trust_remote_code, **options)
     notes = fill_(matched, checkpoint, device, dtype, progress)
@@ -67,7 +65,7 @@ def match_packed(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Matched:
-    """Return the model of a quantized checkpoint, empty. Raises SourceError where weights and model
+    """Return the model of a quantized checkpoint, empty. Raises SourceError if weights and model
     do not belong together.
     """
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
@@ -77,8 +75,8 @@ def match_packed(
 
 
 def fill_(matched: Matched, checkpoint: Checkpoint, device: str, dtype: torch.dtype, progress: Progress) -> list[str]:
-    """Build the quantized layers of an empty model on the device and load everything else; returns
-    a sentence for each kernel in use.
+    """Build the quantized layers of an empty model on the device and load everything else.
+    Returns a sentence for each kernel in use.
     """
     model, layers = matched.model, matched.layers
     sentences: Counter[str] = Counter()
@@ -119,9 +117,7 @@ def _layers_by_module(
 def _with_float_weights(
     model: PreTrainedModel, checkpoint: Checkpoint, layers: Mapping[str, QuantizedLayer]
 ) -> Checkpoint:
-    """Return the checkpoint as it would be in floats, to match its names and shapes to the model's;
-    its weights cannot be read.
-    """
+    """Return the checkpoint as if in floats, to match names and shapes, not to read weights."""
     view = copy.copy(checkpoint)
     view.tensors = dict(checkpoint.tensors)
     for name, layer in layers.items():
@@ -144,8 +140,8 @@ def _load_rest_(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """Put every parameter and buffer outside the modules that are `built` on the device; tied ones
-    stay one.
+    """Put every parameter and buffer outside the `built` modules on the device.
+    Tied ones stay one.
     """
     kept = planned_dtypes(model, dtype)
     loaded: dict[tuple[str, torch.dtype], nn.Parameter] = {}

@@ -36,7 +36,7 @@ class LowRankLinear(nn.Module):
 def apply_adapter_(model: nn.Module, adapter: Adapter, device: str, dtype: torch.dtype) -> str:
     """Put an adapter beside the layers of an opened model, computing in `dtype`; return a note.
 
-    Raises SourceError where it is not one of this model.
+    Raises SourceError if it is not one of this model.
     """
     modules = dict(model.named_modules())
     for name, (down, up) in adapter.read().items():

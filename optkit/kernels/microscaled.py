@@ -86,7 +86,7 @@ class MicroscaledLayer(StoredLayer):
         return outputs, half * 2
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the layer on the device. Raises SourceError where its tensors do not fit each
+        """Return the layer on the device. Raises SourceError if its tensors do not fit each
         other.
         """
         name = NAMES[str(self.scheme["format"])]

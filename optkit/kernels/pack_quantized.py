@@ -46,13 +46,13 @@ class PackQuantizedLayer(StoredLayer):
         return outputs, inputs
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError where its tensors do
+        """Return the fastest layer for it, on the device. Raises SourceError if its tensors do
         not fit each other.
         """
         return integer_layer(self.integers(device), bias, dtype, device)
 
     def integers(self, device: str) -> PackedWeight:
-        """Return its codes, scales and zero points on the device. Raises SourceError where its
+        """Return its codes, scales and zero points on the device. Raises SourceError if its
         tensors do not fit each other.
         """
         parts = self.read(LEAVES, device, required=("weight_scale", "weight_shape"))

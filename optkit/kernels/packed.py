@@ -1,5 +1,4 @@
-"""A linear layer's packed weight as read from a checkpoint, and the layer that computes with any of
-them.
+"""A linear layer's packed weight, and the layer that computes with any of them.
 
 `PackedLinear` keeps the packed words and dequantizes them at every call: right for all bits and
 shapes, and slower than a kernel that reads the codes themselves.
@@ -18,18 +17,16 @@ from optkit.algorithms.packing import unpack
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """The weight `(code - zero[group]) * scale[group]` of a linear layer, with what its format says
-    about it.
-    """
+    """The weight `(code - zero[group]) * scale[group]` of a layer, and what its format says."""
 
     words: Tensor
     """int32 [out, ceil(in * bits / 32)]: unsigned codes, packed along the inputs."""
     scales: Tensor
     """float [out, groups]."""
     zeros: Tensor | None
-    """uint8 [out, groups]; None where all of them are 2^(bits - 1)."""
+    """uint8 [out, groups]; None if all of them are 2^(bits - 1)."""
     group_of_input: Tensor | None
-    """int64 [in] where inputs are not grouped in order (activation order), else None."""
+    """int64 [in] if inputs are not grouped in order (activation order), else None."""
     bits: int
     inputs: int
 
@@ -43,7 +40,7 @@ class PackedWeight:
 
     @property
     def group_size(self) -> int | None:
-        """Inputs per group; None where groups differ in size."""
+        """Inputs per group; None if groups differ in size."""
         if self.inputs % self.groups:
             return None
         size = self.inputs // self.groups
@@ -54,7 +51,7 @@ class PackedWeight:
 
     @property
     def order(self) -> Tensor | None:
-        """int64 [in]: the inputs sorted by their group; None where they are so already."""
+        """int64 [in]: the inputs sorted by their group; None if they are so already."""
         return None if self.group_of_input is None else torch.argsort(self.group_of_input, stable=True)
 
     def codes(self) -> Tensor:
@@ -67,13 +64,13 @@ class PackedWeight:
         return self.codes() if order is None else self.codes()[:, order]
 
     def shifts(self) -> Tensor | None:
-        """Return float [out, groups]: zero - 2^(bits - 1), None where all of them are 0."""
+        """Return float [out, groups]: zero - 2^(bits - 1), None if all of them are 0."""
         return None if self.zeros is None else self.zeros.float() - (1 << (self.bits - 1))
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [rows, words] -> uint8 [rows, count]; byte by byte where bytes hold whole codes, which
-    is 30 times faster.
+    """int32 [rows, words] -> uint8 [rows, count].
+    Byte by byte if bytes hold whole codes, which is 30 times faster.
     """
     if 8 % bits:
         return unpack(words, bits, count, 1)

@@ -16,9 +16,7 @@ from optkit.model.shape import TensorInfo
 
 
 class QuantizedLayer(Protocol):
-    """What opening a model asks of each quantized layer; one class for each format, in a file of
-    its own.
-    """
+    """What opening a model asks of each quantized layer; one class for each format."""
 
     @property
     def name(self) -> str:
@@ -39,15 +37,15 @@ class QuantizedLayer(Protocol):
         """Return the module on the device, and what computes in it: `int4: {layers} use ...`,
         `{layers}` to be filled with a count.
 
-        Raises SourceError where its tensors do not fit each other.
+        Raises SourceError if its tensors do not fit each other.
         """
         ...
 
     def integers(self, device: str) -> PackedWeight | None:
-        """Return its codes, scales and zero points on the device; None for a format whose weight is
-        not integer codes in groups of inputs.
+        """Return its codes, scales and zero points on the device.
+        None for a format without integer codes in groups of inputs.
 
-        Raises SourceError where its tensors do not fit each other.
+        Raises SourceError if its tensors do not fit each other.
         """
         ...
 
@@ -71,7 +69,7 @@ class StoredLayer:
         return None
 
     def info(self, leaf: str) -> TensorInfo | None:
-        """Return dtype and shape of one of its tensors, None where it has none of that name."""
+        """Return dtype and shape of one of its tensors, None if it has none of that name."""
         return self.checkpoint.tensors.get(f"{self.name}.{leaf}")
 
     def present(self, leaves: Iterable[str]) -> tuple[str, ...]:
@@ -79,7 +77,7 @@ class StoredLayer:
         return tuple(f"{self.name}.{leaf}" for leaf in leaves if self.info(leaf))
 
     def read(self, leaves: Iterable[str], device: str, required: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Return those of the given tensors that it has, on the device. Raises SourceError where
+        """Return those of the given tensors that it has, on the device. Raises SourceError if
         one of the `required` is missing.
         """
         parts = {

@@ -17,7 +17,7 @@ BITS = (2, 4, 8)
 
 
 def why_not_coded(weight: PackedWeight, device: str) -> str | None:
-    """Return why a layer cannot be a `CodedLinear`, None where it can; compiles the kernels."""
+    """Return why a layer cannot be a `CodedLinear`, None if it can; compiles the kernels."""
     if torch.device(device).type != "cpu":
         return "optkit's CPU kernels run on CPUs"
     if weight.bits not in BITS:
@@ -38,7 +38,7 @@ class CodedLinear(nn.Module):
     shifts: Tensor | None
     """These three as `packed_linear` takes them, the inputs sorted by their group."""
     order: Tensor | None
-    """int64 [in]: the inputs sorted by their group, where they are not so already."""
+    """int64 [in]: the inputs sorted by their group, if they are not so already."""
     bias: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:

@@ -56,9 +56,7 @@ class _Model(ctypes.Structure):
 
 
 def why_not_step(model: Any) -> str | None:
-    """Return why the step of an opened model on the CPU cannot be one call, None where it can;
-    compiles the kernels.
-    """
+    """Return why a CPU model's step cannot be one call, None if it can; compiles the kernels."""
     config = model.config
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is not of the families that it is known for ({', '.join(FAMILIES)})"
@@ -93,9 +91,7 @@ def _why_not_read(module: nn.Module) -> str | None:
 
 
 def step_decoder(model: Any) -> tuple[StepDecoder | None, list[str]]:
-    """Return the decoder of an opened model, None where there is none, and a note where the model
-    is of a family that has one.
-    """
+    """Return an opened model's decoder, None if there is none; a note if its family has one."""
     if model.config.model_type not in FAMILIES:
         return None, []
     reason = why_not_step(model)
@@ -115,9 +111,7 @@ class StepDecoder:
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps]:
-        """Lend the buffers for so many sequences and tokens; the last ones are kept for the next
-        request that they fit.
-        """
+        """Lend the buffers for so many sequences and tokens; a fitting request reuses the last."""
         capacity = min(
             -(-length // CAPACITY_STEP) * CAPACITY_STEP, max(length, int(self.model.config.max_position_embeddings))
         )
@@ -167,8 +161,8 @@ class Steps:
         self._step = _step_function()
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run prompts, int64 [batch, prompt], through the model itself; return the first tokens
-        behind them, int64 [batch].
+        """Run prompts, int64 [batch, prompt], through the model itself.
+        Return the first tokens behind them, int64 [batch].
         """
         length = tokens.shape[1]
         cache = DynamicCache(config=self.model.config)
@@ -180,17 +174,15 @@ class Steps:
         return self.tokens.clone()
 
     def next(self) -> Tensor:
-        """Return the tokens behind those that were returned last, int64 [batch]; `logits` are
-        theirs, float32 [batch, vocabulary].
+        """Return the tokens behind those returned last, int64 [batch].
+        `logits` are theirs, float32 [batch, vocabulary].
         """
         self._step(ctypes.byref(self._structure), self.position, self.tokens.data_ptr(), self.logits.data_ptr())
         self.position += 1
         return self.tokens.clone()
 
     def logits_after(self, tokens: Tensor) -> Tensor:
-        """Return the logits, float32 [batch, vocabulary], behind given tokens, int64 [batch],
-        instead of those returned last.
-        """
+        """Return the logits, float32 [batch, vocabulary], behind given tokens, int64 [batch]."""
         self.tokens.copy_(tokens)
         self.next()
         return self.logits.clone()

@@ -16,7 +16,7 @@ FEW_ROWS = 4
 
 
 def why_not_float(module: nn.Module) -> str | None:
-    """Return why a module cannot be a `FloatLinear`, None where it can; compiles the kernels."""
+    """Return why a module cannot be a `FloatLinear`, None if it can; compiles the kernels."""
     if type(module) is not nn.Linear:
         return "it is no plain linear layer"
     if (
@@ -43,9 +43,7 @@ class FloatLinear(nn.Linear):
 
 
 def use_float_kernels_(model: nn.Module) -> list[str]:
-    """Let the float linear layers of a model compute with the kernel where it is the faster one at
-    one row; return a note for them.
-    """
+    """Let float linear layers use the kernel if it is faster at one row; return a note."""
     faster: dict[tuple[int, int, torch.dtype], bool] = {}
     changed = []
     for name, module in model.named_modules():

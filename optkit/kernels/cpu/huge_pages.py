@@ -19,8 +19,7 @@ ALIGNED_BYTES = 64
 
 
 def into_huge_pages_(model: nn.Module) -> None:
-    """Move what the kernels of this directory read into one stretch of memory for which Linux is
-    asked for huge pages, in order of use.
+    """Move what these kernels read into one stretch of huge pages, in order of use.
 
     Other systems and small models stay as they are.
     """

@@ -19,10 +19,10 @@ LENGTH = 32
 
 
 def private_directory(directory: Path) -> Path:
-    """Return a directory that is this user's alone, made where it is not there; what others could
-    have written in it is deleted.
+    """Return a directory that is this user's alone; make it if it is missing.
+    What others could have written in it is deleted.
 
-    Raises OSError where it is a link, or another user's.
+    Raises OSError if it is a link, or another user's.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
     status = directory.lstat()
@@ -41,9 +41,7 @@ def private_directory(directory: Path) -> Path:
 
 
 def kept_library(directory: Path, made_of: str) -> Path | None:
-    """Return the library made of what this digest stands for, None where none is kept; one whose
-    bytes are others is deleted.
-    """
+    """Return the library kept under this digest, None if there is none; delete a changed one."""
     for path in sorted(directory.glob(f"{made_of}-*.so")):
         if not path.is_symlink() and path.is_file() and path == _place(directory, made_of, path):
             return path

@@ -1,6 +1,4 @@
-"""The C++ beside this file, compiled for this processor when it is first needed, by the compiler
-that torch.compile would call.
-"""
+"""The C++ beside this file, compiled when first needed by the compiler of torch.compile."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ _loaded: list[Path] = []
 
 @cache
 def why_not_native() -> str | None:
-    """Return why there are no kernels of our own here, None once they are compiled, loaded and seen
-    to compute what they should.
-    """
+    """Return why there are no kernels of our own here, None once they compute right."""
     compiler = _compiler()
     if compiler is None:
         return f"optkit's CPU kernels need a C++ compiler, and there is no {' or '.join(_compilers())}"
@@ -61,20 +57,20 @@ def why_not_native() -> str | None:
 def packed_linear(
     rows: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor | None, bits: int, outputs: int
 ) -> Tensor:
-    """float [n, in] -> float [n, out] in the dtype of the rows, sums in float32; needs
-    `why_not_native() is None`.
+    """float [n, in] -> float [n, out] in the dtype of the rows, with sums in float32.
+    Needs `why_not_native() is None`.
 
     codes: int32 [blocks, in * bits / 32, 16]: word w of lane l holds inputs w * 32 / bits on of
     output block * 16 + l, first input lowest.
-    scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None where all of
+    scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None if all of
     them are 0.
     """
     return torch.ops.optkit_cpu.packed_linear(rows, codes, scales, shifts, bits, outputs)  # type: ignore[no-any-return]
 
 
 def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:
-    """float [n, in], float32 or bfloat16 [out, in] -> float [n, out] in the dtype of the rows;
-    sums, and what it needs, as above.
+    """float [n, in], float32 or bfloat16 [out, in] -> float [n, out] in the dtype of the rows.
+    Sums, and what it needs, as above.
     """
     return torch.ops.optkit_cpu.dense_linear(rows, weight)  # type: ignore[no-any-return]
 
@@ -94,7 +90,7 @@ def _compiler() -> str | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """Return the library, compiling it where these sources, torch and processor have none yet."""
+    """Return the library, compiling it if these sources, torch and processor have none yet."""
     instructions = (torch.backends.cpu.get_cpu_capability(), cpu_name(), platform.machine(), _instruction_sets())
     sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     parts = (*sources, torch.__version__, compiler, *FLAGS, *instructions)
@@ -110,7 +106,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _try(library: Path) -> None:
-    """Load a new library in a process of its own first: where that crashes, it costs the kernels
+    """Load a new library in a process of its own first: if that crashes, it costs the kernels
     and not the run. Raises OSError.
     """
     done = run(

@@ -48,8 +48,8 @@ class Layer:
 
 
 class GraphDecoder:
-    """Greedy decoding of an opened model; its matrices are stacked in place, and the model's own
-    layers become views of them.
+    """Greedy decoding of an opened model.
+    Its matrices are stacked in place; the model's own layers become views of them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,9 +81,7 @@ class GraphDecoder:
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps | ModelSteps]:
-        """Lend what `batch` sequences of `length` tokens need, prompts and answers together; the
-        model itself where there are too many.
-        """
+        """Lend what `batch` sequences of `length` tokens need; the model if they are too many."""
         if batch > MOST_SEQUENCES:
             self._by_model.add(batch)
             yield ModelSteps(self.model)
@@ -137,8 +135,8 @@ class Steps:
         self.length, self._at, self._running = capacity, 0, self.tokens[0]
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run the prompts, int64 [batch, prompt], through the model itself; return the tokens
-        behind them, int64 [batch].
+        """Run the prompts, int64 [batch, prompt], through the model itself.
+        Return the tokens behind them, int64 [batch].
         """
         from transformers import DynamicCache
 
@@ -155,8 +153,8 @@ class Steps:
         return self._when_done(chosen)
 
     def next(self) -> Tensor:
-        """Return the tokens behind those returned last, int64 [batch], when the device has them;
-        the step behind them runs by then.
+        """Return the tokens behind those returned last, int64 [batch], when the device has them.
+        The step behind them runs by then.
         """
         return self._when_done(self._running)
 
@@ -253,8 +251,8 @@ class ModelSteps:
         self.model, self.cache = model, DynamicCache(config=model.config)
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run the prompts, int64 [batch, prompt]; return the tokens behind them, int64 [batch],
-        when the device has them.
+        """Run the prompts, int64 [batch, prompt].
+        Return the tokens behind them, int64 [batch], when the device has them.
         """
         logits = self.model.forward(
             input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1
@@ -270,7 +268,7 @@ class ModelSteps:
 
 
 def why_not(model: Any) -> str | None:
-    """Return why the step of an opened model cannot be one graph, None where it can."""
+    """Return why the step of an opened model cannot be one graph, None if it can."""
     if reason := why_not_family(model.config.to_dict()):
         return reason
     if model.dtype not in CODE_BASES:

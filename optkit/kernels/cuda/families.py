@@ -21,9 +21,7 @@ REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 
 
 def why_not_family(config: Mapping[str, Any]) -> str | None:
-    """Return why the decode step of a model with this config.json cannot be one graph, None where
-    nothing there speaks against it.
-    """
+    """Return why the decode step of such a config.json cannot be one graph, None if it can."""
     if config.get("model_type") not in FAMILIES:
         return f"{config.get('model_type')} is not of the families that it is known for ({', '.join(FAMILIES)})"
     heads = int(config["num_attention_heads"])

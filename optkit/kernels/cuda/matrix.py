@@ -45,7 +45,7 @@ class Matrix:
     side.
     """
     offsets: Tensor | None = None
-    """The same for code base + zero point; None where all zero points are 8."""
+    """The same for code base + zero point; None if all zero points are 8."""
     group_size: int = CHUNK
     bias: Tensor | None = None
 
@@ -74,7 +74,7 @@ class Matrix:
 
 
 def why_not_tiled(weight: PackedWeight, dtype: torch.dtype, device: str) -> str | None:
-    """Return why a packed weight cannot be a `Matrix`, None where it can."""
+    """Return why a packed weight cannot be a `Matrix`, None if it can."""
     chosen = torch.device(device)
     if chosen.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(chosen) < (8, 0):
         return "optkit's int4 kernel needs an NVIDIA GPU of compute capability 8.0"
@@ -123,8 +123,8 @@ def tiled(weight: PackedWeight, dtype: torch.dtype, bias: Tensor | None = None) 
 
 
 def stacked(matrices: list[Matrix]) -> Matrix:
-    """Return matrices of the same inputs as one, outputs one behind the other; all but the last
-    have multiples of 16 outputs.
+    """Return matrices of the same inputs as one, outputs one behind the other.
+    All but the last have multiples of 16 outputs.
     """
     first = matrices[0]
 
@@ -159,12 +159,12 @@ def multiply(
     schedule: Schedule | None = None,
     ordered: Tensor | None = None,
 ) -> None:
-    """Write x W^T into y, which is x's dtype, or float32; x [tokens, inputs] of at most 32 tokens,
-    y [tokens, outputs], both contiguous.
+    """Write x W^T into y, float32 or x's dtype.
+    x [tokens, inputs] of at most 32 tokens, y [tokens, outputs], both contiguous.
 
     `norm` [inputs]: x is RMS-normed by it first. `add`: the product is added to y. `gated`: y
     [tokens, outputs / 2] is silu(first half of the outputs) times the second. `ordered`: scratch
-    memory for x, of `scratch_bytes`; made here where it is needed and not given.
+    memory for x, of `scratch_bytes`; made here if needed and not given.
     """
     tokens = x.shape[0]
     launch = _launch(
@@ -186,7 +186,7 @@ class Launch:
     shared_bytes: int
     shared: bool
     second_half: int
-    """The first tile of the second half of the outputs, where they are gated."""
+    """The first tile of the second half of the outputs, if they are gated."""
 
 
 @cache
@@ -232,9 +232,7 @@ def scratch_bytes(form: Form, tokens: int) -> int:
 def _arrange(
     matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return x, normed, in the order in which the kernel reads it, and its sums over the inputs
-    that share a scale.
-    """
+    """Return x, normed and in the kernel's order, and its sums over inputs that share a scale."""
     tokens = x.shape[0]
     if ordered is None:
         ordered = torch.empty(scratch_bytes(matrix.form, tokens), dtype=torch.uint8, device=x.device)
@@ -257,9 +255,7 @@ def _depth(form: Form, schedule: Schedule) -> int:
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:
-    """float [outputs, groups] -> [tiles, chunks, groups of a chunk, 8, 2], zeros where there is
-    nothing.
-    """
+    """float [outputs, groups] -> [tiles, chunks, groups of a chunk, 8, 2], padded with zeros."""
     outputs, groups = values.shape
     inside = max(1, CHUNK // group_size)
     group_of_place = torch.arange(chunks * inside, device=values.device) * (CHUNK // inside) // group_size

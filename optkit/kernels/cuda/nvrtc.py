@@ -1,7 +1,6 @@
-"""CUDA C++ compiled when it is needed, by the NVRTC that comes with torch, and launched on torch's
-current stream; users need no nvcc.
+"""CUDA C++ compiled by the NVRTC that comes with torch, launched on torch's current stream.
 
-Launches can be captured in a CUDA graph. Where the GPU can (compute capability 9.0), each kernel
+Launches can be captured in a CUDA graph. If the GPU can (compute capability 9.0), each kernel
 may start before the one before it in the stream has ended (programmatic dependent launch); the
 kernels wait for its end themselves, with `griddepcontrol.wait`.
 """
@@ -57,7 +56,7 @@ class Kernel:
         """Launch on torch's current stream of the device.
 
         `arguments`: tensors (their first byte), None (a null pointer), int and float (32 bits).
-        Raises OptkitError where CUDA refuses.
+        Raises OptkitError if CUDA refuses.
         """
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
@@ -84,8 +83,8 @@ class Kernel:
 
 @cache
 def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Kernel:
-    """Return the function `name` of SOURCES/`source` (behind numbers.cuh) with these macros, for a
-    device; compiled once in a process.
+    """Return the function `name` of SOURCES/`source` with these macros, for a device.
+    numbers.cuh goes before it; it is compiled once in a process.
     """
     capability = torch.cuda.get_device_capability(device)
     code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")

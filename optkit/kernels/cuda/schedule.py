@@ -69,7 +69,7 @@ class Tiles:
 
     schedule: Schedule
     shared: bool
-    """x goes through shared memory, where it can be normed on its way; else it is put in order in
+    """x goes through shared memory, if it can be normed on its way; else it is put in order in
     global memory first.
     """
     shared_bytes: int
@@ -82,8 +82,8 @@ class Tiles:
 
 
 def choose_tiles(form: Form, tokens: int, gated: bool, limit: int, schedule: Schedule | None = None) -> Tiles:
-    """Return how `tokens` rows of x (at most MOST_TOKENS) are multiplied on a GPU whose blocks have
-    `limit` bytes of shared memory.
+    """Return how `tokens` rows of x (at most MOST_TOKENS) are multiplied.
+    Blocks of the GPU have `limit` bytes of shared memory.
 
     x lies in shared memory if it fits beside what the warps add up, in global memory else; there
     half as many warps are taken until they fit. One warp needs 8 KiB at most, so every GPU has

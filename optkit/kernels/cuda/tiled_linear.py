@@ -23,7 +23,7 @@ class TiledLinear(nn.Module):
     scales: Tensor
     offsets: Tensor | None
     order: Tensor | None
-    """int64 [in]: the inputs sorted by their group, where they are not so already."""
+    """int64 [in]: the inputs sorted by their group, if they are not so already."""
     bias: Tensor | None
 
     def __init__(self, matrix: Matrix, order: Tensor | None) -> None:
