@@ -15,9 +15,7 @@ FEWEST_TICKS = 20
 
 @dataclass(frozen=True)
 class Moment:
-    """Ticks since the machine started, of the cores together, and seconds that this process has
-    computed.
-    """
+    """Ticks of all cores since the machine started, and seconds that this process has computed."""
 
     busy: int
     all: int
@@ -25,9 +23,7 @@ class Moment:
 
 
 class CpuWatch:
-    """Reads /proc/stat (man 5 proc_stat) before and after; where there is none, nobody else is ever
-    seen.
-    """
+    """Reads /proc/stat (man 5 proc_stat) before and after; without it, nobody else is ever seen."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
@@ -47,9 +43,7 @@ class CpuWatch:
         return Moment(busy, everything, time.process_time())
 
     def others(self, before: Moment) -> float:
-        """Return the share of the cores' time since a moment that went to other processes; 0 where
-        too little time has passed to say.
-        """
+        """Return the share of the cores' time that others took; 0 if it is too soon to say."""
         after = self.now()
         ticks = after.all - before.all
         if ticks < FEWEST_TICKS:

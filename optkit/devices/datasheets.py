@@ -1,7 +1,7 @@
 """What devices can do at most, from the makers' datasheets: memory bandwidth and dense matrix
 rates, without sparsity.
 
-Rates are those with float32 sums where a datasheet tells two. Datasheets that give rates with 2:4
+Rates are those with float32 sums if a datasheet tells two. Datasheets that give rates with 2:4
 sparsity alone are halved.
 """
 
@@ -31,13 +31,11 @@ class Device:
 
     @property
     def wide(self) -> str:
-        """Its 16-bit float: bf16 where it has it, else fp16; fp32 where it has neither."""
+        """Its 16-bit float: bf16 if it has it, else fp16; fp32 if it has neither."""
         return next(name for name in ("bf16", "fp16", "fp32") if name in self.rates)
 
     def rate(self, arithmetic: str) -> float:
-        """Return the rate of a dtype; where the device has none, that of its 16-bit float, in which
-        it is computed.
-        """
+        """Return the rate of a dtype; without one, that of its 16-bit float."""
         return self.rates.get(arithmetic) or self.rates[self.wide]
 
 
@@ -127,7 +125,7 @@ DRIVER_NAMES = {
 
 
 def datasheet_of(driver_name: str) -> Device | None:
-    """Return the device of the table that the driver calls e.g. `NVIDIA H200`; None where none is."""
+    """Return the device of the table that the driver calls e.g. `NVIDIA H200`; None if none is."""
     found = next(
         (name for pattern, name in DRIVER_NAMES.items() if re.search(rf"(?:^|\s){pattern}", driver_name)), None
     )

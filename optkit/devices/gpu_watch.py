@@ -44,11 +44,11 @@ class GpuWatch:
             self.readings.append(self.gpu.read())
 
     def energy_j(self) -> float | None:
-        """Return the energy that the GPU has used so far, None where it does not tell."""
+        """Return the energy that the GPU has used so far, None if it does not tell."""
         return self.gpu.read().energy_j if self.gpu else None
 
     def others(self) -> str:
-        """Return how one sees that somebody else is on the GPU; empty where nobody is seen."""
+        """Return how one sees that somebody else is on the GPU; empty if nobody is seen."""
         count = self.gpu.processes() if self.gpu else None
         if count is not None and count > 1:
             return f"{count - 1} other processes are on the GPU" if count > 2 else "another process is on the GPU"
@@ -64,7 +64,7 @@ class GpuWatch:
             yield f"the GPU was slowed down by {' and '.join(slowed)} at {count} of {len(self.readings)} repeats"
 
     def note(self) -> str:
-        """Return one line on clocks, heat and power; empty where there is nothing to say."""
+        """Return one line on clocks, heat and power; empty if there is nothing to say."""
         text = described(self.readings, self.gpu.largest_sm_mhz()) if self.gpu and self.readings else ""
         return f"the GPU ran at {text}" if text else ""
 
@@ -81,14 +81,12 @@ class SeveralGpus(GpuWatch):
             part.read()
 
     def energy_j(self) -> float | None:
-        """Return the energy that they have used so far together, None where one does not tell."""
+        """Return the energy that they have used so far together, None if one does not tell."""
         each = [part.energy_j() for part in self.parts]
         return None if None in each else sum(value for value in each if value is not None)
 
     def others(self) -> str:
-        """Return how one sees that somebody else is on a GPU, beside this process and the one that
-        holds a share of the model.
-        """
+        """Return how one sees others on a GPU, beside this process and the holder of a shard."""
         counts = [(part.device, part.gpu.processes() if part.gpu else None) for part in self.parts]
         return next(
             (f"{count - 2} further processes are on {device}" for device, count in counts if count and count > 2), ""
@@ -105,15 +103,13 @@ class SeveralGpus(GpuWatch):
 
 
 def devices_of(session: Any) -> tuple[str, ...]:
-    """Return the devices of an opened model: several where it is split."""
+    """Return the devices of an opened model: several if it is split."""
     found: tuple[str, ...] = getattr(session, "devices", ()) or (session.device,)
     return found
 
 
 def foreign_bytes(device: str) -> int:
-    """Return the bytes of a GPU's memory that are in use and that torch has not reserved; 0 on a
-    CPU.
-    """
+    """Return the bytes in use on a GPU that torch has not reserved; 0 on a CPU."""
     if device == "cpu":
         return 0
     import torch

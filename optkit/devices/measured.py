@@ -44,10 +44,9 @@ SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 
 
 def measure_roof(device: str, progress: Progress) -> Roof:
-    """Return what a device (`cpu`, `cuda`, `cuda:1`) reaches, with the spread of its repeats; takes
-    some seconds.
+    """Return what a device (`cpu`, `cuda:1`) reaches, with the spread of repeats; takes seconds.
 
-    Raises torch's out-of-memory error where half of the free memory is less than the smallest
+    Raises torch's out-of-memory error if half of the free memory is less than the smallest
     buffer.
     """
     products = dict(_products(device))
@@ -74,7 +73,7 @@ def buffer_bytes(device: str) -> int:
 
 
 def last_cache_bytes(caches: Path = CACHES) -> int:
-    """Return the size of a CPU's largest cache, 0 where the system does not say."""
+    """Return the size of a CPU's largest cache, 0 if the system does not say."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     found = [path.read_text(encoding="ascii").strip() for path in caches.glob("index*/size")]
     return max(
@@ -101,8 +100,8 @@ def _reads(device: str) -> Calls:
 
 
 def _buffer(elements: int, device: str) -> Tensor:
-    """Return float32 [elements] of normal numbers; on a CPU in huge pages where Linux gives them,
-    without which reading is slower.
+    """Return float32 [elements] of normal numbers.
+    On a CPU in huge pages if Linux gives them; reading is slower without.
     """
     if device != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.randn(elements, device=device)

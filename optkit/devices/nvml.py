@@ -47,7 +47,7 @@ class Gpu:
     """One GPU, by the UUID that torch has of it."""
 
     def __init__(self, uuid: str, library: Any = None) -> None:
-        """Find it; raises OSError with a sentence where the library or the GPU is not there."""
+        """Find it; raises OSError with a sentence if the library or the GPU is missing."""
         self._library = library or ctypes.CDLL(LIBRARY)
         self._handle = ctypes.c_void_p()
         name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
@@ -73,8 +73,7 @@ class Gpu:
         return self._number("nvmlDeviceGetMaxClockInfo", ctypes.c_uint, SM)
 
     def processes(self) -> int | None:
-        """Return how many processes compute on it, ours among them; a container may not see those
-        outside it.
+        """Return how many processes compute on it, ours too; a container may not see others.
 
         A process of optkit that waits for this one does not count.
         """
@@ -100,9 +99,7 @@ class Gpu:
 
 
 def find_gpu(device: str) -> Gpu | None:
-    """Return the GPU behind a torch device, None for a CPU; raises OSError where NVML does not know
-    it.
-    """
+    """Return the GPU behind a torch device, None for a CPU; raises OSError if NVML has none."""
     if device == "cpu":
         return None
     import torch
@@ -117,7 +114,7 @@ def slowdowns(readings: Sequence[Reading]) -> list[str]:
 
 
 def described(readings: Sequence[Reading], largest_mhz: int | None) -> str:
-    """Return e.g. `1,980 MHz (of 1,980), memory 3,201 MHz, 41 to 48 °C, up to 412 W`; empty where
+    """Return e.g. `1,980 MHz (of 1,980), memory 3,201 MHz, 41 to 48 °C, up to 412 W`; empty if
     nothing is known.
     """
     clocks = [each.sm_mhz for each in readings if each.sm_mhz is not None]

@@ -24,7 +24,7 @@ class Peak:
     unknown: str = ""
     """Why there is no number."""
     each: tuple[int, ...] = ()
-    """Of each device or process, where the model is split over several."""
+    """Of each device or process, if the model is split over several."""
 
 
 @runtime_checkable

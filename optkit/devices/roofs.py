@@ -1,4 +1,4 @@
-"""The measured roof of a device, and where it is kept: measured once for each device, driver and
+"""The measured roof of a device, and its file: measured once for each device, driver and
 version of torch.
 """
 
@@ -52,7 +52,7 @@ class Roof(Frozen):
     @property
     def unsteady(self) -> str:
         """What spread by more than `WIDE_SPREAD` while it was measured, e.g. `reading by 38%, int8
-        by 20%`; empty where nothing did.
+        by 20%`; empty if nothing did.
         """
         everything = {"reading": self.reading, "copying": self.copying, **self.products}
         return ", ".join(
@@ -76,7 +76,7 @@ def measured_device(
     """Return the roof of a device (`cpu`, `cuda`, `cuda:1`) that is here: kept from an earlier
     measurement, else measured now.
 
-    `cache` is optkit's own directory where None; `again` measures whatever is kept. Raises
+    `cache` is optkit's own directory if None; `again` measures whatever is kept. Raises
     UsageError for a GPU that torch does not see, ResourceError without memory.
     """
     import torch
@@ -115,9 +115,7 @@ def measured_device(
 
 
 def kept_device(device: str, cache: Path | None = None) -> Device | None:
-    """Return the roof of a device that is here as it was measured before; None where it was not, in
-    these circumstances.
-    """
+    """Return the roof of a device as measured before; None if it was not, under these conditions."""
     import torch
 
     circumstances = _circumstances(device, torch.get_num_threads())
@@ -126,8 +124,8 @@ def kept_device(device: str, cache: Path | None = None) -> Device | None:
 
 
 def roof_generation(device: str, cache: Path | None = None) -> int:
-    """Return how often the roof of a device that is here was measured again, without torch; 0 where
-    it is still to be measured.
+    """Return how often the roof of a device that is here was measured again, without torch.
+    It is 0 before the first measurement.
     """
     kept = _read(_place(cache, _circumstances(device, cpu_threads())))
     return kept.generation if kept else 0

@@ -109,7 +109,7 @@ def has_adapter(directory: Path) -> bool:
 
 
 def read_adapter(directory: Path) -> Adapter | None:
-    """Return the adapter of a model directory, None where there is none.
+    """Return the adapter of a model directory, None if there is none.
 
     Raises SourceError for one that is damaged, or that is more than two matrices a layer.
     """
@@ -135,9 +135,7 @@ def read_adapter(directory: Path) -> Adapter | None:
 
 
 def _check_patterns(config: Mapping[str, Any]) -> None:
-    """Raise ValueError or re.error unless rank and alpha are numbers, for single layers by
-    patterns.
-    """
+    """Raise ValueError or re.error unless rank and alpha are numbers, for layers by patterns."""
     for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         single = config.get(patterns) or {}
         if not isinstance(single, dict):

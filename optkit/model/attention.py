@@ -78,7 +78,7 @@ def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> Attent
 
 
 def _kind(text: Mapping[str, Any], index: int) -> str:
-    """Return the kind of a layer where `layer_types` does not say it."""
+    """Return the kind of a layer if `layer_types` does not say it."""
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern")
     if isinstance(pattern, int) and pattern > 1 and (index + 1) % pattern == 0:
         return "full_attention"

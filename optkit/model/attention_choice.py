@@ -1,5 +1,5 @@
-"""Which attention implementations of transformers compute what a model asks of attention; the
-others leave it out in silence.
+"""Which attention implementations of transformers compute what a model asks of attention.
+The others leave it out in silence.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ known when it is loaded.
 
 
 def asked_of_attention(config: Mapping[str, Any]) -> str:
-    """Return the argument of `PHRASES` that a model with this config.json hands to its attention;
-    empty where there is none.
+    """Return the argument of `PHRASES` that a model with this config.json hands to its attention.
+    It is empty if there is none.
     """
     text = _text(config)
     asked = ASKED.get(_kind(config), "")
@@ -80,23 +80,19 @@ def asked_of_attention(config: Mapping[str, Any]) -> str:
 
 
 def needs_eager(config: Mapping[str, Any]) -> bool:
-    """Say whether transformers would open a model with sdpa, which leaves out what the model asks
-    for.
-    """
+    """Say whether transformers would open a model with sdpa, which leaves out what it asks for."""
     asked = asked_of_attention(config)
     return bool(asked) and asked not in HONOURED["sdpa"] and _kind(config) not in EAGER
 
 
 def attends_eagerly(config: Mapping[str, Any]) -> bool:
-    """Say whether attention is computed as matrix products, which hold the weights of all query-key
-    pairs, where nothing else is asked.
-    """
+    """Say whether attention forms the weights of all query-key pairs, if nothing else is asked."""
     return _kind(config) in EAGER or needs_eager(config)
 
 
 def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
-    """Return the bytes of the matrices that eager attention holds at once in one layer's forward
-    pass; 0 where attention is fused.
+    """Return the bytes of the matrices that eager attention holds at once in one layer.
+    It is 0 if attention is fused.
     """
     heads = next((int(_text(config)[name]) for name in HEADS if _text(config).get(name)), 1)
     return FLOAT_MATRICES * 4 * sequences * heads * length**2 if attends_eagerly(config) else 0
@@ -108,8 +104,7 @@ def caps_scores(config: Mapping[str, Any]) -> bool:
 
 
 def attention_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `from_pretrained` or `from_config` with the implementation that keeps
-    what the model asks for.
+    """Return `from_pretrained` options with the implementation that keeps what the model asks for.
 
     One that the options name stays.
     """
@@ -117,15 +112,15 @@ def attention_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> 
 
 
 def eager_note(config: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for the notes where `attention_options` has chosen."""
+    """Return a sentence for the notes if `attention_options` has chosen."""
     if "attn_implementation" in options or not needs_eager(config):
         return []
     return [f"attention: eager, because sdpa leaves out {PHRASES[asked_of_attention(config)]} of {_kind(config)}"]
 
 
 def why_not_attention(config: Mapping[str, Any], implementation: str) -> str:
-    """Return why an implementation cannot compute a model's attention; empty where nothing in
-    config.json speaks against it.
+    """Return why an implementation cannot compute a model's attention.
+    It is empty if nothing in config.json speaks against it.
     """
     asked = asked_of_attention(config)
     if asked and implementation in HONOURED and asked not in HONOURED[implementation]:

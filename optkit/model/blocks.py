@@ -35,7 +35,7 @@ class Call:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     hidden_keyword: str | None = None
-    """The keyword of the hidden states where the model passes them by one; None where they are the
+    """The keyword of the hidden states if the model passes them by one; None if they are the
     first argument.
     """
 
@@ -45,8 +45,8 @@ class Call:
             return self.graph(module, hidden)
 
     def graph(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """float [batch, sequence, hidden] -> float [batch, sequence, hidden], with gradients where
-        torch records them.
+        """float [batch, sequence, hidden] -> float [batch, sequence, hidden].
+        Gradients flow if torch records them.
         """
         if self.hidden_keyword is None:
             output = module(hidden, *self.arguments, **self.keywords)
@@ -75,9 +75,7 @@ class BlockInputs:
 
 
 def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
-    """Return the decoder blocks, in order; raises SourceError where the model has no list of
-    `num_hidden_layers` modules.
-    """
+    """Return the decoder blocks, in order; raises SourceError without a list as long."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     fitting = [(name, module) for name, module in lists if len(module) == count and len(set(module)) == count]
@@ -104,10 +102,9 @@ class _OtherFormError(Exception):
 
 
 def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
-    """Run int64 [batch, sequence] up to the blocks; return the hidden states that enter the first
-    and the call of each.
+    """Run int64 [batch, sequence] up to the blocks; return the first's hidden states and all calls.
 
-    Raises SourceError where the model changes the hidden states between two blocks or passes more
+    Raises SourceError if the model changes the hidden states between two blocks or passes more
     than them from one to the next.
     """
     reason = ""
@@ -136,8 +133,8 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
 
 @contextmanager
 def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor], as_tuple: bool) -> Iterator[None]:
-    """Let each block record its call and return the hidden states that it was given; the last one
-    raises _AllRecordedError.
+    """Let each block record its call and return the hidden states that it was given.
+    The last one raises _AllRecordedError.
     """
 
     def record(*arguments: Any, **keywords: Any) -> Any:
@@ -163,9 +160,7 @@ def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor
 
 
 def shared_with(call: Call, reference: Call) -> Call:
-    """Return the call with each tensor that equals the reference's replaced by it, so that batches
-    do not keep copies.
-    """
+    """Return the call with tensors equal to the reference's replaced by those: batches share them."""
     arguments = _shared(call.arguments, reference.arguments)
     keywords = {name: _shared(value, reference.keywords.get(name)) for name, value in call.keywords.items()}
     return Call(arguments, keywords, call.hidden_keyword)

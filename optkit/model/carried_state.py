@@ -1,5 +1,4 @@
-"""What a model keeps of the tokens that it has seen, and how each pass takes it in and gives it
-out.
+"""What a model keeps of the tokens it has seen, and how each pass takes it in and gives it out.
 
 past_key_values   attention, and blocks of it beside others   a `Cache`, filled in place
 cache_params      Mamba, Mamba 2, Falcon-Mamba                a `Cache`, filled in place
@@ -35,8 +34,9 @@ class CarriedState:
     """What a model keeps of the tokens that went through `step`."""
 
     def __init__(self, model: Any, cache: Cache | None = None) -> None:
-        """Begin with nothing seen, or with an empty cache of another kind; raises SourceError for a
-        state of no known kind.
+        """Begin with nothing seen, or with an empty cache of another kind.
+
+        Raises SourceError for a state of no known kind.
         """
         self.model, self.name = model, state_name(model)
         self.held: Any = cache
@@ -44,8 +44,8 @@ class CarriedState:
             self.held = DynamicCache(config=model.config)
 
     def step(self, tokens: Tensor, call: Callable[..., Any] | None = None, *, last: bool = False) -> Tensor:
-        """Return the logits, [batch, new, vocabulary], of tokens, int64 [batch, new], that follow
-        those before; `call` runs the model.
+        """Return the logits, [batch, new, vocabulary], of the next tokens, int64 [batch, new].
+        `call` runs the model.
 
         If `last`, those of the last token are enough.
 
@@ -94,9 +94,7 @@ class CarriedState:
 
 
 def state_name(model: Any) -> str:
-    """Return the argument of a model's passes that carries its state; raises SourceError where
-    there is none that is known.
-    """
+    """Return the argument that carries a model's state; raises SourceError if none is known."""
     arguments = _arguments(model)
     if found := next((name for name in NAMES if name in arguments), None):
         return found
@@ -109,8 +107,8 @@ def state_name(model: Any) -> str:
 
 
 def keeps_keys_and_values(model: Any) -> bool:
-    """Whether keys and values are all that a model keeps, in every layer; raises SourceError as
-    `state_name` does.
+    """Whether keys and values are all that a model keeps, in every layer.
+    Raises SourceError as `state_name` does.
     """
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     return state_name(model) == KEYS_AND_VALUES and all(type(layer) in plain for layer in CarriedState(model).layers)
@@ -128,8 +126,8 @@ def check_keys_and_values(model: Any, where: str) -> None:
 
 
 def needs_positions(model: Any, device: torch.device) -> bool:
-    """Whether each pass, of tokens on `device`, has to be told where its tokens stand, because the
-    model counts them from 0 (Bamba).
+    """Whether each pass, of tokens on `device`, has to be told where its tokens stand.
+    The model counts them from 0 then (Bamba).
 
     Found once for each model, by running a token behind others with its position and without. Those
     that count otherwise than from 0 (RoBERTa) are left to themselves.

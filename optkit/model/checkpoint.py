@@ -24,9 +24,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether a float tensor of 16 bits or more holds no NaN and no Inf, found without a temporary
-    tensor.
-    """
+    """Whether a float tensor of 16 bits or more has no NaN or Inf; makes no temporary tensor."""
     if not tensor.numel():
         return True
     low, high = tensor.aminmax()
@@ -85,7 +83,7 @@ class Checkpoint:
         return tensor
 
     def read_finite(self, name: str) -> Tensor:
-        """Return one tensor; raises SourceError where it holds NaN or Inf."""
+        """Return one tensor; raises SourceError if it holds NaN or Inf."""
         tensor = self.read(name)
         if tensor.is_floating_point() and DTYPE_BITS[self.tensors[name].dtype] >= 16 and not all_finite(tensor):
             bad = int((~tensor.isfinite()).sum())

@@ -43,7 +43,7 @@ KINDS = {
     "processors": ("*processor*.json",),
     "documents": ("README*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*"),
 }
-"""What travels with the weights, by patterns of file names; `*.py` too, where its code is trusted."""
+"""What travels with the weights, by patterns of file names; `*.py` too if its code is trusted."""
 CODE = ".py"
 UNSAID = frozenset({".git", ".gitattributes", ".gitignore", ".cache", "__pycache__"})
 """Left out of every copy, and nobody has to be told."""
@@ -62,7 +62,7 @@ class Companions:
     """Those that are not copied, with the reason."""
 
     def said(self) -> str:
-        """Return a sentence on what is left out; empty where nothing is."""
+        """Return a sentence on what is left out; empty if nothing is."""
         if not self.left:
             return ""
         shown = [f"{name} ({why})" for name, why in sorted(self.left.items())[:SHOWN]]
@@ -102,9 +102,7 @@ def published_files(root: Path, trusted: bool) -> list[str]:
 
 
 def files_of(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield relative name and path of every file and link below a directory, in order; what links
-    lead to is not entered.
-    """
+    """Yield relative name and path of each file below a directory, in order; enter no link."""
     for place, folders, names in os.walk(root):
         folders.sort()
         links = [name for name in folders if (Path(place) / name).is_symlink()]
@@ -128,9 +126,7 @@ def lies_inside(root: Path, path: Path) -> bool:
 
 
 def require_inside(root: Path, name: str, named_by: str = "") -> Path:
-    """Return the path of a file that belongs to a model; raises SourceError where it is named or
-    leads out of the directory.
-    """
+    """Return the path of a model's file; raises SourceError if it is named or leads out."""
     path = root / name
     climbs = Path(name).is_absolute() or ".." in Path(name).parts
     if climbs or (path.exists() and not lies_inside(root, path)):
@@ -144,7 +140,7 @@ def require_inside(root: Path, name: str, named_by: str = "") -> Path:
 
 
 def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
-    """Return why a file is not copied; empty where it is."""
+    """Return why a file is not copied; empty if it is."""
     if not lies_inside(root, path):
         return OUTSIDE
     if path.suffix == CODE:

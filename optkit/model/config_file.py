@@ -22,7 +22,7 @@ SIZES = {
     "num_hidden_layers": LAYERS, "n_layer": LAYERS, "num_layers": LAYERS, "n_layers": LAYERS,
     "num_attention_heads": WIDTH, "n_head": WIDTH, "vocab_size": VOCABULARY,
 }  # fmt: skip
-"""Whole numbers above 0 and below a bound that no model is near, where they are there."""
+"""Whole numbers above 0 and below a bound that no model is near, if they are there."""
 LISTED_SIZES = {
     "num_key_value_heads": WIDTH, "head_dim": WIDTH, "intermediate_size": WIDTH, "ffn_dim": WIDTH,
     "moe_intermediate_size": WIDTH,
@@ -50,14 +50,14 @@ PARTS = (
     "auto_map",
     "encoder",
 )
-"""Objects, where they are there and not null."""
+"""Objects, if they are there and not null."""
 NESTED = ("text_config",)
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
 """How keys end that say how wide a head is; without any, the heads divide the hidden size."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a parsed config.json whose numbers can be computed with. Raises SourceError where it
+    """Return a parsed config.json whose numbers can be computed with. Raises SourceError if it
     is damaged.
     """
     config = read_object(path, remedy=AGAIN)
@@ -126,7 +126,7 @@ def _no_size(key: str, value: Any, least: int, most: int) -> str:
 
 
 def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise SourceError where a config.json asks for what its tensors cannot be: more layers or
+    """Raise SourceError if a config.json asks for what its tensors cannot be: more layers or
     words than they have, another width.
     """
     text = config.get("text_config") or config

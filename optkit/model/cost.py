@@ -16,7 +16,7 @@ class Cost(Frozen):
     """Peak bytes of GPU memory; 0 when the step runs on the CPU. Of several GPUs, those of each."""
     by_kind: dict[str, int] = {}
     """What the peak on the device is for, e.g. `{"weights": 538060416, "activations": 812646400}`;
-    empty where the stage does not say.
+    empty if the stage does not say.
     """
     notes: tuple[str, ...] = ()
     """Of the notes of its `Report` those that are known before it runs."""

@@ -22,14 +22,12 @@ FIRST_BLOCKS = ("max_window_layers", "first_k_dense_replace")
 
 
 def block_count(config: Mapping[str, Any]) -> int:
-    """Return how many decoder blocks a model has; raises SourceError where config.json does not
-    say.
-    """
+    """Return the number of decoder blocks; raises SourceError if config.json does not say."""
     return _number(config, BLOCK_COUNTS, "how many decoder blocks the model has")
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
-    """Return how wide the hidden states are; raises SourceError where config.json does not say."""
+    """Return how wide the hidden states are; raises SourceError if config.json does not say."""
     return _number(config, WIDTHS, "how wide the hidden states are")
 
 
@@ -60,9 +58,7 @@ def with_text_config(
 
 
 def shallower_tensors(shape: ModelShape, kept: Sequence[int]) -> dict[str, str]:
-    """Return tensor -> its name in a model with these of the blocks, numbered anew; what belongs to
-    the others is left out.
-    """
+    """Return tensor -> its name in a model with these of the blocks, numbered anew."""
     numbers = {index: number for number, index in enumerate(kept)}
     names = {}
     for name in shape.tensors:
@@ -124,7 +120,7 @@ def _varies(values: Sequence[Any]) -> bool:
 
 
 def _sparse_blocks(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Return the keys that say which blocks have experts where every n-th has: the others are named
+    """Return the keys that say which blocks have experts if every n-th has: the others are named
     one by one (Qwen's MoE).
     """
     step, dense = text.get("decoder_sparse_step"), text.get("mlp_only_layers") or []

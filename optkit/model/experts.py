@@ -23,8 +23,8 @@ FUSED_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Expert(nn.Module):
-    """One feed-forward expert: `down(gate([first; second](x)))`, with one input projection less
-    where the model has no gate.
+    """One feed-forward expert: `down(gate([first; second](x)))`, with one input projection less if
+    the model has no gate.
     """
 
     def __init__(self, inputs: dict[str, nn.Linear], down: tuple[str, nn.Linear], gate: Gate) -> None:
@@ -44,9 +44,7 @@ class Experts(nn.ModuleList):
     """The experts of one block; each sees only the tokens that the router sends to it."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens,
-        hidden].
-        """
+        """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
         total = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             token, place = torch.where(chosen == index)
@@ -58,17 +56,14 @@ class Experts(nn.ModuleList):
 
 @dataclass(frozen=True)
 class _Leaves:
-    """The names on disk of the matrices that one fused parameter is made of, in the order in which
-    they are joined.
-    """
+    """The names on disk of the matrices that are joined in one fused parameter, in order."""
 
     inputs: tuple[str, ...]
     down: str
 
 
 def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, str]:
-    """Replace each fused experts module by `Experts` with the same outputs; the new weights are
-    views of the old ones.
+    """Replace fused experts by `Experts` with the same outputs; weights become views of the old.
 
     `stored` holds the parameter names that the checkpoint itself has in the fused form: these
     modules stay as they are. Returns those that stay fused: module name -> the reason.

@@ -25,21 +25,19 @@ class _ReachedError(Exception):
 
 
 def logits_behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
-    """Return the logits, float [batch, positions, vocabulary], of what leaves the last block, float
-    [batch, positions, hidden].
+    """Return the logits, float [batch, positions, vocabulary], of what leaves the last block.
 
-    Everything outside the blocks is on the device of `hidden`; gradients flow where torch records
+    Everything outside the blocks is on the device of `hidden`; gradients flow if torch records
     them. The blocks are not run, so any positions of a sequence can be given alone. Raises
-    SourceError where the model does not hand its last block's output to its head.
+    SourceError if the model does not hand its last block's output to its head.
     """
     return _behind(model, blocks, hidden, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
 
 
 def given_to_head(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
-    """Return what the output layer is given, float [batch, positions, hidden], for what leaves the
-    last block; it is not run itself.
+    """Return what the output layer is given, float [batch, positions, hidden]; it is not run.
 
-    Everything else outside the blocks is on the device of `hidden`. Raises SourceError where the
+    Everything else outside the blocks is on the device of `hidden`. Raises SourceError if the
     model does not hand its last block's output to its head.
     """
     given: list[Tensor] = []

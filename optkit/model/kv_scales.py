@@ -1,5 +1,5 @@
-"""Scales of a float8 KV cache in a checkpoint, as compressed-tensors describes them and vLLM reads
-them; no torch is needed.
+"""Scales of a float8 KV cache, as compressed-tensors describes them and vLLM reads them.
+No torch is needed.
 
 `quantization_config.kv_cache_scheme` says float8 with one scale per layer; `<attention>.k_scale`
 and `<attention>.v_scale`, float32 [1], hold largest value / 448 for the keys (after rotary
@@ -40,10 +40,10 @@ def attention_layers(tensors: Iterable[str]) -> list[str]:
 
 
 def split_kv_scales(checkpoint: Checkpoint) -> tuple[Checkpoint, KvScales | None]:
-    """Return the checkpoint without the scales of its KV cache, and these; None where it has none
-    that optkit reads.
+    """Return the checkpoint without the scales of its KV cache, and these.
+    None if it has none that optkit reads.
 
-    Raises SourceError where the config announces scales and a layer has none.
+    Raises SourceError if the config announces scales and a layer has none.
     """
     quantization = dict(checkpoint.quantization or {})
     scheme = quantization.pop("kv_cache_scheme", None)

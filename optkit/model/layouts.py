@@ -42,9 +42,7 @@ class StoredLayer:
     """The bytes of a leaf."""
 
     def shape(self, leaf: str, dimensions: int) -> Shape:
-        """Return the shape of a leaf; raises ValueError where it is not there or has other
-        dimensions.
-        """
+        """Return the shape of a leaf; raises ValueError if it is missing or of other dimensions."""
         if leaf not in self.leaves:
             raise ValueError(f"there is no {leaf}")
         shape = self.leaves[leaf].shape
@@ -55,7 +53,7 @@ class StoredLayer:
 
 Layout: TypeAlias = Callable[[Mapping[str, Any], StoredLayer], dict[str, Leaf]]
 """From the words for a layer in config.json and the layer itself to leaf -> what it must be;
-ValueError where the layer does not tell.
+ValueError if the layer does not tell.
 """
 
 
@@ -224,9 +222,7 @@ def _fp4(words: Mapping[str, Any], layer: StoredLayer, scale_dtypes: tuple[str, 
 
 
 def _activations(words: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the tensors of scales that were fixed before inference; those of dynamic ones are not
-    stored.
-    """
+    """Return the tensors of scales fixed before inference; those of dynamic ones are not stored."""
     leaves = {}
     one = ((1,), ())
     for side in ("input", "output"):

@@ -40,7 +40,7 @@ class Selection:
 
     def without(self, reasons: Mapping[str, str], stage: str) -> Selection:
         """Return the selection with some layers skipped, each with its reason. Raises StageError
-        where no layer is left.
+        if no layer is left.
         """
         chosen = {name: layer for name, layer in self.layers.items() if name not in reasons}
         _refuse_nothing(chosen, len(self.layers), stage)
@@ -71,9 +71,7 @@ def scaled_together(names: Iterable[str]) -> list[list[list[str]]]:
 
 
 def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
-    """Return layers with those of one block together; what is in no block (lm_head) is together
-    too.
-    """
+    """Return layers with those of one block together; what is in no block (lm_head) is too."""
     found: dict[tuple[str, int] | None, list[str]] = {}
     for name in names:
         found.setdefault(shape.block(f"{name}.weight"), []).append(name)
@@ -107,7 +105,7 @@ def select(
     """Choose layers by glob patterns against their full names. `outside` are the linear layers
     outside the blocks (lm_head), never taken.
 
-    Raises StageError for a pattern that matches nothing and where no layer is left.
+    Raises StageError for a pattern that matches nothing and if no layer is left.
     """
     beyond = tuple(outside)
     refuse_unmatched(f"{stage}.include", include, layers, beyond)

@@ -21,12 +21,13 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import Experts
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
-"""Rotary frequencies, positions and causal masks that older files hold and today's models compute."""
+"""Rotary frequencies, positions and causal masks that older files hold and today's models compute.
+"""
 
 
 def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
-    """Return tensor of the checkpoint -> the name that transformers gives it before it joins
-    experts and adjusts the prefix.
+    """Return tensor of the checkpoint -> the name that transformers gives it.
+    That is before it joins experts and adjusts the prefix.
     """
     renamings = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
     renamed = {}
@@ -48,10 +49,10 @@ def with_base_prefix(name: str, prefix: str, known: Mapping[str, object] | set[s
 
 
 def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return parameter or persistent buffer -> tensor of the checkpoint, for a model whose experts
-    are unfused.
+    """Return parameter or persistent buffer -> tensor of the checkpoint.
+    The model's experts are unfused.
 
-    Raises SourceError where a side has names that the other lacks, or shapes differ; up to three of
+    Raises SourceError if a side has names that the other lacks, or shapes differ; up to three of
     each are named.
     """
     slots = {name: tuple(slot.shape) for name, slot in model.state_dict(keep_vars=True).items()}
@@ -79,8 +80,8 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
 
 
 def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    """Raise SourceError where transformers would change a tensor while loading it (a transposition
-    only where the shape asks for it).
+    """Raise SourceError if transformers would change a tensor while loading it.
+    A transposition counts only if the shape asks for it.
     """
     converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
     rewriting = [

@@ -13,7 +13,7 @@ from optkit.model.width import LINEARS, Axis, Role, Widths, changing
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of a block; None where that is everything."""
+    """What is left of a block; None if that is everything."""
 
     before: Widths
     after: Widths
@@ -34,7 +34,7 @@ class Left:
         return any(role in roles for axis in axes for role in axis)
 
     def narrow(self, tensor: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-        """Return what is left of a tensor, in its dtype; float32 where it is a mean of heads."""
+        """Return what is left of a tensor, in its dtype; float32 if it is a mean of heads."""
         for dim, axis in enumerate(axes):
             if self.touches((axis,)):
                 parts = tensor.split([self.before.size(role) for role in axis], dim)
@@ -56,7 +56,7 @@ class Left:
     def norm_weight(self, weight: Tensor) -> Tensor:
         """Return the weight of an RMS norm of the hidden states that are left, float32.
 
-        Their mean square is taken over fewer channels, which makes it larger where the others were
+        Their mean square is taken over fewer channels, which makes it larger if the others were
         small; the weight makes up for that.
         """
         if self.hidden is None:
@@ -64,7 +64,7 @@ class Left:
         return weight[self.hidden.to(weight.device)].float() * sqrt(self.before.hidden / self.after.hidden)
 
     def channels(self, role: Role) -> Tensor | None:
-        """Return the places that are kept along an axis, int64; None where they all are."""
+        """Return the places that are kept along an axis, int64; None if they all are."""
         if role is Role.QUERY and self.heads is not None:
             size = self.before.head_size
             return (torch.tensor(self.heads)[:, None] * size + torch.arange(size)).flatten()

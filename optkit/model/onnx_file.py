@@ -36,9 +36,7 @@ BITS = {
 
 
 def is_onnx(directory: Path) -> bool:
-    """Say whether a directory holds model.onnx and no safetensors, which are preferred where both
-    are there.
-    """
+    """Say whether a directory holds model.onnx and no safetensors, which are preferred."""
     return (directory / MODEL).is_file() and not any(directory.glob("*.safetensors"))
 
 
@@ -50,7 +48,7 @@ class Port:
     dtype: str
     """As in `BITS`."""
     shape: tuple[int | str, ...]
-    """A size, the name of one that is free, or "" where it has none."""
+    """A size, the name of one that is free, or "" if it has none."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Initializer:
     dtype: str
     shape: tuple[int, ...]
     location: str | None
-    """The external file that it lies in, as the graph names it; None where model.onnx holds it."""
+    """The external file that it lies in, as the graph names it; None if model.onnx holds it."""
 
     @property
     def elements(self) -> int:
@@ -87,13 +85,11 @@ class Node:
 
 
 class OnnxFile:
-    """A model.onnx and its external data. Weights are not read, and not held where the file itself
-    contains them.
-    """
+    """A model.onnx and its external data. Weights are not read, and not held even inside the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises SourceError where the file is missing, cut off or no ONNX, or external data is
-        missing or too short.
+        """Raises SourceError if the file is missing, cut off or no ONNX.
+        External data must be there and long enough.
         """
         self.path = path
         check_kinds(path.parent)
@@ -201,7 +197,7 @@ class OnnxFile:
 
 
 def read_proto(path: Path) -> ModelProto:
-    """Return a parsed ONNX file without its external data. Raises SourceError where it is none,
+    """Return a parsed ONNX file without its external data. Raises SourceError if it is none,
     MissingPackageError without `onnx`.
     """
     try:

@@ -22,10 +22,10 @@ SAFETENSORS_NAMES = {
 
 
 def onnx_shape(directory: Path) -> ModelShape:
-    """Return config and tensors of an ONNX directory, its initializers; without config.json, what
-    genai_config.json says of positions.
+    """Return config and tensors of an ONNX directory, its initializers.
+    Without config.json, positions come from genai_config.json.
 
-    Raises SourceError where the graph, its data or a config is damaged.
+    Raises SourceError if the graph, its data or a config is damaged.
     """
     graph = OnnxFile(directory / MODEL)
     known = {name: each for name, each in graph.initializers.items() if each.dtype in SAFETENSORS_NAMES}
@@ -39,8 +39,8 @@ def onnx_shape(directory: Path) -> ModelShape:
 
 
 def read_genai_config(directory: Path) -> dict[str, Any]:
-    """Return the genai_config.json of a directory, an empty one where there is none. Raises
-    SourceError where it is damaged.
+    """Return the genai_config.json of a directory, an empty one if there is none. Raises
+    SourceError if it is damaged.
     """
     path = directory / GENAI_CONFIG
     if not path.is_file():

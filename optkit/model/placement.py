@@ -35,7 +35,7 @@ class Room:
     gpu: int
     """Of the device that computes, which may be the CPU."""
     cpu: int
-    """Of main memory beside it; 0 where the CPU computes."""
+    """Of main memory beside it; 0 if the CPU computes."""
 
 
 def stored_units(shape: ModelShape) -> tuple[Unit, ...]:
@@ -53,8 +53,8 @@ def place_by_room(units: Sequence[Unit], room: Room) -> dict[str, Place]:
     """Return where each unit goes: what is outside the blocks first, then the blocks in order; what
     does not fit to the next place.
 
-    Where not everything fits, room for the largest tensor that lies elsewhere is left on the device
-    that computes. Raises StageError where even that is not there.
+    If not everything fits, room for the largest tensor that lies elsewhere is left on the device
+    that computes. Raises StageError without even that.
     """
     total = sum(unit.size_bytes for unit in units)
     if total <= room.gpu:
@@ -83,8 +83,8 @@ def place_by_room(units: Sequence[Unit], room: Room) -> dict[str, Place]:
 
 
 def place_by_name(units: Sequence[Unit], wanted: Mapping[str, Place]) -> dict[str, Place]:
-    """Return where each unit goes by the first pattern that matches its name, on the GPU without
-    one; raises StageError for one in vain.
+    """Return where each unit goes by the first pattern for its name, on the GPU without one.
+    Raises StageError for a pattern that matches none.
 
     Names may lack the prefix of the base model, as they do in some checkpoints.
     """
@@ -94,7 +94,7 @@ def place_by_name(units: Sequence[Unit], wanted: Mapping[str, Place]) -> dict[st
                 f"'{pattern}' matches no decoder block and no module outside of them",
                 where="offload",
                 why=f"There are {_some(unit.name for unit in units)}",
-                remedy="Write one of these names, with * and ? where several are meant",
+                remedy="Write one of these names, with * and ? for several",
             )
     return {
         unit.name: next((place for pattern, place in wanted.items() if _matches(unit.name, pattern)), "gpu")

@@ -49,8 +49,8 @@ class Pooling:
         return f"{MODES[self.mode]}{', normalised' if self.normalized else ''}"
 
     def __call__(self, features: Any, mask: Any) -> Any:
-        """float32 [batch, tokens, hidden] and mask [batch, tokens] -> float32 [batch, hidden]; both
-        of NumPy or both of torch.
+        """float32 [batch, tokens, hidden] and mask [batch, tokens] -> float32 [batch, hidden].
+        Both are of NumPy or both of torch.
         """
         seen = mask[..., None]
         if self.mode == "cls":
@@ -67,8 +67,8 @@ class Pooling:
 
 
 def read_pooling(directory: Path) -> Pooling:
-    """Return what a model directory says; raises SourceError where that is damaged, or something
-    that optkit does not compute.
+    """Return what a model directory says.
+    Raises SourceError if that is damaged, or something that optkit does not compute.
     """
     modules = _modules(directory)
     if not modules:
@@ -107,9 +107,7 @@ def read_pooling(directory: Path) -> Pooling:
 
 
 def longest_text(directory: Path) -> int | None:
-    """Return the tokens that sentence-transformers cuts a text to; None where the directory does
-    not say.
-    """
+    """Return the tokens that sentence-transformers cuts a text to; None if none is said."""
     path = directory / "sentence_bert_config.json"
     found = read_object(path, remedy=AGAIN).get("max_seq_length") if path.is_file() else None
     return found if isinstance(found, int) and found > 0 else None
@@ -122,7 +120,7 @@ def missing_modules(directory: Path) -> list[str]:
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
-    """Return kind and folder of each module; nothing where there is no modules.json."""
+    """Return kind and folder of each module; nothing without modules.json."""
     path = directory / MODULES
     if not path.is_file():
         return []

@@ -1,6 +1,4 @@
-"""Rotate the layers that touch the residual stream, and show that a part of the model computes what
-it did, in the new basis.
-"""
+"""Rotate the layers that touch the residual stream, and show that the model computes the same."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ class Heads:
 
 
 def fold_norms_(parts: StreamParts) -> list[str]:
-    """Multiply the weights of the norms into the layers that read them; return the names of the
-    parameters that changed.
-    """
+    """Fold the norms' weights into the layers that read them; return the names that changed."""
     changed = []
     for norm in parts.norms:
         weight: Tensor = norm.module.weight  # type: ignore[assignment]
@@ -48,9 +44,7 @@ def fold_norms_(parts: StreamParts) -> list[str]:
 
 
 def rotate_stream_(parts: StreamParts, rotation: Rotation) -> list[str]:
-    """Rotate what the readers take and what the writers give; return the names of the parameters
-    that changed.
-    """
+    """Rotate what readers take and writers give; return the names of the changed parameters."""
     changed = []
     for name, reader in parts.readers.items():
         weight: Tensor = reader.weight  # type: ignore[assignment]
@@ -66,8 +60,8 @@ def rotate_stream_(parts: StreamParts, rotation: Rotation) -> list[str]:
 
 
 def rotate_heads_(heads: Heads, rotation: Rotation) -> None:
-    """Rotate each head of the values, weight [heads * size, in] and bias, and the inputs of the
-    output projection back.
+    """Rotate each head of the values and, back, the inputs of the output projection.
+    Values: weight [heads * size, in] and bias.
     """
     values, outputs, size = heads.values, heads.outputs, heads.size
     by_input = values.weight.T.reshape(values.in_features, -1, size)
@@ -99,10 +93,9 @@ def find_heads(block: nn.Module, config: Any) -> Heads | str:
 
 
 def refuse_difference(where: str, before: Tensor, after: Tensor, scale: Tensor, remedy: str = "") -> float:
-    """Return the largest difference of a token, float [..., features], relative to the length of
-    `scale`, float [..., features].
+    """Return the largest difference of a token, float [..., features], relative to `scale`.
 
-    Raises StageError where it is above the tolerance: the rotated part computes something else.
+    Raises StageError if it is above the tolerance: the rotated part computes something else.
     """
     lengths = scale.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     difference = float(((after - before).double().norm(dim=-1) / lengths).max())

@@ -1,7 +1,6 @@
-"""Who reads the residual stream and who writes to it, found by running a few tokens and not by
-names.
+"""Who reads and who writes the residual stream, found by running a few tokens, not by names.
 
-A layer reads the stream where every row of its input is a row of what a norm made, bit by bit: that
+A layer reads the stream if every row of its input is a row of what a norm made, bit by bit: that
 holds for experts too, which are given some of the rows. A linear layer that makes vectors as wide
 as the stream and does not read it writes to it.
 """
@@ -32,14 +31,13 @@ class StreamNorm:
     readers: Mapping[str, nn.Module]
     """Linear layers and routers: weights [out, width]."""
     offset: float
-    """What the norm adds to its weight, so `1 - offset` is the weight of one that only normalizes."""
+    """What the norm adds to its weight, so `1 - offset` is the weight of one that only normalizes.
+    """
 
 
 @dataclass(frozen=True)
 class StreamParts:
-    """The layers of a block, or of the part behind the last one, that touch the residual stream;
-    names are those of the modules.
-    """
+    """The layers, by module name, of a block or the part after it that touch the stream."""
 
     norms: tuple[StreamNorm, ...]
     writers: Mapping[str, nn.Linear]
@@ -50,10 +48,9 @@ class StreamParts:
 
 
 def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[], Any], where: str) -> StreamParts:
-    """Find what reads and writes a residual stream of `width` in `run()`, which calls the modules
-    on a few tokens.
+    """Find what reads and writes a residual stream of `width` in `run()`, on a few tokens.
 
-    Raises StageError where the stream cannot be rotated: a norm that subtracts the mean or has a
+    Raises StageError if the stream cannot be rotated: a norm that subtracts the mean or has a
     bias, one behind a writer, a layer that `run` never called.
     """
     norms = {name: module for name, module in modules.items() if _weight_shape(module) == (width,)}
@@ -101,8 +98,8 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
 def _norms_of(
     layers: Iterable[str], norms: Iterable[str], entered: Mapping[str, Tensor], left: Mapping[str, Tensor]
 ) -> set[str]:
-    """Return the norms of what these layers make: those of queries and keys, where they are as wide
-    as the stream.
+    """Return the norms of what these layers make: those of queries and keys, if they are as wide as
+    the stream.
     """
     return {
         norm
@@ -117,9 +114,7 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _observe(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what entered and what left each module, float [rows, features], by the name of the
-    module.
-    """
+    """Return what entered and left each module, float [rows, features], by the module's name."""
     entered: dict[str, Tensor] = {}
     left: dict[str, Tensor] = {}
 
@@ -157,9 +152,7 @@ def _are_rows_of(rows: Tensor, others: Tensor) -> bool:
 
 
 def _pattern(name: str) -> str:
-    """Return the name without its indices, so that experts that got no token are taken for what the
-    others are.
-    """
+    """Return the name without its indices: experts that got no token are what the others are."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -15,8 +15,7 @@ GATES = frozenset({"gate", "shared_expert_gate"})
 
 
 def routers_of(shape: ModelShape) -> frozenset[str]:
-    """Return the matrices of the decoder blocks that decide where tokens go, by what they do and by
-    name.
+    """Return the matrices of the decoder blocks that decide where tokens go, by use and by name.
 
     By what they do: they stand beside experts and have an output for each (Hunyuan's
     `mlp.gate.wg`). By name: a router may make several choices, or none of experts (Gemma 3n's

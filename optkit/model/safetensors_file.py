@@ -1,5 +1,5 @@
-"""Headers and indexes of safetensors, checked whole when they are read
-(https://github.com/huggingface/safetensors#format).
+"""Headers and indexes of safetensors, checked whole when they are read.
+Format: https://github.com/huggingface/safetensors#format.
 
 A file is 8 bytes of length, that much JSON, and the data: shapes and sizes are known without torch.
 """
@@ -25,8 +25,8 @@ MOST_DIMENSIONS = 64
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return name -> dtype and shape of one safetensors file; raises SourceError where the file is
-    cut off or not safetensors.
+    """Return name -> dtype and shape of one safetensors file.
+    Raises SourceError if the file is cut off or not safetensors.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -67,7 +67,7 @@ def _read(header: Any) -> tuple[dict[str, TensorInfo], int]:
 
 
 def tensor_info(name: str, entry: Any) -> TensorInfo:
-    """Return what `{"dtype": ..., "shape": [...]}` says; raises ValueError where it is malformed."""
+    """Return what `{"dtype": ..., "shape": [...]}` says; raises ValueError if it is malformed."""
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, Mapping) else (None, None)
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"{name} has the dtype {shown(dtype)}, which is none of {', '.join(DTYPE_BITS)}")

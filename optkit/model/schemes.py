@@ -43,9 +43,7 @@ def scheme_of_layers(quantization: Mapping[str, Any] | None) -> Callable[[str, b
 
 
 def rounds_activations(quantization: Mapping[str, Any]) -> bool:
-    """Say whether layers round their inputs or outputs, or attention its keys and values, to a few
-    bits.
-    """
+    """Say whether layers round their inputs or outputs, or attention its keys and values."""
     groups = (quantization.get("config_groups") or {}).values()
     sides = [group.get(f"{side}_activations") for group in groups for side in ("input", "output")]
     return any(sides) or bool(quantization.get("kv_cache_scheme")) or bool(quantization.get("load_in_8bit"))
@@ -65,9 +63,7 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Callable[[str, bool]
 def _in_groups(
     groups: list[Mapping[str, Any]], schemes: list[Scheme], ignore: list[str], name: str, _in_block: bool
 ) -> Scheme:
-    """A name comes before a pattern, a pattern before the class `Linear`; of equals the first
-    group.
-    """
+    """A name comes before a pattern, a pattern before the class `Linear`; ties go to the first."""
     if any(_targets(name, target) for target in ignore):
         return PLAIN
     ranked = [(_rank(name, target), index) for index, group in enumerate(groups) for target in group.get("targets", ())]

@@ -1,5 +1,4 @@
-"""Memory that an opened model takes and needs to compute, known from its shape alone and without
-torch.
+"""Memory that an opened model takes and needs to compute, from its shape alone, without torch.
 
 Measured on random models of the shapes of Gemma 3 270M and Qwen2.5 0.5B; a peak is within 0.8 to
 1.5 of what is said here.
@@ -63,9 +62,7 @@ class SessionMemory:
         return 2 if self._is_narrow else 4
 
     def logits(self, positions: int) -> int:
-        """The logits of so many positions, in float32, with the slice that is cast to it where they
-        are narrower.
-        """
+        """The logits of so many positions, in float32, and the slice cast to it if narrower."""
         return 4 * positions * self._number("vocab_size", 0) + (SLICE_BYTES if self._is_narrow else 0)
 
     def forward(self, sequences: int, length: int) -> int:

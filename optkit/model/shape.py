@@ -24,7 +24,7 @@ named like the others.
 """
 
 BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""Where config.json says how many decoder blocks there are."""
+"""The keys by which config.json says how many decoder blocks there are."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,12 @@ class ModelShape:
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence that the model was built for, in tokens; None where its config does not
-        say.
-        """
+        """Longest sequence that the model was built for, in tokens; None if not configured."""
         return positions_of(self.config)
 
     @property
     def task(self) -> Task | None:
-        """What the model is for; None where its config does not say, or optkit does not know it."""
+        """What the model is for; None if its config does not say, or optkit does not know it."""
         return task_of(self.config)
 
     def block(self, name: str) -> tuple[str, int] | None:
@@ -83,7 +81,7 @@ class ModelShape:
 
     @cached_property
     def _decoder(self) -> str | None:
-        """The list of the decoder blocks: the largest of as many as config.json says; None where
+        """The list of the decoder blocks: the largest of as many as config.json says; None if
         there is one list, or none fits.
         """
         members: dict[str, set[int]] = {}
@@ -97,7 +95,7 @@ class ModelShape:
 
     @property
     def block_count(self) -> int | None:
-        """How many decoder blocks there are; None where config.json does not say."""
+        """How many decoder blocks there are; None if config.json does not say."""
         return next((self._text_config[key] for key in BLOCK_COUNTS if key in self._text_config), None)
 
     @property
@@ -122,8 +120,6 @@ class ModelShape:
 
 
 def place_in_list(name: str) -> tuple[str, int] | None:
-    """Return the outermost list of modules that a tensor belongs to, and the index there; None
-    where it is in none.
-    """
+    """Return the outermost list of modules that a tensor belongs to and its index, or None."""
     found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)
     return (found[1], int(found[2])) if found else None

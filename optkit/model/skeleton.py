@@ -51,9 +51,7 @@ class _Slot:
 
 
 class Skeleton:
-    """A model whose parameters are on the meta device; `load_` and `release_` put the real ones
-    there and take them away.
-    """
+    """A model on the meta device; `load_` and `release_` put parameters there and take them."""
 
     def __init__(
         self,
@@ -62,10 +60,9 @@ class Skeleton:
         attention: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        """Build the model in `dtype` (the checkpoint's own where None), experts unfused; no weight
-        is read.
+        """Build the model in `dtype` (None: the checkpoint's own), experts unfused; read no weight.
 
-        `attention` is transformers' `attn_implementation`; None is sdpa where the architecture has
+        `attention` is transformers' `attn_implementation`; None is sdpa if the architecture has
         it and loses nothing by it, else eager.
 
         Raises SourceError for a quantized checkpoint, an architecture that is not supported, and
@@ -102,16 +99,12 @@ class Skeleton:
 
     @property
     def outside_tensors(self) -> tuple[str, ...]:
-        """The tensors of the checkpoint that belong to no block, among them those that the model
-        never reads; to be passed on unchanged.
-        """
+        """The tensors that belong to no block, even those that are never read; to be passed on."""
         inside = {tensor for block in self.blocks for tensor in self.block_tensors(block)}
         return tuple(name for name in self.checkpoint.tensors if name not in inside)
 
     def linears(self, block: Block) -> dict[str, Projection]:
-        """Return the Linear and Conv1D modules of a block by their names in the checkpoint, in
-        order of definition, routers included.
-        """
+        """Return the Linear and Conv1D modules of a block by their names on disk, in order."""
         named = block.module.named_modules(prefix=block.name)
         found = {name: module for name, module in named if isinstance(module, (nn.Linear, Conv1D))}
         return {self.tensor_name(f"{name}.weight").removesuffix(".weight"): module for name, module in found.items()}
@@ -137,12 +130,11 @@ class Skeleton:
         self._release(self._outside())
 
     def capture_inputs(self, tokens: Tensor, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
-        """Return what int64 [sequences, sequence_length] becomes in front of the first block, and
-        what each block is called with.
+        """Return what int64 [sequences, sequence_length] is before the blocks, and their calls.
 
         The part of the model in front of the blocks is on the device while this runs, without
         lm_head. Raises StageError for tokens that the model has no embedding or position for,
-        SourceError where the blocks cannot be run one by one.
+        SourceError if the blocks cannot be run one by one.
         """
         self._check_tokens(tokens)
         hidden: Tensor | None = None
@@ -170,11 +162,10 @@ class Skeleton:
         return call.run(self.blocks[index].module, hidden)
 
     def head_inputs(self, inputs: BlockInputs, device: str | torch.device) -> Iterator[Tensor]:
-        """Yield what the output layer (lm_head) is given for each batch, once `inputs.hidden` is
-        what the last block returned.
+        """Yield what lm_head is given for each batch, once `inputs.hidden` left the last block.
 
         Everything outside the blocks but the output layer is on the device meanwhile. Raises
-        SourceError where it cannot be run alone.
+        SourceError if it cannot be run alone.
         """
         head = self.model.get_output_embeddings()
         before = [slot for slot in self._outside() if slot.owner is not head]
@@ -264,8 +255,8 @@ class Skeleton:
 def empty_model(
     checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """Return the model of a checkpoint's config.json on the meta device; `options` go to
-    transformers' `from_config`.
+    """Return the model of a checkpoint's config.json on the meta device.
+    `options` go to transformers' `from_config`.
 
     Attention keeps all that the model asks for. Raises SourceError for an architecture that
     transformers cannot build.
@@ -294,8 +285,8 @@ def _first_line(error: Exception) -> str:
 
 
 def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """Return the parameters of a model whose experts are fused that the checkpoint holds as they
-    are, among them joined experts.
+    """Return the parameters that the checkpoint holds as they are, among them joined experts.
+    The model's experts are fused.
     """
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     renamed = renamed_tensors(model, checkpoint.tensors).values()
@@ -313,9 +304,7 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the parameters that transformers keeps in another dtype than the model's
-    (`_keep_in_fp32_modules`).
-    """
+    """Return the parameters that transformers keeps in another dtype (`_keep_in_fp32_modules`)."""
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return {

@@ -18,8 +18,8 @@ PACKED = ("weight_packed", "qweight")
 
 
 def linears_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the layers by name; of packed ones whose form does not tell both sizes, sizes of the
-    same product that are alike.
+    """Return the layers by name.
+    Packed ones that do not tell both sizes have sizes of the same product that are alike.
     """
     config = shape.config.get("quantization_config") or {}
     found = {name: layer for name, layer in matrices_of(shape).items() if layer.inputs > 1 or not config}

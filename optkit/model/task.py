@@ -51,7 +51,7 @@ PHRASES = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """Return the architecture that config.json names first; empty where it names none."""
+    """Return the architecture that config.json names first; empty if it names none."""
     return str(next(iter(config.get("architectures") or [""])))
 
 
@@ -62,9 +62,7 @@ def phrase_of(tasks: Iterable[Task]) -> str:
 
 
 def task_of(config: Mapping[str, Any]) -> Task | None:
-    """Return what a config.json describes; None for what optkit does not optimize, and where there
-    are no `architectures`.
-    """
+    """Return what a config.json describes; None for what optkit does not optimize."""
     names = [str(name) for name in config.get("architectures") or []]
     if config.get("is_encoder_decoder") or not names:
         return None
@@ -85,9 +83,7 @@ def loader_of(config: Mapping[str, Any]) -> str:
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that a model was built for, in tokens; None where its config.json
-    does not say.
-    """
+    """Return the longest sequence that a model was built for, in tokens; None if unknown."""
     text = config.get("text_config") or config
     found = text.get("max_position_embeddings") or text.get("n_positions")
     if not found:

@@ -32,8 +32,7 @@ HEADS_FROM_WIDTH = frozenset(
 
 
 def notes_on_heads(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what vLLM makes of a model whose heads have another size than hidden size / heads;
-    nothing where it reads `head_dim`.
+    """Return what vLLM makes of other head sizes than hidden / heads; empty if it reads `head_dim`.
 
     It takes the first rows of tensors that are longer than it expects, and refuses shorter ones.
     """

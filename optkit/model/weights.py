@@ -35,7 +35,7 @@ class Weights:
 
     role: Role
     """`blocks` and `experts`: matrices that quantizers take. `plain`: what they leave (routers,
-    norms, projections outside the blocks). `head`: lm_head, or the embedding where that is lm_head
+    norms, projections outside the blocks). `head`: lm_head, or the embedding if that is lm_head
     too. `rows`: tables of which a token reads one row."""
     elements: int
     """Weights of its matrices; a token costs two operations for each."""
@@ -44,7 +44,7 @@ class Weights:
     size_bytes: int
     """All of its tensors as they lie on disk, scales and zero points included."""
     arithmetic: Literal["int8", "fp8"] | None = None
-    """What its products are computed in, where the inputs are rounded too; None: in the model's
+    """What its products are computed in, if the inputs are rounded too; None: in the model's
     dtype.
     """
     length: int = 1
@@ -55,7 +55,7 @@ class Weights:
 def weights_of(shape: ModelShape) -> list[Weights]:
     """Return what a text token needs, module by module.
 
-    Raises SourceError where packed weights lie in a layout that is not known here.
+    Raises SourceError if packed weights lie in a layout that is not known here.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in shape.tensors.items():
@@ -70,9 +70,7 @@ def weights_of(shape: ModelShape) -> list[Weights]:
 
 
 def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many experts a layer has, and to how many a token is sent; (0, 0) for a model
-    without.
-    """
+    """Return a layer's experts, and to how many a token is sent; (0, 0) for a dense model."""
     text = config.get("text_config") or config
     counts = (text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
     chosen = (
@@ -129,9 +127,7 @@ def _weights(name: str, leaves: Mapping[str, TensorInfo], shape: ModelShape, sch
 def _elements(
     name: str, leaf: str, info: TensorInfo, leaves: Mapping[str, TensorInfo], words: Mapping[str, Any]
 ) -> int:
-    """Return the weights of matrices that a tensor stands for; 0 for biases, norms, scales and zero
-    points.
-    """
+    """Return the matrix weights that a tensor stands for; 0 for biases, norms, scales and zeros."""
     if leaf in ("weight_packed", "qweight"):
         return info.elements * 2 if info.dtype == "U8" else info.elements * 32 // _bits(name, words)
     if leaf == "weight":

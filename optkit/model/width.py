@@ -66,7 +66,7 @@ class Widths:
 
     hidden: int
     ffn: int
-    """0 where the feed-forward layers are not those of one dense layer in every block."""
+    """0 if the feed-forward layers are not those of one dense layer in every block."""
     heads: int
     key_heads: int
     head_size: int
@@ -92,9 +92,7 @@ def widths_of(shape: ModelShape) -> Widths:
 
 
 def _ffn_size(shape: ModelShape) -> int:
-    """Return the inputs of what ends the feed-forward layers of every block; 0 where blocks differ
-    or have experts.
-    """
+    """Return the feed-forward width of every block; 0 if blocks differ or have experts."""
     found, blocks = set(), set()
     for name, info in shape.tensors.items():
         module = name.removesuffix(".weight")
@@ -110,8 +108,8 @@ def _ffn_size(shape: ModelShape) -> int:
 
 
 def axes_of(shape: ModelShape, widths: Widths) -> dict[str, tuple[Axis, ...] | None]:
-    """Return what lies along the axes of each tensor; None for one that is not known, or is not as
-    long as its name says.
+    """Return what lies along the axes of each tensor.
+    None for one that is not known, or is not as long as its name says.
     """
     return {name: _fitting(_axes(name, info, widths), info, widths) for name, info in shape.tensors.items()}
 
@@ -148,7 +146,7 @@ def _leaf(module: str) -> str:
 def narrower_tensors(shape: ModelShape, before: Widths, after: Widths) -> dict[str, TensorInfo]:
     """Return the tensors of a model of other widths.
 
-    Raises StageError where a tensor beside those that change is not known, so that nobody can tell
+    Raises StageError if a tensor beside those that change is not known, so that nobody can tell
     whether it would fit.
     """
     roles = changing(before, after)
@@ -201,10 +199,10 @@ def _parent(name: str) -> str:
 
 
 def narrower_config(config: Mapping[str, Any], before: Widths, after: Widths) -> dict[str, Any]:
-    """Return config.json of a model of other widths; the size of a head is written out where it no
-    longer follows.
+    """Return config.json of a model of other widths.
+    The size of a head is written out if it no longer follows.
 
-    What RMS norms add to the mean square grows as that does where it is taken over fewer channels.
+    What RMS norms add to the mean square grows as that does if it is taken over fewer channels.
     """
 
     def change(text: Mapping[str, Any]) -> dict[str, Any]:

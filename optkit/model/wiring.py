@@ -1,5 +1,5 @@
-"""Where scales of input channels can be folded: which norm or linear layer makes the input of which
-linear layers, found by running them.
+"""Producers that can absorb the scales of input channels: which norm or linear layer makes the
+input of which linear layers, found by running them.
 
 A linear layer computes the same from `x / s` with the columns of its weight multiplied by `s`. What
 made x takes the division: a norm in its weight, a linear layer in its output rows. Neither names
@@ -44,8 +44,9 @@ class FoldGroup:
     """
     rows: Tensor | None
     """int64 [in]: the producer's output that each input channel is made of. Channels with the same
-    one have to share their scale (v_proj with grouped-query attention). None where input i is
-    output i."""
+    one have to share their scale (v_proj with grouped-query attention). None if input i is output
+    i.
+    """
     offset: float
     """What the norm adds to its weight before it multiplies by it."""
     places: Mapping[str, str]
@@ -68,7 +69,7 @@ def fold_groups(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> W
     """Find what can be folded in a loaded block; hidden: float [batch, sequence, hidden], a few
     dozen tokens suffice, with their call.
 
-    The weights are as before when it returns. Raises StageError where there are too few tokens for
+    The weights are as before when it returns. Raises StageError if there are too few tokens for
     every expert to get one.
     """
     block = skeleton.blocks[index]
@@ -95,13 +96,12 @@ def fold_groups(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> W
 
 
 def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ...]:
-    """Divide what the producer makes by the scales, float [in], and multiply the columns of its
-    consumers by them, in the loaded modules.
+    """Divide the producer's output by the scales, float [in], and multiply its consumers' columns.
 
-    Returns the tensors of the checkpoint that are no longer what the file holds. Where the weight
-    of a norm is stored too coarsely for its quotient (bfloat16), the consumers get the scale that
-    it came to. Raises ValueError for scales that are not positive and finite, and for channels of
-    one row of the producer with different scales.
+    Returns the tensors of the checkpoint that are no longer what the file holds. If the weight of a
+    norm is stored too coarsely for its quotient (bfloat16), the consumers get the scale that it
+    came to. Raises ValueError for scales that are not positive and finite, and for channels of one
+    row of the producer with different scales.
     """
     place = group.places[group.producer]
     producer = skeleton.model.get_submodule(place)
@@ -139,9 +139,7 @@ def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ..
 
 
 def _places(skeleton: Skeleton, block: str) -> dict[str, str]:
-    """Return name in the checkpoint -> module of a block, of those with a weight that nothing else
-    uses.
-    """
+    """Return name in the checkpoint -> module, of those with a weight that nothing else uses."""
     uses = Counter(skeleton.tensor_names.values())
     own = {
         name: tensor
@@ -164,9 +162,7 @@ def _checked(
     places: Mapping[str, str],
     reasons: dict[str, str],
 ) -> Iterator[FoldGroup]:
-    """Yield the group where real folding leaves the outputs as they are; else say why not in
-    `reasons`.
-    """
+    """Yield the group if real folding keeps the outputs; else say why not in `reasons`."""
     weight: Tensor = producer.weight  # type: ignore[assignment]
     kind: Literal["norm", "linear"] = "norm" if weight.dim() == 1 else "linear"
     offset = next((offset for offset in OFFSETS if _vanishes(scope, producer, offset)), None) if kind == "norm" else 0.0
@@ -199,9 +195,7 @@ def _vanishes(scope: Scope, norm: nn.Module, offset: float) -> bool:
 
 
 def _keeps_outputs(skeleton: Skeleton, scope: Scope, group: FoldGroup) -> bool:
-    """Whether the outputs stay as they are with scales of 1/2, 1 and 2 folded in; the weights are
-    put back.
-    """
+    """Whether the outputs stay with scales of 1/2, 1 and 2 folded in; the weights are put back."""
     modules = [skeleton.model.get_submodule(place) for place in group.places.values()]
     held = [(parameter, parameter.clone()) for module in modules for parameter in module.parameters(recurse=False)]
     consumer = skeleton.model.get_submodule(group.places[group.consumers[0]])

@@ -36,7 +36,7 @@ class Found:
 
     consumers: tuple[nn.Module, ...]
     rows: Tensor | None
-    """int64 [in]: the producer's output that each input channel is made of; None where input i is
+    """int64 [in]: the producer's output that each input channel is made of; None if input i is
     output i.
     """
 
@@ -80,8 +80,8 @@ def close(tensor: Tensor, reference: Tensor) -> bool:
 
 
 def scopes(module: nn.Module, run: Callable[[], object]) -> list[Scope]:
-    """Run once; return the module and those below it that have candidates for producers as
-    children, in the order in which they ran.
+    """Run once; return the module and those below it whose children hold candidates for producers.
+    They are in the order in which they ran.
     """
     calls: dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
     returned: dict[nn.Module, object] = {}
@@ -160,7 +160,7 @@ def every_expert_called(block: Block) -> Iterator[None]:
 
 
 class _HaltedError(Exception):
-    """Ends a run at the layer where it showed that the producer cannot be scaled."""
+    """Ends a run at the layer that showed that the producer cannot be scaled."""
 
     def __init__(self, reason: str, reader: nn.Module) -> None:
         super().__init__(reason)
@@ -168,9 +168,7 @@ class _HaltedError(Exception):
 
 
 class _Signal:
-    """Random numbers in place of the producer's output, and what they became when nothing was
-    scaled.
-    """
+    """Random numbers in place of the producer's output, and what they became without scaling."""
 
     def __init__(self, scope: Scope, producer: nn.Module) -> None:
         self.scope, self.producer = scope, producer

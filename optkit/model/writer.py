@@ -74,8 +74,8 @@ class CheckpointWriter:
         self.size_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the last shard, give the shards their final names and write the index; raises
-        StageError when nothing was added.
+        """Write the last shard, give the shards their final names and write the index.
+        Raises StageError if nothing was added.
         """
         if self._pending:
             self._flush()
@@ -119,8 +119,8 @@ class CheckpointWriter:
 
 
 def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
-    """Copy tokenizer, chat template, licence and the like (`optkit.model.companions`), where
-    `trusted` code too, but not config.json.
+    """Copy tokenizer, chat template, licence and the like, but not config.json.
+    If `trusted`, code too (`optkit.model.companions`).
 
     Raises ResourceError when the disk is full.
     """
@@ -134,8 +134,7 @@ def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
 
 
 def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
-    """Let `copy` be the same file, which takes no space, where links are allowed and possible, else
-    a copy of it.
+    """Link `copy` to the same file, which takes no space, if allowed and possible; else copy it.
 
     Raises ResourceError when the disk is full.
     """
@@ -150,7 +149,7 @@ def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
 def write_config(target: Path, config: Mapping[str, Any]) -> None:
     """Write config.json, whole or not at all; raises ResourceError when the disk is full.
 
-    Where transformers' own choice of attention leaves out what the model asks for, it names the one
+    If transformers' own choice of attention leaves out what the model asks for, it names the one
     that does not, for who opens the model.
     """
     _write_json(Path(target) / "config.json", attention_options(config, config))
@@ -158,9 +157,7 @@ def write_config(target: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
-    """Turn "no space left" while `path` is written into a ResourceError that says how much was
-    needed and is free.
-    """
+    """Turn "no space left" on `path` into a ResourceError with what was needed and is free."""
     try:
         yield
     except OSError as error:
