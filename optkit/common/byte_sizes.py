@@ -14,7 +14,7 @@ LARGEST = 1e15
 
 
 def size_bytes(written: int | str) -> int:
-    """Return the bytes of a size, e.g. `20 GiB`; raises ValueError where it is none, or not above
+    """Return the bytes of a size, e.g. `20 GiB`; raises ValueError if it is none, or not above
     zero.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(written))

@@ -44,9 +44,7 @@ def reading(path: Path | str, what: str, remedy: str = AGAIN, error: type[Optkit
 
 
 def _said(error: BaseException) -> str:
-    """Return the first line of what an exception says, with its kind where that alone would say
-    little.
-    """
+    """Return the first line of what an exception says, with its kind if that says little."""
     if isinstance(error, RecursionError):
         return "It is nested too deeply"
     if isinstance(error, OSError) and error.strerror:
@@ -66,8 +64,8 @@ def check_regular(path: Path, error: type[OptkitError] = SourceError) -> int:
 
 @contextlib.contextmanager
 def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO[bytes]]:
-    """Open a regular file to read it; raises `error` for any other, without waiting for a pipe's
-    other end.
+    """Open a regular file to read it.
+    Raises `error` for any other, without waiting for a pipe's other end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -107,7 +105,7 @@ def _printable(path: Path | str) -> str:
 
 
 def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: int | None = MOST_BYTES) -> str:
-    """Return the text of a regular file of UTF-8. Raises `error` where it cannot be read, is too
+    """Return the text of a regular file of UTF-8. Raises `error` if it cannot be read, is too
     large or something else.
     """
     with open_file(path, error) as file:
@@ -127,14 +125,14 @@ def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: in
 
 
 def read_json(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> Any:
-    """Return what a file of JSON holds. Raises `error` where it cannot be read as JSON."""
+    """Return what a file of JSON holds. Raises `error` if it cannot be read as JSON."""
     text = read_text(path, error)
     with reading(path, "cannot be read as JSON", remedy, error):
         return json.loads(text)
 
 
 def read_object(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> dict[str, Any]:
-    """Return the object that a file of JSON holds. Raises `error` where it holds none."""
+    """Return the object that a file of JSON holds. Raises `error` if it holds none."""
     found = read_json(path, error, remedy)
     if not isinstance(found, dict):
         raise error("is not a JSON object", where=str(path), why=f"It is {json.dumps(found)[:40]}", remedy=remedy)
@@ -165,8 +163,8 @@ def check_name_inside(name: str) -> None:
 
 
 def mode_of(path: Path) -> int:
-    """Return the `st_mode` of what a path leads to; 0 if nothing is there, or no system of files
-    would take the name.
+    """Return the `st_mode` of what a path leads to.
+    It is 0 if nothing is there, or no system of files would take the name.
     """
     try:
         return path.stat().st_mode

@@ -1,6 +1,4 @@
-"""Files that a process holds (flock) while it works on something; the kernel frees them when that
-process dies.
-"""
+"""Files that a process holds (flock) while it works; the kernel frees them when it dies."""
 
 from __future__ import annotations
 
@@ -12,10 +10,9 @@ from typing import IO
 
 
 def hold(path: Path) -> IO[str]:
-    """Return the file at `path`, made where it is missing and held by this process alone; closing
-    it frees it.
+    """Return the file at `path`, made if missing and held by this process; closing it frees it.
 
-    Raises BlockingIOError where another process holds it, FileNotFoundError where its directory is
+    Raises BlockingIOError if another process holds it, FileNotFoundError if its directory is
     gone.
     """
     while True:
@@ -33,9 +30,7 @@ def hold(path: Path) -> IO[str]:
 
 
 def release(file: IO[str], path: Path) -> None:
-    """Unlink a held file, then free it; in this order, so that nobody unlinks a file that another
-    process holds already.
-    """
+    """Unlink a held file, then free it; so nobody unlinks what another process holds already."""
     with contextlib.suppress(OSError):
         path.unlink()
     file.close()

@@ -32,8 +32,8 @@ NO_ROOM = {
 
 
 def room_error(error: BaseException, path: Path) -> OSError | None:
-    """Return the OSError behind what a library says of a failed write of `path`; None where it says
-    nothing of room.
+    """Return the OSError behind what a library says of a failed write of `path`.
+    None if it says nothing of room.
     """
     number = errno_of(error)
     return OSError(number, NO_ROOM[number], str(path)) if number in NO_ROOM else None
@@ -41,7 +41,7 @@ def room_error(error: BaseException, path: Path) -> OSError | None:
 
 def errno_of(error: BaseException) -> int | None:
     """Return the system's number of what went wrong: of an OSError, or as Rust writes it, `(os
-    error 28)`; None where there is none.
+    error 28)`; None if there is none.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
@@ -50,9 +50,7 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an error is an allocation that failed, in main memory or on a GPU, or comes of
-    one.
-    """
+    """Say whether an error is a failed allocation, in main memory or on a GPU, or comes of one."""
     if error.__cause__ is not None and is_out_of_memory(error.__cause__):
         return True
     if isinstance(error, MemoryError) or errno_of(error) == errno.ENOMEM:

@@ -15,8 +15,8 @@ OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SV
 
 
 def is_own(relative: PurePath | str) -> bool:
-    """Say whether a file, by its name relative to the model's directory, is one of these; below
-    that directory none is.
+    """Say whether a file, by its name relative to the model's directory, is one of these.
+    Below that directory none is.
     """
     return str(relative) in OWN_FILES
 

@@ -30,7 +30,7 @@ LARGEST = math.exp(700.0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its 95% interval; no interval where the number has no error."""
+    """A number and its 95% interval; no interval if the number has no error."""
 
     value: float
     interval: tuple[float, float] | None = None
@@ -44,9 +44,7 @@ def mean(samples: Sequence[float]) -> float:
 
 
 def standard_error(samples: Sequence[float]) -> float:
-    """Return the standard error of the mean of independent samples; raises ValueError for fewer
-    than two.
-    """
+    """Return the standard error of the mean of independent samples; needs two of them."""
     if len(samples) < 2:
         raise ValueError(f"{len(samples)} sample(s) have no standard error: at least 2 are needed")
     centre = mean(samples)
@@ -79,8 +77,7 @@ def t_quantile(degrees: float) -> float:
 
 
 def mean_estimate(samples: Sequence[float], least: float = -math.inf, most: float = math.inf) -> Estimate:
-    """Return the mean of independent samples with its t interval; raises ValueError for fewer than
-    two.
+    """Return the mean of independent samples with its t interval; needs two of them.
 
     The interval is cut off at `least` and `most`, the limits of what is possible: the mean cannot
     lie beyond them, so no coverage is lost.
@@ -91,8 +88,8 @@ def mean_estimate(samples: Sequence[float], least: float = -math.inf, most: floa
 
 
 def neighbours_estimate(samples: Sequence[float], least: float = -math.inf, most: float = math.inf) -> Estimate:
-    """Return the mean of samples that follow each other, as windows of a text do; raises ValueError
-    for fewer than two.
+    """Return the mean of samples that follow each other, as windows of a text do.
+    Raises ValueError for fewer than two.
 
     Their interval is cut off at `least` and `most` as that of `mean_estimate`.
     """
@@ -122,12 +119,12 @@ def neighbours_half_width(samples: Sequence[float], correlation: float = NEIGHBO
 
 
 def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: bool = False) -> Estimate:
-    """Return the mean of shares, each of some trials, with the interval that holds both the shares'
-    t interval and Clopper and Pearson's.
+    """Return the mean of shares, each of some trials, with its interval.
+    That holds both the shares' t interval and Clopper and Pearson's.
 
     The first counts what differs between groups of trials (`neighbours`: that follow each other)
-    and is nothing where all went alike; the second (https://doi.org/10.1093/biomet/26.4.404) is
-    that of independent trials, and alone where each group is one trial.
+    and is nothing if all went alike; the second (https://doi.org/10.1093/biomet/26.4.404) is
+    that of independent trials, and alone if each group is one trial.
     """
     hits = math.fsum(share * count for share, count in zip(shares, trials, strict=True))
     low, high = binomial_interval(round(hits), sum(trials))
@@ -139,9 +136,7 @@ def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: b
 
 
 def binomial_interval(hits: int, trials: int) -> tuple[float, float]:
-    """Return the probabilities with which so many hits or more, and so few or fewer, come in 2.5%
-    of cases (Clopper and Pearson 1934).
-    """
+    """Return the probabilities that give so many hits, or so few, in 2.5% of cases. After Clopper and Pearson 1934."""
     import numpy
 
     counts = numpy.arange(trials + 1)
@@ -166,8 +161,8 @@ def _root(falling: Callable[[float], float]) -> float:
 
 
 def tail_estimate(groups: Sequence[Sequence[float]], fraction: float) -> Estimate:
-    """Return a quantile of all values, not negative; its interval is that of the mean of the
-    neighbouring groups' own quantiles.
+    """Return a quantile of all values, not negative.
+    Its interval is that of the mean of the neighbouring groups' own quantiles.
 
     Values within a group may depend on each other (tokens of a window). The interval is symmetric
     in the logarithm, in which quantiles far out in a tail are nearly normal. Raises ValueError for
@@ -194,9 +189,7 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
 
 
 def exact_ratio(value: float, baseline: float) -> Estimate:
-    """Return the ratio of two numbers that have no error; raises ValueError where the baseline is
-    0.
-    """
+    """Return the ratio of two numbers without error; raises ValueError if the baseline is 0."""
     if baseline == 0:
         raise ValueError("a ratio to 0 has no value")
     return Estimate(value / baseline)
@@ -216,8 +209,8 @@ def paired_log_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Est
 
 
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """Return the ratio of the means of two sets of numbers, not negative, of which those of equal
-    index were measured beside each other.
+    """Return the ratio of the means of two sets of numbers, not negative.
+    Those of equal index were measured beside each other.
 
     What both numbers of a pair share is in neither error. The interval is symmetric in the
     logarithm: t over the pairs' differences of relative deviations (delta method). Raises
@@ -233,8 +226,8 @@ def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimat
 
 
 def independent_ratio(ours: Estimate, theirs: Estimate) -> Estimate:
-    """Return the ratio of two positive numbers from their intervals alone, the errors of both in
-    quadrature, in the logarithm.
+    """Return the ratio of two positive numbers from their intervals alone.
+    The errors of both add in quadrature, in the logarithm.
 
     It keeps intervals that are not symmetric (the method of variance estimates recovery,
     https://doi.org/10.1002/sim.3095). Raises ValueError for a baseline of 0.

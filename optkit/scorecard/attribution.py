@@ -29,9 +29,9 @@ class Waterfall:
 
 
 def waterfall(rungs: Sequence[Rung]) -> Waterfall | None:
-    """Return what each stage added, None where nothing was attributed.
+    """Return what each stage added, None if nothing was attributed.
 
-    The change is the ratio to the number before where the two can be paired, token by token, else
+    The change is the ratio to the number before if the two can be paired, token by token, else
     the difference.
     """
     if not rungs:

@@ -53,8 +53,8 @@ def build_scorecard(
 
 
 def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
-    """Return the ratio of a metric to the baseline's, formed as its `pairing` says; raises
-    ValueError where there is none.
+    """Return the ratio of a metric to the baseline's, formed as its `pairing` says.
+    Raises ValueError if there is none.
     """
     if metric.pairing == "paired_log":
         return paired_log_ratio(metric.samples, baseline.samples)
@@ -83,8 +83,8 @@ def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> M
 
 
 def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:
-    """A ratio to 0, or of what could not be measured, has no value; every other failure to form one
-    is a mistake of the eval.
+    """A ratio to 0, or of what could not be measured, has no value.
+    Every other failure to form one is a mistake of the eval.
     """
     if metric.failure or baseline.failure:
         return None

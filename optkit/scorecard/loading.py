@@ -21,13 +21,13 @@ class Loading(Frozen):
 
     engine: EngineName
     version: str = ""
-    """Empty where it is not installed."""
+    """Empty if it is not installed."""
     packages: dict[str, str] = {}
     """Versions of the engine and of what it stands on, in its own environment."""
     verdict: Literal["agrees", "disagrees", "refused", "skipped"]
     """`refused`: it is installed and does not open the artifact. `skipped`: it could not be asked."""
     reason: str = ""
-    """Why not, where it does not agree."""
+    """Why not, if it does not agree."""
     device: str = ""
     dtype: str = ""
     """In which the engine computed."""
@@ -65,7 +65,7 @@ class Loading(Frozen):
 
 
 def loading_columns(loadings: Iterable[Loading]) -> tuple[str, ...]:
-    """Return the heads of the loading table, those for embeddings where an engine gave some."""
+    """Return the heads of the loading table, those for embeddings if an engine gave some."""
     return (*FIRST_COLUMNS, *(OF_EMBEDDINGS if any(each.min_cosine is not None for each in loadings) else COLUMNS))
 
 

@@ -37,8 +37,8 @@ def format_ratio(ratio: float, interval: tuple[float, float] | None = None) -> s
 
 
 def significant(value: float, digits: int) -> str:
-    """Return a number with so many significant digits, never fewer than its whole part, with an
-    exponent below 1e-4 and above 1e9.
+    """Return a number with so many significant digits, never fewer than its whole part.
+    It has an exponent below 1e-4 and above 1e9.
     """
     if value == 0:
         return "0"

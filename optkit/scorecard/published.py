@@ -1,5 +1,5 @@
-"""What an artifact says to others: names and digests of models and texts, and nothing of where they
-lie on this machine.
+"""What an artifact says to others: names and digests of models and texts, and nothing of their
+places on this machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ NAME_IT = "Name its directory or file: --model PATH"
 
 
 def without_places(value: Any, recipe: Recipe) -> Any:
-    """Return a JSON value in whose texts the models and texts of a pinned recipe have their names
-    alone.
-    """
+    """Return a JSON value with the names alone of a pinned recipe's models and texts."""
     names = {place: _name(place) for place in _places(recipe) if "/" in place}
     return _renamed(value, dict(sorted(names.items(), key=lambda item: -len(item[0]))))
 
@@ -34,10 +32,10 @@ def published_scorecard(scorecard: Scorecard, recipe: Recipe) -> Scorecard:
 
 
 def located(recipe: Recipe, near: Path, model: str | None) -> Recipe:
-    """Return the recipe of an artifact with the places of its model, `model` if the user named it,
-    and of those that its settings open.
+    """Return the recipe of an artifact with the places of its model and its settings' models.
+    The model's is `model` if the user named it.
 
-    Raises SourceError where one is not found.
+    Raises SourceError if one is not found.
     """
     stages = tuple(
         entry.model_copy(update={"value": located_setting(entry.value, near)})

@@ -51,7 +51,7 @@ class StepLine(Frozen):
 
     @property
     def skipped(self) -> str:
-        """What the stage left alone and why: by name where it is little, else counted for each
+        """What the stage left alone and why: by name if it is little, else counted for each
         reason; empty for nothing.
         """
         names: dict[str, list[str]] = {}
@@ -81,10 +81,10 @@ class Measured(Frozen):
 
     metric: Metric
     baseline: Metric | None = None
-    """None where the baseline has no such number, or one of another protocol."""
+    """None if the baseline has no such number, or one of another protocol."""
     ratio: float | None = None
     ratio_interval: tuple[float, float] | None = None
-    """95%; None where there is no ratio, or it has no error."""
+    """95%; None if there is no ratio, or it has no error."""
     gates: tuple[GateResult, ...] = ()
 
 
@@ -113,7 +113,7 @@ class Scorecard(Frozen):
     """As resolved and pinned."""
     steps: tuple[StepLine, ...] = ()
     attribution: tuple[Rung, ...] = ()
-    """The model, then after each stage, in order; empty where one stage alone changed the numbers."""
+    """The model, then after each stage, in order; empty if one stage alone changed the numbers."""
     settings: tuple[str, ...] = ()
     """One line for each setting: what is in force on this device."""
     notes: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Scorecard(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of any gate; PASS where there are none."""
+        """The worst verdict of any gate; PASS if there are none."""
         return overall([gate.verdict for row in self.rows for gate in row.gates])
 
     @computed_field  # type: ignore[prop-decorator]
@@ -152,8 +152,8 @@ def to_json(scorecard: Scorecard) -> str:
 
 
 def read_json(path: Path) -> Scorecard:
-    """Return the scorecard in a file; raises ArtifactError where it cannot be read, is damaged or
-    of another schema.
+    """Return the scorecard in a file.
+    Raises ArtifactError if it cannot be read, is damaged or of another schema.
     """
     record = read_object(path, ArtifactError, REMEDY)
     if "schema" not in record:

@@ -20,7 +20,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a scorecard's table; `-` where there is nothing."""
+    """One line of a scorecard's table; `-` for nothing."""
 
     metric: str
     """Name and labels, e.g. `decode_tokens_per_s, batch 1, prompt 128`."""
@@ -28,7 +28,7 @@ class Row:
     artifact: str
     ratio: str
     change: Literal["better", "worse", ""]
-    """What the ratio says beyond its interval; empty where it is not known."""
+    """What the ratio says beyond its interval; empty if it is not known."""
     gate: str
     """`<= 1.10x PASS`, several joined with `, `."""
     verdict: Verdict | None
@@ -43,7 +43,7 @@ class ComparisonRow:
 
     metric: str
     cells: tuple[str, ...]
-    """One for each column: value and ratio to that artifact's own baseline, `-` where it was not
+    """One for each column: value and ratio to that artifact's own baseline, `-` if it was not
     measured by this protocol.
     """
     protocol: int
@@ -71,7 +71,7 @@ def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
 
 
 def footnotes(protocols: Sequence[str]) -> list[str]:
-    """Return the protocols as they are printed: where most of one, up to its first `; `, is that of
+    """Return the protocols as they are printed: if most of one, up to its first `; `, is that of
     an earlier one, it refers to that.
     """
     first: dict[str, int] = {}
@@ -109,9 +109,7 @@ def table_rows(scorecard: Scorecard) -> list[Row]:
 
 
 def compare_table(scorecards: Sequence[Scorecard]) -> Comparison:
-    """Return scorecards side by side; numbers of different protocols stand in rows of their own,
-    never in one.
-    """
+    """Return scorecards side by side; numbers of different protocols never share a row."""
     notes = protocols(*scorecards)
     found: dict[tuple[str, str], dict[int, Measured]] = {}
     for column, scorecard in enumerate(scorecards):

@@ -180,9 +180,7 @@ def _rate(record: TrainingRecord, left: int, top: int, across: Callable[[int], f
 
 
 def _scale(losses: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
-    """Return a scale from 0 to 1 around the losses, even or logarithmic, and what stands beside its
-    lines.
-    """
+    """Return a scale from 0 to 1 around the losses, even or logarithmic, and its lines' labels."""
     low, high = (0.0 if abs(loss) < LEAST else loss for loss in (min(losses), max(losses)))
     if low > 0 and high / low >= WIDE_RANGE:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -199,7 +197,7 @@ def _scale(losses: Sequence[float]) -> tuple[Callable[[float], float], list[floa
 
 
 def _even(low: float, high: float, outside: bool = False) -> list[float]:
-    """Return about `TICKS` round numbers between two, or around them where `outside`."""
+    """Return about `TICKS` round numbers between two, or around them if `outside`."""
     width = (high - low) or abs(high) or 1.0
     raw = width / TICKS
     power = 10.0 ** math.floor(math.log10(raw))

@@ -1,6 +1,4 @@
-"""Token windows to calibrate on, cut from a text so that the same recipe always gives the same
-tokens.
-"""
+"""Token windows to calibrate on, cut from a text so that a recipe always gives the same tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ class Calibration(CutText):
     """Tokens of a window."""
     packing: Literal["auto", "documents", "joined"] = "auto"
     """`documents`: the start of the first documents that are long enough. `joined`: windows spread
-    evenly over the joined text. `auto`: documents where a record is a document (c4, .jsonl, hub),
-    joined where the text runs on."""
+    evenly over the joined text. `auto`: documents if a record is a document (c4, .jsonl, hub),
+    joined if the text runs on."""
 
     @property
     def packs_documents(self) -> bool:
@@ -43,7 +41,7 @@ class Calibration(CutText):
     def tokens(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor:
         """Return the windows, int64 [samples, sequence_length], with special tokens as `bos` says.
 
-        Raises SourceError where the text is too short for them.
+        Raises SourceError if the text is too short for them.
         """
         import torch
 
@@ -98,7 +96,7 @@ def holds_documents(dataset: str) -> bool:
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a model directory. Raises SourceError where it has none."""
+    """Return the tokenizer of a model directory. Raises SourceError if it has none."""
     if not any((directory / name).is_file() for name in TOKENIZERS):
         raise SourceError(
             "there is no tokenizer",

@@ -1,6 +1,4 @@
-"""A text that is cut into windows of tokens, and the tokens that a tokenizer puts before a text,
-such as BOS.
-"""
+"""A text cut into windows of tokens, and the tokens that a tokenizer puts first, such as BOS."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Stream:
     where: str
 
     def room(self, length: int) -> int:
-        """Return how many tokens of the text a window of `length` tokens holds; raises SourceError
-        where there are none.
-        """
+        """Return the tokens of text in a window of `length` tokens; raises SourceError for none."""
         if len(self.lead) >= length:
             raise SourceError(
                 f"{len(self.lead)} tokens before the text fill the window of {length}",
@@ -58,21 +54,22 @@ class CutText(TextSource):
 
     bos: Literal["tokenizer", "window", "text", "none"] = "tokenizer"
     """Where BOS stands, or whatever the tokenizer puts before a text. `tokenizer`: at the start of
-    each window where the tokenizer puts it before a text, else nowhere. `window`: at the start of
+    each window if the tokenizer puts it before a text, else nowhere. `window`: at the start of
     each window in any case. `text`: once, before the text. `none`: nowhere."""
 
     def stream(self, encode: Encode, text: str, bos_token: int | None) -> Stream:
-        """Return the tokens of a text; `bos_token` is used where `bos` asks for one that the
-        tokenizer does not add.
+        """Return the tokens of a text.
+        `bos_token` is used if `bos` asks for one that the tokenizer does not add. Raises
+        SourceError if there is none.
 
-        Raises SourceError where there is none.
+        Raises SourceError if there is none.
         """
         lead, body = apart(encode, text)
         return Stream(self.lead(lead, bos_token), [*lead, *body] if self.bos == "text" else body, self.where)
 
     def lead(self, added: list[int], bos_token: int | None) -> tuple[int, ...]:
-        """Return what stands before each window where a tokenizer puts `added` before a text;
-        raises SourceError as `stream` does.
+        """Return what stands before each window if a tokenizer puts `added` before a text.
+        Raises SourceError as `stream` does.
         """
         if self.bos in ("text", "none"):
             return ()
@@ -88,8 +85,8 @@ class CutText(TextSource):
 
 
 def apart(encode: Encode, text: str) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before a text, and those of the text; what it puts
-    behind it is left out.
+    """Return the tokens that a tokenizer puts before a text, and those of the text.
+    What it puts behind the text is left out.
     """
     special, ids = encode(""), encode(text)
     lead = 0

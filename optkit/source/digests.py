@@ -24,8 +24,8 @@ def sha256_of(path: Path) -> str:
 
 
 def default_cache() -> Path:
-    """Return where optkit keeps things: `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else
-    `~/.cache/optkit`.
+    """Return the directory that optkit keeps things in: `$OPTKIT_STORE`, else
+    `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`.
     """
     named = os.environ.get("OPTKIT_STORE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
@@ -40,7 +40,7 @@ class FileDigests:
         self._changed = False
 
     def of(self, path: Path) -> str:
-        """Return the SHA-256 of a file, from memory where it is the same file as before."""
+        """Return the SHA-256 of a file, from memory if it is the same file as before."""
         path = path.resolve()
         status = path.stat()
         if status.st_size < REMEMBERED_BYTES:
@@ -58,7 +58,7 @@ class FileDigests:
         if not self._changed:
             return
         draft = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
-        # Where nothing can be written, the next run reads the files again; that is all that is
+        # If nothing can be written, the next run reads the files again; that is all that is
         # lost.
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class FileDigests:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    # Only a memory: where it is damaged, the files themselves are read again and it is written
+    # Only a memory: if it is damaged, the files themselves are read again and it is written
     # anew.
     try:
         known = json.loads(file.read_text(encoding="utf-8"))

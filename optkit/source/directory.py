@@ -23,9 +23,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
-    """Raise SourceError unless a config.json describes a causal language model or an encoder of
-    text whose code may be run.
-    """
+    """Raise SourceError unless a config.json is of a causal language model or a text encoder."""
     architectures = config.get("architectures") or []
     if not architectures:
         raise SourceError(
@@ -70,9 +68,7 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
 
 
 def is_built_into_transformers(model_type: str) -> bool:
-    """Say whether transformers itself has the code of a model type; looks at its files, imports
-    nothing.
-    """
+    """Say whether transformers itself has a model type's code; looks at files, imports nothing."""
     found = importlib.util.find_spec("transformers")
     places = found.submodule_search_locations if found else None
     return bool(model_type) and any(
@@ -81,9 +77,7 @@ def is_built_into_transformers(model_type: str) -> bool:
 
 
 def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint | OnnxFile:
-    """Return what a directory holds; raises SourceError where it is incomplete, damaged or of
-    another kind.
-    """
+    """Return what a directory holds; raises SourceError if incomplete, damaged or of another kind."""
     if is_onnx(directory):
         return OnnxFile(directory / MODEL)
     if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
@@ -116,8 +110,8 @@ def directory_revision(model: Checkpoint | OnnxFile, digests: FileDigests) -> st
 
 
 def companions(root: Path) -> dict[str, Path]:
-    """Return relative name -> path of every file that lies in a model directory and holds no
-    weights, whether it would be copied or not.
+    """Return relative name -> path of every file in a model directory that holds no weights.
+    Whether it would be copied does not matter.
     """
     return {
         name: path
@@ -130,7 +124,5 @@ def companions(root: Path) -> dict[str, Path]:
 
 
 def left_out(directory: Path, trust_remote_code: bool) -> str:
-    """Return a sentence on the files of a model directory that no artifact gets; empty where it
-    gets all.
-    """
+    """Return a sentence on the files that no artifact gets; empty if it gets all."""
     return find_companions(directory, trust_remote_code).said()

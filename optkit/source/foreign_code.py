@@ -27,9 +27,7 @@ def classes_in(config: Mapping[str, Any]) -> list[str]:
 
 
 def kernels_in(config: Any) -> list[str]:
-    """Return the kernels of the hub, `owner/repository`, that a parsed config.json asks for by its
-    attention implementation.
-    """
+    """Return the hub kernels, `owner/repository`, that a config.json asks for its attention."""
     found = {name for key, value in _pairs(config) if key in ATTENTION for name in _texts(value) if "/" in name}
     return sorted(found)
 
@@ -45,15 +43,15 @@ def classes_of(directory: Path) -> list[str]:
 
 
 def loaded_unasked(directory: Path) -> list[str]:
-    """Return, in words, what a directory has loaded by those who open it even if they trust no
-    code: kernels and shared libraries.
+    """Return, in words, the kernels and shared libraries that a directory has loaded.
+    Those who open it load them even if they trust no code.
     """
     kernels = [f"the kernel {name} of the hub" for name in kernels_in(_read(directory / "config.json"))]
     return kernels + [f"the library {name}" for name in libraries_in(_read(directory / GENAI_CONFIG))]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one where there is none, for whoever needs the file says so."""
+    """Return a JSON object; an empty one if there is none, for whoever needs the file says so."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -60,7 +60,7 @@ class Gguf:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Return the header of a GGUF file. Raises SourceError where the file is missing, of another
+    """Return the header of a GGUF file. Raises SourceError if the file is missing, of another
     kind, split or cut off.
     """
     if not path.exists():

@@ -1,6 +1,4 @@
-"""Write a GGUF file as a float32 checkpoint, tensor by tensor, so that at most one shard of it is
-in memory.
-"""
+"""Write a GGUF file as a float32 checkpoint, with at most one shard of it in memory."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
-    """Fill `target` with weights, config, generation config and tokenizer of a GGUF file, and
-    return what was found in it.
+    """Fill `target` from a GGUF file, and return what was found in it.
+    That is weights, config, generation config and tokenizer.
 
     Raises SourceError for an architecture or a tensor type that cannot be imported.
     """
@@ -57,17 +55,15 @@ def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
 
 
 def in_halves(weights: ndarray[Any, Any], heads: int) -> ndarray[Any, Any]:
-    """Reorder the rows [heads * width, in] of q or k from pairs of neighbours (llama.cpp) to two
-    halves of a head (transformers).
+    """Reorder the rows [heads * width, in] of q or k from neighbours to two halves of a head.
+    llama.cpp has pairs, transformers halves.
     """
     width = weights.shape[0] // heads
     return weights.reshape(heads, width // 2, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
 def write_configs(gguf: Gguf, config: dict[str, Any], target: Path) -> None:
-    """Write config.json with every field that transformers knows, and generation_config.json with
-    the special tokens.
-    """
+    """Write config.json with every known field, and generation_config.json with special tokens."""
     with quiet_transformers():
         from transformers import AutoConfig
 

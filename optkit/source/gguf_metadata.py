@@ -63,8 +63,8 @@ WORDS = {"attention.sliding_window": "sliding-window attention", "rope.scaling.t
 
 
 def lost_metadata(gguf: Gguf) -> list[str]:
-    """Return what the metadata says of a model that config.json of a plain one would leave out,
-    e.g. `logit_scale = 0.5`.
+    """Return what the metadata says that config.json of a plain model would leave out.
+    For example `logit_scale = 0.5`.
     """
     prefix = f"{gguf.architecture}."
     inside = {name.removeprefix(prefix): value for name, value in gguf.metadata.items() if name.startswith(prefix)}
@@ -115,7 +115,7 @@ def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
 
 
 def positive_float(gguf: Gguf, key: str, default: float | None = None) -> float:
-    """Return a number of the metadata. Raises SourceError where it is not there, or not above 0."""
+    """Return a number of the metadata. Raises SourceError if it is missing, or not above 0."""
     value = gguf.get(key, default)
     if not isinstance(value, float):
         raise SourceError(

@@ -1,5 +1,4 @@
-"""Write the tokenizer that a GGUF file carries, as transformers reads it, and put right what it
-gets wrong.
+"""Write the tokenizer of a GGUF file as transformers reads it, and correct what it gets wrong.
 
 transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text
 as GPT-2 did, whatever the file says of it (`GGUFLlamaConverter` in
@@ -49,7 +48,7 @@ PATTERNS = {"llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
 
 def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progress: Progress) -> None:
     """Write the tokenizer with the special tokens that `config` names and its chat template. Raises
-    SourceError where it cannot be read.
+    SourceError if it cannot be read.
     """
     with quiet_transformers(), _found_by_hash():
         from transformers import AutoTokenizer
@@ -104,8 +103,8 @@ def _found_by_hash() -> Iterator[None]:
 
 
 def _set_pre_tokenizer(gguf: Gguf, tokenizer: Any, progress: Progress) -> None:
-    """Cut text before BPE as `tokenizer.ggml.pre` says; only `llama` files with a byte-level BPE
-    need it.
+    """Cut text before BPE as `tokenizer.ggml.pre` says.
+    Only `llama` files with a byte-level BPE need it.
     """
     kind = str(gguf.metadata.get("tokenizer.ggml.pre", "default"))
     if gguf.metadata.get("tokenizer.ggml.model") != "gpt2":
@@ -136,8 +135,8 @@ def _otherwise_cut(gguf: Gguf, kind: str, cut: str) -> str:
 
 
 def _set_first_and_last_token(gguf: Gguf, tokenizer: Any) -> None:
-    """Put tokens before and behind each text where the file says so; unsaid, llama.cpp puts one
-    before it for SentencePiece and Llama 3.
+    """Put tokens before and behind each text if the file says so.
+    If unsaid, llama.cpp puts one before it for SentencePiece and Llama 3.
     """
     kind = str(gguf.metadata.get("tokenizer.ggml.pre", ""))
     usual = gguf.metadata.get("tokenizer.ggml.model") == "llama" or kind in PATTERNS

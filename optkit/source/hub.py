@@ -24,8 +24,8 @@ SITE = "https://huggingface.co"
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A model or data set repository; `looked` and `remedy` are added to what an error says when it
-    cannot be reached.
+    """A model or data set repository.
+    `looked` and `remedy` are added to what an error says when it cannot be reached.
     """
 
     name: str
@@ -33,7 +33,7 @@ class HubRepo:
     looked: str = ""
     remedy: str = ""
     root: str = ""
-    """Directory of the cache, where it is another one than the hub's."""
+    """Directory of the cache, if it is another one than the hub's."""
 
     @property
     def cache(self) -> Path:
@@ -50,7 +50,7 @@ class HubRepo:
     def commit(self, revision: str | None = None) -> str:
         """Return the commit that a branch, a tag or nothing (the main branch) stands for now.
 
-        Offline it is the commit that the cache last saw there. Raises SourceError where neither is
+        Offline it is the commit that the cache last saw there. Raises SourceError if neither is
         to be had.
         """
         if revision and COMMIT.fullmatch(revision):
@@ -67,7 +67,7 @@ class HubRepo:
         raise self._unreachable(f"the revision {revision or 'main'}", reference, unreachable[0])
 
     def file(self, name: str, commit: str) -> Path:
-        """Return a file of a commit, downloaded where the cache lacks it. Raises SourceError."""
+        """Return a file of a commit, downloaded if the cache lacks it. Raises SourceError."""
         cached = self.snapshot(commit) / name
         if cached.is_file():
             return cached
@@ -86,10 +86,9 @@ class HubRepo:
         raise self._unreachable(name, cached, unreachable[0])
 
     def download(self, commit: str, wanted: tuple[str, ...], unwanted: tuple[str, ...], progress: Progress) -> Path:
-        """Return the directory of a commit in the hub's cache, with all files that match `wanted`
-        and not `unwanted`.
+        """Return a commit's directory in the hub's cache, with the `wanted` files, not `unwanted`.
 
-        Raises SourceError where they cannot all be had.
+        Raises SourceError if they cannot all be had.
         """
         with self._explained(commit) as unreachable:
             from huggingface_hub import HfApi
@@ -109,8 +108,8 @@ class HubRepo:
         raise self._unreachable("the whole snapshot", self.snapshot(commit), unreachable[0])
 
     def tensors(self, commit: str) -> dict[str, TensorInfo]:
-        """Return dtype and shape of every tensor of a commit, by the headers of its safetensors
-        alone. Raises SourceError.
+        """Return dtype and shape of a commit's tensors from the headers of its safetensors.
+        Raises SourceError.
         """
         with self._explained(commit) as unreachable:
             from huggingface_hub import HfApi
@@ -156,8 +155,8 @@ class HubRepo:
 
     @contextmanager
     def _explained(self, revision: str | None) -> Iterator[list[Exception]]:
-        """Turn the hub's refusals into SourceErrors; no connection ends the block, with the reason
-        in the list.
+        """Turn the hub's refusals into SourceErrors.
+        Without a connection the block ends, with the reason in the list.
         """
         from httpx import HTTPError, TransportError
         from huggingface_hub.errors import (

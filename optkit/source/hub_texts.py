@@ -21,10 +21,10 @@ streamed from the start.
 
 
 def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: str | None, where: str) -> list[str]:
-    """Return one field of the rows of a split, the first 10,000 of them unless the data set is one
-    of `WHOLE`.
+    """Return one field of the rows of a split.
+    Of data sets outside `WHOLE` only the first 10,000 rows are read.
 
-    Raises SourceError for an unknown configuration, split or field, MissingPackageError where
+    Raises SourceError for an unknown configuration, split or field, MissingPackageError if
     `datasets` is not installed.
     """
     try:

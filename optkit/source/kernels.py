@@ -33,8 +33,9 @@ takes; of all others it is 1.
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel by its name; `revision` is a branch, a tag, a commit, `local-` and a digest, or None
-    for what transformers would take.
+    """A kernel by its name.
+    `revision` is a branch, a tag, a commit, `local-` and a digest, or None for what transformers
+    would take.
     """
 
     repository: str
@@ -67,8 +68,8 @@ class AttentionKernel:
         return replace(self, revision=self._repo.commit(self.revision or f"v{self._version}"))
 
     def check(self, device: str) -> None:
-        """Raise StageError where it has no build for a device, or is neither here nor to be
-        downloaded; MissingPackageError.
+        """Raise StageError without a build for a device, or if it is neither here nor downloadable.
+        Raises MissingPackageError too.
 
         What one that is not pinned holds is known when it is loaded.
         """
@@ -92,7 +93,7 @@ class AttentionKernel:
                 f"the kernel {self} is neither here nor to be downloaded",
                 where="attention",
                 why=f"The hub is switched off (HF_HUB_OFFLINE), and there is no {place / 'build'}",
-                remedy="Load it once where the hub can be reached and copy the cache, or use sdpa",
+                remedy="Load it once with a connection to the hub and copy the cache, or use sdpa",
             )
         kind = device.partition(":")[0]
         if builds and not any(_is_for(build, kind) for build in builds):
@@ -104,7 +105,7 @@ class AttentionKernel:
             )
 
     def load(self) -> None:
-        """Load it and tell transformers; raises StageError where that fails."""
+        """Load it and tell transformers; raises StageError if that fails."""
         from transformers.integrations.hub_kernels import load_and_register_attn_kernel
 
         try:
@@ -119,7 +120,7 @@ class AttentionKernel:
 
     def local(self) -> Path | None:
         """Return the directory that `$LOCAL_KERNELS` names for the repository. Raises SourceError
-        where it is not there.
+        if it is not there.
         """
         named = [entry.partition("=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":") if entry]
         if odd := next((name for name, sign, _ in named if not sign), None):
@@ -134,9 +135,7 @@ class AttentionKernel:
         return place
 
     def require_package(self) -> None:
-        """Raise MissingPackageError where the package `kernels` is not here, or is one that
-        transformers does not take.
-        """
+        """Raise MissingPackageError unless `kernels` is here in a version that transformers takes."""
         if unmet([PACKAGE]):
             raise MissingPackageError(PACKAGE, where=f"attention: {self}")
 
@@ -167,8 +166,8 @@ class AttentionKernel:
 
 
 def why_not_function(implementation: str, argument: str) -> str:
-    """Return why a loaded implementation of transformers leaves out an argument of attention
-    (`PHRASES`); empty where it takes it.
+    """Return why a loaded implementation leaves out an argument of attention (`PHRASES`).
+    It is empty if it takes it.
 
     transformers hands FlashAttention's function what that has a parameter for, and every other
     function everything, which it may ignore.
@@ -196,7 +195,7 @@ def _digest(place: Path) -> str:
 
 def _builds(place: Path) -> set[str] | None:
     """Return the names of the builds in a directory, e.g. `torch-cpu` or
-    `torch213-cxx11-cu130-x86_64-linux`; None where there is none.
+    `torch213-cxx11-cu130-x86_64-linux`; None if there is none.
 
     The directory may also be a build itself, of a name that says nothing: an empty set.
     """

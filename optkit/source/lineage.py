@@ -32,10 +32,10 @@ class Reader:
 
 
 def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: Reader) -> tuple[dict[str, str], ...]:
-    """Return the identities of texts, each with a sketch of what a stage read of it; those that no
-    field names stay without.
+    """Return the identities of texts, each with a sketch of what a stage read of it.
+    Those that no field names stay without.
 
-    Raises SourceError where a text cannot be read any more.
+    Raises SourceError if a text cannot be read any more.
     """
     from optkit.source.shingles import sketch
 
@@ -60,9 +60,7 @@ def without_sketches(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_with(text: TextSource, passages: Sequence[str], lineage: Iterable[Mapping[str, str]]) -> str:
-    """Return what is wrong with measuring on a text after these shaped the weights; empty where
-    nothing is.
-    """
+    """Return what is wrong with measuring on a text after these shaped the weights; else empty."""
     from optkit.source.shingles import common
 
     for earlier in lineage:

@@ -119,7 +119,7 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
     """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a
     GGUF file, named by its whole path.
 
-    `cache` is where digests of big files are remembered, optkit's own cache directory unless said
+    `cache` keeps digests of big files; it is optkit's own cache directory unless said
     otherwise. Raises SourceError for a model that is not there, not whole, neither a causal
     language model nor an encoder, or not what `revision` says; MissingPackageError for a built-in
     one whose package is not installed.
@@ -149,7 +149,7 @@ def model_key(pinned: ModelSource) -> str:
     """Return the digest of what the model is: of its content alone for a directory or file, of
     repository and commit on the hub.
 
-    A model whose own code runs is another model, even where transformers has a class for it too.
+    A model whose own code runs is another model, even if transformers has a class for it too.
     """
     if pinned.revision is None:
         raise ValueError(f"{pinned.name} is not pinned")
@@ -160,9 +160,7 @@ def model_key(pinned: ModelSource) -> str:
 
 
 def locate_model(pinned: ModelSource) -> Path | None:
-    """Return a directory that can be used as it is (the user's, or a whole snapshot in the hub's
-    cache), else None.
-    """
+    """Return a directory usable as it is (the user's or a whole hub snapshot), or None."""
     place = find_model(pinned)
     if not isinstance(place, HubRepo):
         return place if place.is_dir() else None
@@ -171,8 +169,7 @@ def locate_model(pinned: ModelSource) -> Path | None:
 
 
 def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[str, Any]:
-    """Fill the empty directory `target` with the model as a float checkpoint, and return details
-    worth keeping.
+    """Fill the empty directory `target` with the float checkpoint, and return details to keep.
 
     A GGUF file is dequantized to float32; a hub model is downloaded into the hub's own cache and
     linked (copied to another disk).
@@ -205,8 +202,8 @@ def import_bytes(pinned: ModelSource, shape: ModelShape) -> int:
 
 
 def unpacking_note(pinned: ModelSource, shape: ModelShape) -> str:
-    """Return what a file with packed weights holds itself, because sizes are compared with what it
-    is unpacked to; else empty.
+    """Return what a file with packed weights holds itself; else empty.
+    Sizes are compared with what it is unpacked to.
     """
     place = find_model(pinned)
     if isinstance(place, HubRepo) or not place.is_file() or place.stat().st_size >= shape.size_bytes:
@@ -219,9 +216,7 @@ def unpacking_note(pinned: ModelSource, shape: ModelShape) -> str:
 
 
 def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
-    """Return config and tensors of a model from headers only; `imported` is its checkpoint, where
-    there is one already.
-    """
+    """Return config and tensors from headers only; `imported` is the checkpoint, if there is one."""
     place = find_model(pinned)
     if directory := imported or locate_model(pinned):
         return onnx_shape(directory) if is_onnx(directory) else Checkpoint(directory).shape
@@ -258,9 +253,7 @@ def find_model(source: ModelSource) -> Path | HubRepo:
 
 
 def _nearest(path: Path) -> str:
-    """Return the built-in names, with the nearest of them and of what lies beside the path, where
-    one is near.
-    """
+    """Return the built-in names, with the nearest of them and of what lies beside the path."""
     beside = path.parent.glob("*") if is_directory(path.parent) else ()
     known = {place.name: place for place in beside if place.is_dir() or place.suffix == ".gguf"} | {
         name: name for name in BUILT_IN

@@ -25,7 +25,7 @@ def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSou
     if is_place(pinned):
         known = _known(cache)
         if known.get(str(pinned.revision)) != pinned.name:
-            # Only a memory: where it cannot be written, the user is asked for the place.
+            # Only a memory: if it cannot be written, the user is asked for the place.
             with contextlib.suppress(OSError):
                 _file(cache).parent.mkdir(parents=True, exist_ok=True)
                 write_text_atomically(_file(cache), json.dumps({**known, str(pinned.revision): pinned.name}, indent=1))
@@ -33,9 +33,7 @@ def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSou
 
 
 def is_place(source: ModelSource) -> bool:
-    """Say whether a pinned model is a directory or file of this machine, and not one that everybody
-    has by its name.
-    """
+    """Say whether a pinned model is a directory or file of this machine alone."""
     return source.name not in BUILT_IN and (source.revision or "").startswith(PREFIX)
 
 
@@ -45,7 +43,7 @@ def find_recorded(
     """Return a model that an artifact records, with its place: where it is `given`, was last seen,
     or lies `near` the artifact.
 
-    Raises SourceError where none of them holds what its revision says.
+    Raises SourceError if none of them holds what its revision says.
     """
     if given is not None:
         return pin_model(source.model_copy(update={"name": given}), cache)

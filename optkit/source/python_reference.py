@@ -38,16 +38,16 @@ def split_of(topic: str) -> str:
 
 
 def long_paragraphs(text: str) -> frozenset[str]:
-    """Return the paragraphs of a topic that are long enough to be told apart, with white space and
-    indentation evened out.
+    """Return the paragraphs of a topic that are long enough to be told apart.
+    White space and indentation are evened out.
     """
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     return frozenset(paragraph for paragraph in paragraphs if len(paragraph) >= LONG_PARAGRAPH)
 
 
 def read_topics(split: str) -> list[str]:
-    """Return the topics of a split, in the order of their names. Raises SourceError where this
-    Python came without them.
+    """Return the topics of a split, in the order of their names. Raises SourceError if this Python
+    came without them.
 
     A topic that is wholly repeated within another (`try` within `compound`) is left out, and so is
     one that shares a long paragraph with a topic of an earlier split.

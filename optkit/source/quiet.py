@@ -1,6 +1,4 @@
-"""Keep transformers, accelerate and bitsandbytes from writing on the terminal while optkit calls
-them.
-"""
+"""Keep transformers, accelerate and bitsandbytes quiet while optkit calls them."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Show only the errors of transformers and none of its progress bars, and leave its settings as
-    they were.
-    """
+    """Show only errors of transformers and no progress bars, and restore its settings."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

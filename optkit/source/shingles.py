@@ -36,9 +36,7 @@ WORD = re.compile(rf"[{IDEOGRAPHS}]|[^\W_{IDEOGRAPHS}]+")
 
 @dataclass(frozen=True)
 class Common:
-    """What a text has in common with one that was sketched, as shares of their different runs of
-    words.
-    """
+    """What a text has in common with a sketched one, as shares of their different runs of words."""
 
     of_text: float
     of_sketched: float
@@ -58,9 +56,7 @@ def sketch(passages: Iterable[str]) -> str:
 
 
 def common(sketched: str, passages: Iterable[str]) -> Common:
-    """Return what a text has in common with the one that `sketch` saw; nothing where fewer than
-    three runs agree.
-    """
+    """Return what a text shares with the sketched one; nothing if fewer than three runs agree."""
     theirs = np.frombuffer(base64.b64decode(sketched), "<u8").astype(np.uint64)
     if len(theirs) < FEWEST:
         return Common(0.0, 0.0)

@@ -24,8 +24,8 @@ def read_rows(path: Path) -> list[str]:
 
 
 def read_records(paths: Iterable[Path], field: str) -> list[str]:
-    """Return one field of each line of .jsonl files. Raises SourceError with file and line where it
-    is not there.
+    """Return one field of each line of .jsonl files. Raises SourceError with file and line if it is
+    missing.
     """
     return [text for path in paths for text in _records(path, field)]
 

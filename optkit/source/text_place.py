@@ -1,6 +1,4 @@
-"""Where the texts of a stage or an eval are, and the tokenizer that reads them, before anything
-runs.
-"""
+"""The place of the texts of a stage or an eval, and the tokenizer that reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class TextPlace:
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens the model knows; None where its config.json does not say."""
+        """How many tokens the model knows; None if its config.json does not say."""
         try:
             config = json.loads((self.tokenizer / "config.json").read_text(encoding="utf-8"))
             found = (config.get("text_config") or config).get("vocab_size")

@@ -126,7 +126,7 @@ class TextSource(Frozen):
         """Return the same text with its revision: a digest of a local text, the commit of a hub
         data set.
 
-        Raises SourceError where it cannot be found, is empty, or is not what `revision` says.
+        Raises SourceError if it cannot be found, is empty, or is not what `revision` says.
         """
         if self.is_local(data):
             return self.model_copy(update={"revision": _digest(self.documents(data))})
@@ -146,7 +146,7 @@ class TextSource(Frozen):
         return mine["revision"].startswith(PREFIX) and mine["revision"] == theirs["revision"]
 
     def documents(self, data: Path | None) -> list[str]:
-        """Return the documents (rows, topics) in their order. Raises SourceError where there are
+        """Return the documents (rows, topics) in their order. Raises SourceError if there are
         none.
         """
         documents = self._read(data)
@@ -233,7 +233,7 @@ def hub_name(dataset: str) -> str:
 
 def data_directory(data: Path | None) -> Path | None:
     """Return the directory of local data sets: the one named, else $OPTKIT_DATA. Raises SourceError
-    where it is not there.
+    if it is not there.
     """
     named = data or (Path(value) if (value := os.environ.get(DATA_VARIABLE)) else None)
     if named is not None and not named.is_dir():

@@ -1,7 +1,7 @@
 """How many tokens texts have, as far as it has to be known, for plans: with the library
 `tokenizers` alone, and remembered.
 
-Counting stops when there are enough. Where there seem to be too few, all are counted as the
+Counting stops when there are enough. If there seem to be too few, all are counted as the
 training will, which loads transformers.
 """
 
@@ -57,7 +57,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, place: TextPlace) -> Self:
-        """Return what counts at a place. Raises SourceError where the tokenizer there cannot be
+        """Return what counts at a place. Raises SourceError if the tokenizer there cannot be
         opened.
         """
         if place.transformers or not (place.tokenizer / TOKENIZER).is_file():
@@ -65,9 +65,7 @@ class TokenCounts:
         return cls(place.tokenizer, place.data, place.counts, place.trust_remote_code)
 
     def check_ids(self, text: TrainingText, tokens: int, vocabulary: int | None) -> None:
-        """Raise SourceError where the first `tokens` tokens of a text have an id that the model
-        does not know, where that is known here.
-        """
+        """Raise SourceError if the first `tokens` tokens of a text have an id beyond the model's."""
         if vocabulary is None or not text.is_local(self.data) or not (self.directory / TOKENIZER).is_file():
             return
         largest = self._count(text, tokens).largest
@@ -81,10 +79,10 @@ class TokenCounts:
             )
 
     def enough_sequences(self, texts: tuple[TrainingText, ...], length: int, wanted: int) -> int | None:
-        """Return at least `wanted` where the texts give so many sequences of `length` tokens, else
-        exactly how many they give.
+        """Return at least `wanted` if the texts give so many sequences of `length` tokens.
+        Else return exactly how many they give.
 
-        None where that cannot be said before the training: a text lies on the hub, or there is no
+        None if that cannot be said before the training: a text lies on the hub, or there is no
         tokenizer.json.
         """
         local = [text for text in texts if text.is_local(self.data)]
@@ -119,9 +117,7 @@ class TokenCounts:
         return known.tokens // max(1, length - known.lead)
 
     def _pieces(self, text: TrainingText) -> Iterator[tuple[int, int]]:
-        """Yield how many tokens one part of a text after the other has, and the largest of their
-        ids.
-        """
+        """Yield how many tokens each part of a text has, and the largest of their ids."""
         tokenizer = self._tokenizer()
         yield 0, max(tokenizer.encode("").ids, default=0)
         if text.packs_documents:
@@ -135,7 +131,7 @@ class TokenCounts:
             yield sum(len(each) + ends for each in some), max((max(each.ids, default=0) for each in some), default=0)
 
     def _tokenizer(self) -> Any:
-        """Return the tokenizer; raises SourceError where its file is damaged."""
+        """Return the tokenizer; raises SourceError if its file is damaged."""
         from tokenizers import Tokenizer
 
         path = self.directory / TOKENIZER
@@ -171,7 +167,7 @@ class TokenCounts:
     def _known(self, text: TrainingText) -> _Count | None:
         if not text.revision:
             return None
-        # Only a memory: where it is damaged, the text is counted again.
+        # Only a memory: if it is damaged, the text is counted again.
         try:
             return _Count(**json.loads(self._file(text).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -179,7 +175,7 @@ class TokenCounts:
 
     def _keep(self, text: TrainingText, count: _Count) -> _Count:
         if text.revision:
-            # Where nothing can be written, the next plan counts again; that is all that is lost.
+            # If nothing can be written, the next plan counts again; that is all that is lost.
             with contextlib.suppress(OSError):
                 self.cache.mkdir(parents=True, exist_ok=True)
                 write_text_atomically(self._file(text), json.dumps(asdict(count)))

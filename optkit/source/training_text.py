@@ -19,8 +19,8 @@ class TrainingText(CutText):
 
     packing: Literal["auto", "documents", "joined"] = "auto"
     """`documents`: one document after the other, each ended by the tokenizer's end-of-text token.
-    `joined`: the text runs on. `auto`: documents where a record is a document (c4, .jsonl, hub),
-    joined where the text runs on."""
+    `joined`: the text runs on. `auto`: documents if a record is a document (c4, .jsonl, hub),
+    joined if the text runs on."""
 
     @property
     def packs_documents(self) -> bool:
@@ -28,10 +28,10 @@ class TrainingText(CutText):
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
     def tokens(self, tokenizer: Any, data: Path | None) -> Stream:
-        """Return the tokens of the text in their order; documents within have what the tokenizer
-        puts before them, unless `bos` is none.
+        """Return the tokens of the text in their order.
+        Documents within have what the tokenizer puts before them, unless `bos` is none.
 
-        Raises SourceError where `bos` asks for a token that the tokenizer does not have.
+        Raises SourceError if `bos` asks for a token that the tokenizer does not have.
         """
         if not self.packs_documents:
             return self.stream(encoder(tokenizer), self.joined(data), tokenizer.bos_token_id)

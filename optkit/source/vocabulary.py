@@ -9,10 +9,9 @@ from optkit.common.files import read_object, reading
 
 
 def other_token(theirs: Path, ours: Path) -> tuple[str, int | str, int] | None:
-    """Return the first token to which the tokenizer.json of two directories give other numbers, and
-    both numbers.
+    """Return the first token that two tokenizer.json number differently, and both numbers.
 
-    None where there is no such token, or a directory has no tokenizer.json.
+    None if there is no such token, or a directory has no tokenizer.json.
     """
     first, second = _vocabulary(theirs), _vocabulary(ours)
     if first is None or second is None:
