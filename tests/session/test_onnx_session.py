@@ -141,6 +141,8 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
 class Tone(Setting):
     """Changes a torch model."""
 
+    kind: ClassVar[str] = "tone"
+
 
 class Any(Setting):
     """Changes nothing."""
