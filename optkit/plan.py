@@ -14,7 +14,7 @@ from pydantic import SerializeAsAny
 
 from optkit.common.frozen import Frozen
 from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
-from optkit.errors import StageError
+from optkit.errors import EvalError, StageError
 from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.adapter import has_adapter
@@ -24,21 +24,13 @@ from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.onnx.builds import RUNTIME_BUILDS, installed
 from optkit.recipe.gates import foreseen_failure, parse_gate
-from optkit.recipe.model_checks import check_lengths, check_onnx, check_tasks
-from optkit.recipe.problems import FORMATS
 from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry
+from optkit.recipe.rules import Start, broken_rules
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
 from optkit.source.text_place import TextPlace
-from optkit.stage import Format, Transform, check_together
+from optkit.stage import Format, Transform
 from optkit.store.durations import Durations
 from optkit.store.store import Store
-
-_REASONS = {
-    Format.CHECKPOINT: "is a checkpoint",
-    Format.QUANTIZED: "has no float weights any more",
-    Format.ADAPTED: "has an adapter beside its packed weights",
-    Format.ONNX: "is a graph that ONNX Runtime runs",
-}
 
 
 class Step(Frozen):
@@ -172,11 +164,8 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
-    check_tasks(recipe, shape)
-    check_lengths(recipe, shape)
+    _check_rules(recipe, Start.of(recipe.model.name, shape, _format_of(shape, directory)), device)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape)
-    check_onnx(recipe, steps[-1].format)
-    check_together([setting.value for setting in recipe.settings], device)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
     for measured in recipe.evals:
@@ -231,6 +220,14 @@ def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | N
             each.eval.check_texts(place)
 
 
+def _check_rules(recipe: Recipe, start: Start, device: str) -> None:
+    """Raise the first broken rule, as validation says it, for recipes that were made or changed in
+    Python and for what only the model tells.
+    """
+    for entry, message in broken_rules(recipe.stages, recipe.evals, start, (device,), lambda entry: ""):
+        raise (EvalError if isinstance(entry, EvalEntry) else StageError)(message, where=f"recipe {recipe.name}")
+
+
 def _has_room(shape: ModelShape, device: str) -> bool:
     """Whether the device could hold the weights; a GPU whose size nobody knows could."""
     size = memory().total_bytes if device == "cpu" else gpu_memory_bytes(device)
@@ -248,14 +245,6 @@ def _plan_steps(
     steps, origin = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)], shape
     for entry in recipe.transforms:
         before = steps[-1]
-        if before.format not in entry.value.accepts:
-            raise StageError(
-                f"reads {' or '.join(FORMATS[each] for each in sorted(entry.value.accepts))} and "
-                f"gets {FORMATS[before.format]}",
-                where=entry.kind,
-                why=f"{recipe.model.name if before.stage is None else before.kind} {_REASONS[before.format]}",
-                remedy=_remedy(entry.value, before.format),
-            )
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict_beside(shape, device, origin)
         steps.append(
@@ -286,16 +275,6 @@ def _step(
         format=format,
         cost=cost,
         size_bytes=shape.size_bytes,
-    )
-
-
-def _remedy(stage: Transform, found: Format) -> str:
-    if stage.accepts == {Format.ONNX}:
-        return "Put the stage `onnx` before it"
-    return (
-        "Start from the checkpoint that it was exported from"
-        if found is Format.ONNX
-        else "Start from the model's float weights"
     )
 
 

@@ -12,22 +12,15 @@ from pydantic import BaseModel
 from optkit.common.frozen import Frozen
 from optkit.errors import OptkitError, Problem, did_you_mean
 from optkit.measure import Eval
-from optkit.model.task import EVERY_TASK, PHRASES, phrase_of
+from optkit.model.task import PHRASES
 from optkit.recipe.entries import class_of, names_of, spell_out
 from optkit.recipe.gates import check_gate, parse_gate
 from optkit.recipe.registry import EVALS, PRESETS, eval_class
+from optkit.recipe.rules import Start, broken_rules
 from optkit.recipe.validation import shown, validate
 from optkit.recipe.yaml_places import PlacedData, Steps
 from optkit.source.models import BUILT_IN
 from optkit.source.texts import is_file_name
-from optkit.stage import Format, Setting, Stage, Transform, exclusion
-
-FORMATS = {
-    Format.CHECKPOINT: "a checkpoint with float weights",
-    Format.QUANTIZED: "one with packed weights",
-    Format.ADAPTED: "one with packed weights and an adapter",
-    Format.ONNX: "an ONNX model",
-}
 
 
 @dataclass(frozen=True)
@@ -38,11 +31,6 @@ class Item:
     kind: str
     value: Any
     """The stage or eval; its class where its fields are wrong."""
-
-    @property
-    def model(self) -> type[BaseModel]:
-        """The class of the stage or eval."""
-        return self.value if isinstance(self.value, type) else type(self.value)
 
 
 def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
@@ -139,154 +127,19 @@ def _unknown(role: str, kind: str) -> str:
     return f"unknown {role} '{kind}'.{did_you_mean(kind, [*names_of(role), *(PRESETS if role == 'stage' else ())])}"
 
 
-def check_order(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
-    """Yield the transforms that cannot read what the one before leaves."""
-    given: tuple[str, Format | None] = ("", None)
-    for item, left in formats_left(stages):
-        before, found = given
-        if found and found not in item.model.accepts:
-            reads = " or ".join(FORMATS[each] for each in sorted(item.model.accepts))
-            message = f"{item.kind} reads {reads} and {before} leaves {FORMATS[found]}."
-            yield recipe.key_place(item.steps).problem(f"{message} {_remedy_of_order(item, left, before, found)}")
-        given = item.kind, left
-
-
-@dataclass(frozen=True)
-class TransformItem(Item):
-    """One transform of a recipe."""
-
-    @property
-    def model(self) -> type[Transform]:
-        """The class of the transform."""
-        model = super().model
-        assert issubclass(model, Transform)
-        return model
-
-
-def formats_left(stages: Iterable[Item]) -> Iterator[tuple[TransformItem, Format | None]]:
-    """Yield the transforms, each with the format that it leaves; None where that hangs on the model
-    that the recipe starts from.
-    """
-    given: Format | None = None
-    for item in stages:
-        model = item.model
-        if not issubclass(model, Transform):
-            continue
-        left = {model.leaves(each) for each in ({given} if given in model.accepts else model.accepts)}
-        given = left.pop() if len(left) == 1 else None
-        yield TransformItem(item.steps, item.kind, item.value), given
-
-
-def _remedy_of_order(item: TransformItem, left: Format | None, before: str, found: Format) -> str:
-    if item.model.accepts == {Format.ONNX}:
-        return f"Put onnx between them: it exports what {before} leaves."
-    if found is Format.ADAPTED and item.kind != before:
-        return (
-            f"Take one of them out, or put {before} before the stage that packs the weights: "
-            "there its adapter is merged."
-        )
-    return "Keep one of them." if left is found or item.kind == before else f"Put {item.kind} before {before}."
-
-
-def check_formats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the settings and evals that what the stages leave, torch or ONNX, has no place for;
-    without a transform nobody knows yet.
-    """
-    made = list(formats_left(stages))
-    if not made or made[-1][1] is None:
-        return
-    last, left = made[-1]
-    is_onnx = left is Format.ONNX
-    leaves = (
-        f"and {last.kind} ({recipe.key_place(last.steps).short}) leaves "
-        f"{'an ONNX model' if is_onnx else 'a torch model'}"
-    )
-    for item in stages:
-        if not issubclass(item.model, Setting) or left in item.model.accepts:
-            continue
-        if left is Format.ADAPTED and Format.QUANTIZED in item.model.accepts:
-            message = (
-                f"the setting {item.kind} knows no adapter beside packed weights, and {last.kind} leaves "
-                "one. Take one of them out."
-            )
-            yield recipe.key_place(item.steps).problem(message)
-        else:
-            message = (
-                f"the setting {item.kind} is applied to {'a torch' if is_onnx else 'an ONNX'} model "
-                f"when it is opened, {leaves}."
-            )
-            remedy = "Take it out." if is_onnx else f"Put onnx after {last.kind}, or take it out."
-            yield recipe.key_place(item.steps).problem(f"{message} {remedy}")
-    for item in evals:
-        if not issubclass(item.model, Eval):
-            continue
-        if is_onnx and item.model.reads_weights:
-            message = f"{item.kind} reads the weights of a checkpoint, {leaves}."
-            yield recipe.key_place(item.steps).problem(
-                f"{message} Take it out, or put it in a recipe that ends before the export."
-            )
-        elif left is Format.ADAPTED and item.model.layers_alone:
-            message = (
-                f"{item.kind} says what each layer does alone, and the adapter of {last.kind} makes "
-                "up for all of them together."
-            )
-            yield recipe.key_place(item.steps).problem(
-                f"{message} Take it out, or put it in a recipe that ends before {last.kind}."
-            )
-
-
-def check_tasks(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the stages and evals for another kind of model than the recipe's, where that is a
-    built-in one, or than those before them.
+def check_rules(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
+    """Yield the stages and evals that cannot stand beside the others or in this order, as far as
+    nothing but the model's name has to be known.
     """
     written = recipe.data.get("model")
     known = BUILT_IN.get(str(written.get("name") if isinstance(written, Mapping) else written))
-    left = frozenset({known.task}) if known else EVERY_TASK
-    why = f"the model is {PHRASES[known.task]}" if known else ""
-    for item in (*stages, *evals):
-        model = item.model
-        if not issubclass(model, Stage | Eval):
-            continue
-        if not left & model.tasks:
-            message = f"{item.kind} is for {phrase_of(model.tasks)}, and {why}. Take it out, or name another model."
-            yield recipe.key_place(item.steps).problem(message)
-        elif not left <= model.tasks:
-            left &= model.tasks
-            why = f"{item.kind} ({recipe.key_place(item.steps).short}) is for {phrase_of(left)}"
+    start = Start(tasks=frozenset({known.task}), phrase=PHRASES[known.task]) if known else Start()
 
+    def place(item: Item) -> str:
+        return recipe.key_place(item.steps).short
 
-def check_repeats(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the settings that are given twice, and the evals that would measure the same again."""
-    for index, item in enumerate(stages):
-        earlier = [other for other in stages[:index] if issubclass(item.model, Setting) and other.model is item.model]
-        if earlier:
-            first = recipe.key_place(earlier[0].steps)
-            message = (
-                f"the setting {item.kind} is given twice, first in {first.short}. Only one can be "
-                "in force; remove the other."
-            )
-            yield recipe.key_place(item.steps).problem(message)
-    for index, item in enumerate(evals):
-        if isinstance(item.value, Eval) and any(item.value == other.value for other in evals[:index]):
-            yield recipe.key_place(item.steps).problem(
-                f"the eval {item.kind} is here twice with the same fields. Remove one of them."
-            )
-
-
-def check_settings(recipe: PlacedData, stages: list[Item]) -> Iterator[Problem]:
-    """Yield the settings that exclude each other on every device; a plan refuses those that do on
-    its own.
-    """
-    items = [item for item in stages if isinstance(item.value, Setting)]
-    settings = [item.value for item in items]
-    found = [exclusion(settings, device) for device in ("cpu", "cuda")]
-    if found[0] and found[1]:
-        first, second, why = found[0]
-        message = (
-            f"{items[second].kind} and {items[first].kind} ({recipe.key_place(items[first].steps).short}) "
-            f"exclude each other. {why}."
-        )
-        yield recipe.key_place(items[second].steps).problem(f"{message} Take one of the two out.")
+    for item, message in broken_rules(stages, evals, start, ("cpu", "cuda"), place):
+        yield recipe.key_place(item.steps).problem(message)
 
 
 def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:

@@ -19,13 +19,9 @@ from optkit.recipe.overrides import override
 from optkit.recipe.problems import (
     check_fields,
     check_files,
-    check_formats,
     check_gates,
-    check_order,
-    check_repeats,
     check_root,
-    check_settings,
-    check_tasks,
+    check_rules,
     check_texts,
     read_items,
 )
@@ -178,16 +174,7 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
             placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some.")
         )
     problems += [*stage_problems, *eval_problems, *gate_problems]
-    problems += [
-        *check_order(placed, stages),
-        *check_repeats(placed, stages, evals),
-        *check_texts(placed, stages, evals),
-    ]
-    problems += [
-        *check_formats(placed, stages, evals),
-        *check_tasks(placed, stages, evals),
-        *check_settings(placed, stages),
-    ]
+    problems += [*check_rules(placed, stages, evals), *check_texts(placed, stages, evals)]
     problems += check_files(placed, [*stages, *evals]) if files else ()
     said = {(problem.line, problem.column) for problem in placed.problems}
     problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]

@@ -116,15 +116,18 @@ def test_transformers_opens_a_cast_encoder(
     [
         (
             {"stages": [{"rtn": {"bits": 4}}]},
-            "rtn: is for a causal language model. .* is an encoder that gives features \\(BertModel\\). Take",
+            "rtn is for a causal language model, and .* is an encoder that gives features \\(BertModel\\). Take",
         ),
-        ({"stages": ["kv_int8"]}, "kv_cache: is for a causal language model.*Take it out of the recipe"),
+        ({"stages": ["kv_int8"]}, "kv_cache is for a causal language model.*Take it out, or name another model"),
         (
             {"evals": [{"perplexity": {"dataset": "python-reference"}}]},
-            "perplexity: is for a causal.*there are embedding, encoding, footprint",
+            "perplexity is for a causal.*there are embedding, encoding, footprint",
         ),
-        ({"evals": ["throughput"]}, "throughput: is for a causal language model"),
-        ({"evals": [{"encoding": {"lengths": [65]}}]}, "its sequences have 65 tokens, and .* was built for 64"),
+        ({"evals": ["throughput"]}, "throughput is for a causal language model"),
+        (
+            {"evals": [{"encoding": {"lengths": [65]}}]},
+            "the sequences of encoding have 65 tokens, and .* was built for 64",
+        ),
     ],
 )
 def test_what_is_not_for_encoders(
@@ -137,12 +140,12 @@ def test_what_is_not_for_encoders(
 
 def test_what_is_not_for_language_models(tiny_model: TinyModel, tiny_encoder_source: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(
-        EvalError, match="embedding: is for an encoder that gives features. .* is a causal language model"
+        EvalError, match="embedding is for an encoder that gives features, and .* is a causal language model"
     ):
         plan(load_recipe({"model": str(tiny_model("llama")), "evals": [EMBEDDING]}), device="cpu", store=tmp_path)
     labels = str(tiny_encoder_source("BertForSequenceClassification"))
     with pytest.raises(
-        EvalError, match="embedding: is for an encoder that gives features. .* is an encoder with a head for labels"
+        EvalError, match="embedding is for an encoder that gives features, and .* is an encoder with a head for labels"
     ):
         plan(load_recipe({"model": labels, "evals": [EMBEDDING]}), device="cpu", store=tmp_path)
     with pytest.raises(

@@ -10,11 +10,12 @@ import torch
 
 from optkit import plan as plan_module
 from optkit.common.frozen import Frozen
-from optkit.errors import EvalError, StageError
+from optkit.errors import EvalError, RecipeError, StageError
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.pipeline import run
 from optkit.plan import Plan, make_plan
+from optkit.recipe import registry
 from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry, load_recipe
 from optkit.source.models import ModelSource
 from optkit.stage import Cost, Format, Setting, Transform
@@ -268,10 +269,24 @@ def test_a_quantized_model_cannot_be_quantized_again(tmp_path: Path, store: Stor
     with pytest.raises(StageError) as caught:
         make_plan(recipe(packed, Shrink()), store, "cpu")
     assert str(caught.value) == (
-        f"shrink: reads a checkpoint with float weights and gets one with packed weights. {packed.name} "
-        "has no float weights any more."
-        " Start from the model's float weights."
+        f"recipe r: shrink reads a checkpoint with float weights and {packed.name} is one with packed weights. "
+        "Start from the model's float weights."
     )
+
+
+def test_a_recipe_made_in_python_keeps_the_rules_of_one_from_text(
+    model: ModelSource, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = {"shrink": Shrink, "halve": Halve, "tone": Tone}
+    for kind, each in stages.items():
+        monkeypatch.setitem(registry.STAGES, kind, f"{__name__}:{each.__name__}")
+    for kinds in (["shrink", "halve"], ["shrink", "shrink"], ["tone", "halve", "tone"]):
+        with pytest.raises(RecipeError) as told:
+            load_recipe({"model": model.name, "stages": kinds})
+        with pytest.raises(StageError) as raised:
+            make_plan(recipe(model, *(stages[kind]() for kind in kinds)), store, "cpu")
+        (problem,) = told.value.problems
+        assert raised.value.what == problem.message.replace(", first in the recipe", "")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +295,7 @@ def test_a_quantized_model_cannot_be_quantized_again(tmp_path: Path, store: Stor
 def test_a_sequence_longer_than_the_model_is_refused(config: dict[str, Any], tmp_path: Path, store: Store) -> None:
     short = ModelSource(name=str(write_model(tmp_path / "model", **config)), revision="sha256:" + "a" * 64)
     message = (
-        rf"^score: its sequences have 16 tokens, and {short.name} was built for 15\. .*Set its fields "
+        rf"^recipe r: the sequences of score have 16 tokens, and {short.name} was built for 15\. .*Set its fields "
         r"so that they have at most 15\.$"
     )
     with pytest.raises(EvalError, match=message):

@@ -69,7 +69,7 @@ def test_it_is_for_onnx_alone(
     text = "name: tiny\nmodel: {}\nstages:\n  - onnx_provider: {{threads: 2}}\nevals: [footprint]\n"
     recipe.write_text(text.format(tiny_model("llama")))
     with pytest.raises(
-        StageError, match="onnx_provider: is applied to an ONNX model, and this is a checkpoint with float weights"
+        StageError, match="onnx_provider is applied to an ONNX model when it is opened, and .* is a torch model. Put"
     ):
         plan(recipe, device="cpu")
     with pytest.raises(StageError, match="onnx_provider is for ONNX models. Take it out of the recipe"):
