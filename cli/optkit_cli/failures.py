@@ -11,8 +11,9 @@ import click
 from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.common.visible import visible
 from optkit.errors import OptkitError, Problem
-from optkit.processes.crashes import ChildError, one_line
+from optkit.processes.crashes import ChildError
 from optkit.processes.stopping import KEPT, said_of
+from optkit.processes.worker import one_line
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,13 @@ def room_error(error: BaseException, path: Path) -> OSError | None:
 
 def errno_of(error: BaseException) -> int | None:
     """Return the system's number of what went wrong: of an OSError, or as Rust writes it, `(os
-    error 28)`; None if there is none.
+    error 28)`; None if neither the error nor what it comes of has one.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    if found := re.search(r"\(os error (\d+)\)", str(error)):
+        return int(found[1])
+    return None if error.__cause__ is None else errno_of(error.__cause__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

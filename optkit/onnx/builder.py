@@ -4,29 +4,22 @@ for, and how it can end.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from optkit import errors
+from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
-from optkit.processes.crashes import with_trace
-from optkit.processes.start import end_group, python_command, python_environment, start
+from optkit.processes.conversation import Child
+from optkit.processes.crashes import ChildEndedError, ChildError
+from optkit.processes.start import python_environment
 from optkit.progress import Task
 
 WORKER = "optkit.onnx.build_worker"
 WHERE = "onnx"
-END_S = 60.0
-"""How long a process that has said its last word may take to end."""
 NAMES = {"genai": "ONNX Runtime GenAI's model builder", "torch": "torch.onnx.export"}
 """The exporters, as a sentence calls them."""
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -104,14 +97,13 @@ def build(order: Order, task: Task) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as made:
         work = Path(made)
-        log = work / "log"
         request = _request(order, work)
-        with _started(request, log) as (process, messages):
-            last = _listen(messages, task)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-        if last.get("type") != "done":
-            raise _failure(last, process.returncode, log, order)
+        with Child(WORKER, name="the process that exported", log=work / "log", env=_variables()) as child:
+            child.send(request)
+            try:
+                child.result(others={"read": lambda part: task.advance(int(part.startswith("layer")), note=part)})
+            except ChildError as error:
+                raise _failure(error, order) from error
     return {}
 
 
@@ -153,30 +145,6 @@ def _request(order: Order, work: Path) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _started(request: dict[str, Any], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
-    """Run the worker on a request; it and what it started end with this context."""
-    reading, writing = os.pipe()
-    with open(reading, encoding="utf-8") as messages, log.open("wb") as output:  # noqa: PTH123
-        process = start(
-            python_command("-m", WORKER, str(writing)),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=(writing,),
-            env=_variables(),
-        )
-        try:
-            os.close(writing)
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-            yield process, messages
-        finally:
-            end_group(process)
-
-
 def _variables() -> dict[str, str]:
     """Return the worker's environment: our own paths, no network, no GPU."""
     return python_environment(
@@ -184,42 +152,17 @@ def _variables() -> dict[str, str]:
     )
 
 
-def _listen(messages: IO[str], task: Task) -> dict[str, Any]:
-    """Pass on what the worker says, and return its last message; empty where it ends without one."""
-    for line in messages:
-        message: dict[str, Any] = json.loads(line)
-        if message["type"] != "read":
-            return message
-        task.advance(1 if str(message["what"]).startswith("layer") else 0, note=message["what"])
-    return {}
-
-
-def _failure(last: dict[str, Any], status: int, log: Path, order: Order) -> OptkitError:
+def _failure(error: ChildError, order: Order) -> OptkitError:
     where = f"{WHERE}: exporter {order.exporter}"
-    if last.get("type") == "refused":
-        kind: type[OptkitError] = getattr(errors, last["kind"], StageError)
-        return kind(last["what"], where=last["where"], why=last["why"], remedy=last["remedy"])
-    if last.get("disk_full"):
+    if errno_of(error) in NO_ROOM:
         return ResourceError(
             "the disk is full", where=str(order.target), remedy="Free some space, or put the store on another disk"
         )
-    if last.get("no_memory") or status == -signal.SIGKILL:
-        how = "" if last else "Its process was ended by SIGKILL, as the system does where memory runs out"
+    if is_out_of_memory(error):
+        how = f"Its process {error.how}" if isinstance(error, ChildEndedError) else ""
         return ResourceError(
             "memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory"
         )
-    if last:
-        failed = StageError(
-            f"{last['exception']}: {last['message']}", where=where, why=f"{NAMES[order.exporter]} stopped there"
-        )
-        return with_trace(failed, last, "the process that exported")
-    return StageError(f"its process {_ending(status)} and without a result", where=where, why=_last_lines(log))
-
-
-def _ending(status: int) -> str:
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-def _last_lines(log: Path, count: int = 3) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f"Its last words: {' / '.join(lines[-count:])}" if lines else "It said nothing"
+    if isinstance(error, ChildEndedError):
+        return StageError(f"its process {error.how} and without a result", where=where, why=error.words)
+    return StageError(error.first_words, where=where, why=f"{NAMES[order.exporter]} stopped there")

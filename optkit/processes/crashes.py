@@ -1,32 +1,101 @@
-"""Exceptions that are no optkit error, told by a process to the one that started it: in a line, and
-with the traceback for `--debug`.
-"""
+"""What became of a child process that did not do its work: its own error, or the way in which it ended."""
 
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from optkit import errors
 from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
+from optkit.errors import OptkitError
+from optkit.processes.worker import one_line
 
-Error = TypeVar("Error", bound=BaseException)
+LAST_LINES = 3
+LIMITS = (MemoryError, OSError, ImportError, RuntimeError)
+"""What `common.limits` tells apart, the most special first."""
 
 
 class ChildError(Exception):
     """What ended another process that we started; its message names the process, the exception and
     the place.
+
+    Its cause says of memory and disk what the exception over there said: `common.limits` reads it.
     """
 
+    first_words = ""
+    """The exception without its place, e.g. `ValueError: too large`."""
 
-def one_line(error: BaseException) -> str:
-    """Return e.g. `ZeroDivisionError at rank.py:12: division by zero`."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
-    what = " ".join(str(error).split())
-    return f"{type(error).__name__}{place}: {what}" if what else f"{type(error).__name__}{place}"
+
+class ChildEndedError(ChildError):
+    """Another process ended without a result."""
+
+    def __init__(self, process: str, status: int | None, log: Path | None = None) -> None:
+        """Take the status that Popen gives, None of a process that is there and silent, and what it
+        printed to.
+        """
+        self.how, self.words = ending(status), last_words(log)
+        super().__init__(f"{process} {self.how} and without a result. {self.words}")
+        self.__cause__ = MemoryError() if status == -signal.SIGKILL else None
+
+
+def ending(status: int | None) -> str:
+    """Return e.g. `was ended by SIGSEGV`; of SIGKILL why the system sends it."""
+    if status is None:
+        return "says nothing any more"
+    if status >= 0:
+        return f"ended with status {status}"
+    memory = " (the system ends a process so when memory runs out)" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{memory}"
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
+    """Return the last lines of a file that say something; none if there is no such file."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    return [line.strip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def last_words(log: Path | None, count: int = LAST_LINES) -> str:
+    """Return what a process printed last, as a sentence."""
+    if log is None:
+        return "What it printed stands above"
+    if not log.is_file():
+        return "Its output was deleted meanwhile"
+    lines = last_lines(log, count)
+    return f"Its last words: {' / '.join(lines)}" if lines else "It said nothing"
+
+
+def error_of(said: Mapping[str, Any], process: str) -> OptkitError | ChildError:
+    """Return the error that `worker.described` describes: one of optkit's as the nearest that
+    `optkit.errors` has, any other as a ChildError with its traceback, which is printed below ours.
+    """
+    known = [getattr(errors, kind) for kind in said["kinds"] if hasattr(errors, kind)]
+    if known:
+        kind: type[OptkitError] = known[0]
+        refused = kind.__new__(kind)
+        Exception.__init__(refused, said["text"])
+        vars(refused).update({"what": said["text"], "where": "", "why": "", "remedy": ""} | said["parts"])
+        return refused
+    error = ChildError(f"{process} failed with {said['one_line']}")
+    error.first_words = said["first_words"]
+    error.__cause__ = _limit(said)
+    error.add_note(f"\nIn {process}:\n{said['trace']}")
+    return error
+
+
+def _limit(said: Mapping[str, Any]) -> Exception:
+    """Return an exception of which `common.limits` says what it says of the one that is described."""
+    kind = next((kind for kind in LIMITS if kind.__name__ in said["kinds"]), Exception)
+    error = kind(said["text"]) if said["errno"] is None else OSError(said["errno"], said["text"])
+    if said["cause"]:
+        error.__cause__ = _limit(said["cause"])
+    return error
+
+
+Error = TypeVar("Error", bound=BaseException)
 
 
 def told_crash(error: BaseException) -> dict[str, Any]:

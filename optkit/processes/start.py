@@ -126,6 +126,12 @@ def ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals, patienc
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads its own group, as `kill_group` does; a safe point."""
+    kill_group(process)
+    stopping.check()
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Close the stdin of a process that leads its own group, kill what is left of the group, and
     wait for the process.
     """
@@ -136,7 +142,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     stopping.release(process.pid)
     process.wait()
-    stopping.check()
 
 
 def end_with_parent() -> None:

@@ -109,7 +109,7 @@ def test_the_exporter_sees_the_model_without_its_quantization(toy: Toy) -> None:
         (
             "import os; os.kill(os.getpid(), 9)",
             ResourceError,
-            "memory ran out .* ended by SIGKILL, as the system does where memory runs",
+            r"memory ran out .* ended by SIGKILL \(the system ends a process so when memory runs out\)",
         ),
         (
             "import os; os.kill(os.getpid(), 11)",

@@ -15,7 +15,8 @@ from optkit_cli import validate
 from optkit_cli.failures import failure_of
 from optkit_cli.main import main
 
-from optkit.processes.crashes import ChildError, heard_crash, one_line, told_crash
+from optkit.processes.crashes import ChildError, heard_crash, told_crash
+from optkit.processes.worker import one_line
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from optkit.onnx import build_worker
+from optkit.processes.worker import Parent
 
 
 def _export(order: dict[str, Any]) -> None:
     exec(os.environ["TOY_EXPORTER"], {"order": order})
 
 
-if __name__ == "__main__":
+def work(parent: Parent) -> None:
     build_worker._export = _export
-    sys.exit(build_worker.main(int(sys.argv[1])))
+    build_worker.work(parent)

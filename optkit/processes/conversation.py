@@ -1,0 +1,201 @@
+"""The parent's side: start `worker.py` with something to do, give it orders, draw what it tells, and
+end it with everything that it started.
+
+    with Child("optkit.onnx.build_worker", name="the process that exported", log=log) as child:
+        child.send(order)
+        value = child.result(progress)
+
+The child ends with this process, however that ends. What it prints goes to the log, or to our
+stderr, and never to our stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from optkit.processes import stopping
+from optkit.processes.crashes import ChildEndedError, error_of
+from optkit.processes.start import ask_to_end, kill_group, python_command, python_environment, start
+from optkit.progress import Progress, SilentProgress, Task
+
+WORKER = Path(__file__).with_name("worker.py").absolute()
+POLL_S = 0.5
+"""How often a silent child is looked at."""
+END_S = 30.0
+"""How long a child that has said its last word may take to end."""
+GONE_S = 2.0
+"""How long the end of a child that has closed its channel may take to be seen."""
+
+
+class Child:
+    """A process that works for this one; a context that ends it."""
+
+    def __init__(
+        self,
+        target: str | Path,
+        *,
+        name: str,
+        python: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        patience_s: float = 0.0,
+        pass_fds: Sequence[int] = (),
+        cwd: Path | None = None,
+    ) -> None:
+        """Start a module, or a file, with `work(parent)` in our Python, or in that which a command
+        starts; `name` stands for it in errors.
+
+        A child that has to be ended gets a SIGINT and has `patience_s` to clean up. Raises OSError
+        where it cannot be started.
+        """
+        self.name, self._log, self._patience_s = name, log, patience_s
+        self._told_end, self._rest = False, b""
+        self._messages, writing = os.pipe()
+        command = [*(python or python_command()), str(WORKER), str(writing), str(target)]
+        try:
+            with contextlib.ExitStack() as files:
+                files.callback(os.close, writing)
+                output = files.enter_context(log.open("wb")) if log else None
+                self.process = start(
+                    command,
+                    stdin=subprocess.PIPE,
+                    pass_fds=(writing, *pass_fds),
+                    env=python_environment() if env is None else env,
+                    cwd=cwd,
+                    **({"stdout": output, "stderr": output} if output else {}),
+                )
+        except BaseException:
+            os.close(self._messages)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def fileno(self) -> int:
+        """Return what is readable when there is a message."""
+        return self._messages
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        """Give an order; one that a child does not take any more is dropped."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def result(
+        self,
+        progress: Progress | None = None,
+        others: Mapping[str, Callable[..., object]] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Draw what the child tells until it has a result, and return that; `others` take messages
+        of other types.
+
+        Raises the child's error (see `error_of`), ChildEndedError where it ends without one,
+        TimeoutError.
+        """
+        with Bars(progress or SilentProgress()) as bars:
+            for message in self._said(timeout_s):
+                kind = message.pop("type")
+                self._told_end = kind in ("result", "error")
+                if kind == "result":
+                    return message["value"]
+                if kind == "error":
+                    self._keep_trace(message)
+                    raise error_of(message, self.name)
+                if others and kind in others:
+                    others[kind](**message)
+                else:
+                    bars.draw(kind, message)
+        stopping.check()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GONE_S)
+        raise ChildEndedError(self.name, self.process.returncode, self._log)
+
+    def end(self) -> None:
+        """End the child with everything that it started; one that is done may first leave by itself."""
+        if self._told_end:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+        elif self._patience_s:
+            ask_to_end(self.process, signal.SIGINT, self._patience_s)
+        self.kill()
+        stopping.check()
+
+    def kill(self) -> None:
+        """End the child with everything that it started at once."""
+        kill_group(self.process)
+        if self._messages >= 0:
+            os.close(self._messages)
+            self._messages = -1
+
+    def _said(self, timeout_s: float | None) -> Iterator[dict[str, Any]]:
+        """Yield messages until the child ends; a safe point while it is silent. Raises TimeoutError."""
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            while b"\n" in self._rest:
+                line, _, self._rest = self._rest.partition(b"\n")
+                yield json.loads(line)
+            stopping.check()
+            left, over = deadline - time.monotonic(), self.process.poll() is not None
+            if left <= 0:
+                raise TimeoutError(f"{self.name} said nothing within {timeout_s:g} s")
+            if wait([self._messages], min(POLL_S, left)):
+                part = os.read(self._messages, 1 << 16)
+                if not part:
+                    return
+                self._rest += part
+            elif over:  # what it started may hold the channel open
+                return
+
+    def _keep_trace(self, said: Mapping[str, Any]) -> None:
+        if self._log and self._log.is_file():
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(said["trace"])
+
+
+class Bars:
+    """What children tell of their progress, drawn here; a context that closes the bars."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._all = progress, contextlib.ExitStack()
+        self._tasks: dict[int, tuple[Task, contextlib.ExitStack]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._all.__exit__(kind, error, trace)
+
+    def draw(self, kind: str, message: Mapping[str, Any]) -> None:
+        """Draw one message, if it is of progress."""
+        match kind:
+            case "task":
+                bar = self._all.enter_context(contextlib.ExitStack())
+                task = self._progress.task(message["label"], message["total"], message["unit"])
+                self._tasks[message["id"]] = bar.enter_context(task), bar
+            case "advance":
+                self._tasks[message["id"]][0].advance(message["steps"], message["note"])
+            case "end":
+                self._tasks.pop(message["id"])[1].close()
+            case "say":
+                self._progress.say(message["line"])
+            case "warn":
+                self._progress.warn(message["line"])
