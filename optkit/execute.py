@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
@@ -207,7 +207,7 @@ def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepO
     ]
 
 
-def _lost(step: Step) -> Path:
+def _lost(step: Step) -> NoReturn:
     raise StageError(
         "what the step left is gone again", where=step.kind, why="Its files changed right after they were written"
     )

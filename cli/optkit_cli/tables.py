@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from optkit.common import byte_sizes
+
 UNBOUNDED = 1000
 """Columns that no table needs, to measure how wide it is by itself."""
 VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
@@ -93,10 +95,7 @@ def duration_text(seconds: float) -> str:
 
 def size_text(size_bytes: int) -> str:
     """Return e.g. `538 MB`; `-` for nothing."""
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.{3 if size_bytes < 999.5 * scale else 4}g} {unit}"
-    return f"{size_bytes} B" if size_bytes else "-"
+    return byte_sizes.size_text(size_bytes) if size_bytes else "-"
 
 
 def verdict_text(verdict: str) -> Text:

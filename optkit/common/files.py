@@ -8,6 +8,7 @@ anything. Each format has one function that reads it into typed data, inside `re
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -186,3 +187,9 @@ def shown(value: Any) -> str:
     """Return a value of JSON, short."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

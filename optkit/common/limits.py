@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from optkit.errors import ResourceError
 
 NO_MEMORY = (
     "can't allocate memory",
@@ -60,3 +64,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, ImportError | OSError):
         known = (NO_SEGMENT,)
     return any(part in str(error) for part in known)
+
+
+@contextmanager
+def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
+    """Turn an allocation that failed into a ResourceError that names the layer or block and what to
+    lower.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        import torch
+
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"the memory of {device} is full" if on_gpu else "the main memory is full"
+        raise ResourceError(what, where=where, why=reason, remedy=remedy) from error

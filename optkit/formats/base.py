@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from optkit.model.output_layer import HEAD
 from optkit.model.shape import TensorInfo
 
 COMPRESSED_TENSORS = "compressed-tensors"
-HEAD = "lm_head"
-"""Name of the output layer."""
 
 
 class LayerFormat(Protocol):
@@ -92,15 +91,4 @@ def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str])
         },
         "ignore": list(kept),
         "kv_cache_scheme": None,
-    }
-
-
-def packed_tensors(
-    forms: Mapping[str, LayerFormat], weights: Mapping[str, tuple[str, int, int]]
-) -> dict[str, TensorInfo]:
-    """Return every tensor of quantized layers; `weights`: layer -> dtype, outputs and inputs of its
-    weight.
-    """
-    return {
-        f"{name}.{leaf}": info for name, form in forms.items() for leaf, info in form.tensors(*weights[name]).items()
     }

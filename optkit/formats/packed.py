@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from optkit.environment import package_version
-from optkit.formats.base import COMPRESSED_TENSORS, HEAD, LayerFormat
+from optkit.formats.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.formats.eight_bit import Activations, EightBitFormat, Number, Scales
+from optkit.model.output_layer import HEAD
 from optkit.model.shape import TensorInfo
 
 if TYPE_CHECKING:

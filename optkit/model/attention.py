@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optkit.model.shape import WIDTHS
+from optkit.model.text_config import text_config
+
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-WIDTHS = ("hidden_size", "n_embd", "d_model")
 ATTENDING = ("full_attention", "sliding_attention", "attention", "chunked_attention")
 """Kinds of layers, in the `layer_types` of transformers, that keep keys and values."""
 
@@ -49,7 +51,7 @@ class AttentionLayer:
 
 def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[AttentionLayer, ...], tuple[str, ...]]:
     """Return the attention of each block that has one, and sentences about what is not counted."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     heads, width = _first(text, HEADS), _first(text, WIDTHS)
     if not heads or not width:
         return (), ("attention and KV cache are not counted: config.json does not say how many heads there are",)

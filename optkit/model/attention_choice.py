@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.attention import HEADS
+from optkit.model.text_config import text_config
 
 EAGER = frozenset(
     {
@@ -74,7 +75,7 @@ def asked_of_attention(config: Mapping[str, Any]) -> str:
     """Return the argument of `PHRASES` that a model with this config.json hands to its attention.
     It is empty if there is none.
     """
-    text = _text(config)
+    text = text_config(config)
     asked = ASKED.get(_kind(config), "")
     return "" if asked == "softcap" and text.get("attn_logit_softcapping", "the default") is None else asked
 
@@ -94,7 +95,7 @@ def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
     """Return the bytes of the matrices that eager attention holds at once in one layer.
     It is 0 if attention is fused.
     """
-    heads = next((int(_text(config)[name]) for name in HEADS if _text(config).get(name)), 1)
+    heads = next((int(text_config(config)[name]) for name in HEADS if text_config(config).get(name)), 1)
     return FLOAT_MATRICES * 4 * sequences * heads * length**2 if attends_eagerly(config) else 0
 
 
@@ -130,9 +131,5 @@ def why_not_attention(config: Mapping[str, Any], implementation: str) -> str:
     return ""
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("text_config") or config
-
-
 def _kind(config: Mapping[str, Any]) -> str:
-    return str(_text(config).get("model_type", config.get("model_type")))
+    return str(text_config(config).get("model_type", config.get("model_type")))

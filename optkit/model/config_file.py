@@ -14,6 +14,7 @@ from optkit.common.files import read_object, shown
 from optkit.errors import SourceError
 from optkit.model.quantization_config import wrong_in_quantization
 from optkit.model.shape import BLOCK_COUNTS
+from optkit.model.text_config import text_config
 
 AGAIN = "Take config.json from the model's source again"
 LAYERS, WIDTH, VOCABULARY, LENGTH = 10_000, 1 << 24, 1 << 28, 1 << 31
@@ -129,7 +130,7 @@ def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[
     """Raise SourceError if a config.json asks for what its tensors cannot be: more layers or
     words than they have, another width.
     """
-    text = config.get("text_config") or config
+    text = text_config(config)
     sizes = {size for shape in shapes.values() for size in shape}
     layers = next((text[key] for key in BLOCK_COUNTS if text.get(key)), 0)
     words, width = text.get("vocab_size", 0), text.get("hidden_size") or text.get("n_embd")

@@ -6,12 +6,12 @@ No torch is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optkit.errors import SourceError
-from optkit.model.attention import WIDTHS
-from optkit.model.shape import BLOCK_COUNTS, ModelShape
+from optkit.model.shape import BLOCK_COUNTS, WIDTHS, ModelShape
+from optkit.model.text_config import text_config, with_text_config
 
 NOT_OF_BLOCKS = ("architectures", "_token_id", "_token_ids", "_ids")
 """How keys of lists end that have nothing to do with blocks, however long they are."""
@@ -41,20 +41,6 @@ def _number(config: Mapping[str, Any], keys: Sequence[str], meaning: str) -> int
         where=str(text.get("model_type")),
         why=f"None of {', '.join(keys)} is there",
     )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of config.json that is about the language model."""
-    return config.get("text_config") or config
-
-
-def with_text_config(
-    config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return config.json with the part that is about the language model changed."""
-    if config.get("text_config"):
-        return {**config, "text_config": change(config["text_config"])}
-    return change(config)
 
 
 def shallower_tensors(shape: ModelShape, kept: Sequence[int]) -> dict[str, str]:

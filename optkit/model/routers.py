@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 
 GATES = frozenset({"gate", "shared_expert_gate"})
 
@@ -50,7 +51,7 @@ def _experts(shape: ModelShape) -> Iterator[tuple[str, str, int]]:
     or one tensor for all of them.
     """
     lists: dict[tuple[str, str], set[int]] = {}
-    config = shape.config.get("text_config") or shape.config
+    config = text_config(shape.config)
     told = {value for key, value in config.items() if "expert" in key and type(value) is int and value > 1}
     for name, info in shape.tensors.items():
         if not (place := shape.block(name)):

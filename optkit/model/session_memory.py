@@ -14,6 +14,7 @@ from typing import Any
 
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.text_config import text_config
 
 NARROW = ("BF16", "F16")
 FLOATS = ("F64", "F32", *NARROW)
@@ -117,6 +118,6 @@ class SessionMemory:
         return bool(sizes) and sizes.most_common(1)[0][0] in NARROW
 
     def _number(self, name: str, default: int) -> int:
-        config: Any = self.shape.config.get("text_config") or self.shape.config
+        config: Any = text_config(self.shape.config)
         found = config.get(name)
         return found if isinstance(found, int) else default

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from optkit.model.task import Task, positions_of, task_of
+from optkit.model.text_config import text_config
 
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -24,7 +25,9 @@ named like the others.
 """
 
 BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""The keys by which config.json says how many decoder blocks there are."""
+"""Keys of config.json that say how many decoder blocks there are."""
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+"""Keys of config.json that say how wide the hidden states are."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,14 @@ class ModelShape:
     @property
     def block_count(self) -> int | None:
         """How many decoder blocks there are; None if config.json does not say."""
-        return next((self._text_config[key] for key in BLOCK_COUNTS if key in self._text_config), None)
+        text = text_config(self.config)
+        return next((text[key] for key in BLOCK_COUNTS if key in text), None)
 
     @property
-    def _text_config(self) -> Mapping[str, Any]:
-        return self.config.get("text_config") or self.config
+    def width(self) -> int | None:
+        """How wide the hidden states are; None if config.json does not say."""
+        text = text_config(self.config)
+        return next((text[key] for key in WIDTHS if text.get(key)), None)
 
     @property
     def block_bytes(self) -> int:

@@ -17,7 +17,7 @@ FOUR_BIT_STATE = ".weight.quant_state."
 PACKED = ("weight_packed", "qweight")
 
 
-def linears_of(shape: ModelShape) -> dict[str, Layer]:
+def stored_linears(shape: ModelShape) -> dict[str, Layer]:
     """Return the layers by name.
     Packed ones that do not tell both sizes have sizes of the same product that are alike.
     """

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from optkit.model.text_config import text_config
+
 
 class Task(StrEnum):
     """What a model does, by the names of Hugging Face's pipelines."""
@@ -84,7 +86,7 @@ def loader_of(config: Mapping[str, Any]) -> str:
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence that a model was built for, in tokens; None if unknown."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     found = text.get("max_position_embeddings") or text.get("n_positions")
     if not found:
         return None

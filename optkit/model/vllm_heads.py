@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.attention import HEADS
-from optkit.model.depth import hidden_size, text_config
+from optkit.model.depth import hidden_size
+from optkit.model.text_config import text_config
 
 VLLM = "0.32"
 HEADS_FROM_WIDTH = frozenset(

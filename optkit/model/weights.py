@@ -12,6 +12,7 @@ from optkit.errors import SourceError
 from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
+from optkit.model.text_config import text_config
 
 Role: TypeAlias = Literal["blocks", "experts", "plain", "head", "rows"]
 HEADS = frozenset({"lm_head", "embed_out", "output"})
@@ -71,7 +72,7 @@ def weights_of(shape: ModelShape) -> list[Weights]:
 
 def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return a layer's experts, and to how many a token is sent; (0, 0) for a dense model."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     counts = (text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
     chosen = (
         text.get(key) for key in ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_top_k")
@@ -168,7 +169,7 @@ def _arithmetic(words: Mapping[str, Any]) -> Literal["int8", "fp8"] | None:
 
 def _tie_(found: dict[str, Weights], shape: ModelShape) -> None:
     """Let the embedding of the vocabulary be lm_head too."""
-    text = shape.config.get("text_config") or shape.config
+    text = text_config(shape.config)
     least = int(text.get("vocab_size") or 1)
     tables = {
         name: each

@@ -15,9 +15,10 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from optkit.errors import StageError
-from optkit.model.attention import HEADS, KEY_HEADS, WIDTHS
-from optkit.model.depth import hidden_size, text_config, with_text_config
-from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.attention import HEADS, KEY_HEADS
+from optkit.model.depth import hidden_size
+from optkit.model.shape import WIDTHS, ModelShape, TensorInfo
+from optkit.model.text_config import text_config, with_text_config
 
 
 class Role(StrEnum):

@@ -14,6 +14,7 @@ from optkit.model.config_file import read_config
 from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port
 from optkit.model.onnx_shape import GENAI_CONFIG, read_genai_config
 from optkit.model.task import positions_of
+from optkit.model.text_config import text_config
 
 __all__ = ["GENAI_CONFIG", "MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
 
@@ -92,7 +93,7 @@ class OnnxDirectory:
 
     @property
     def _text_config(self) -> dict[str, Any]:
-        return dict(self.config.get("text_config") or self.config)
+        return dict(text_config(self.config))
 
     def _present(self, past: Port) -> str:
         """Return the output that takes the place of a past input."""

@@ -12,6 +12,7 @@ from typing import Any
 from optkit.common.files import read_object
 from optkit.model.onnx_file import MODEL
 from optkit.model.onnx_shape import GENAI_CONFIG
+from optkit.model.text_config import text_config
 from optkit.onnx.directory import OnnxDirectory
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -31,7 +32,7 @@ def write_genai_config(directory: Path) -> str:
     if reason := _why_not(found):
         return reason
     first = found.cache[0].past
-    text = found.config.get("text_config") or found.config
+    text = text_config(found.config)
     heads, size = first.shape[1], first.shape[3]
     attention = int(text.get("num_attention_heads") or text.get("n_head") or heads)
     ends = _ends(directory, text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.model.text_config import text_config
 from optkit.onnx.builder import Order
 from optkit.onnx.forms import CODE_LEAVES, head_group_size
 
@@ -91,7 +92,7 @@ def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -
     The logits of all sequences are kept of the source, twice where the graph `rounds`; the graph's
     of the longest one, and what its difference is made of, come beside them.
     """
-    config: Mapping[str, Any] = shape.config.get("text_config") or shape.config
+    config: Mapping[str, Any] = text_config(shape.config)
     shapes = compared_shapes(shape.positions, config.get("sliding_window"))
     row = 4 * int(config.get("vocab_size") or 0)
     kept = row * sum(batch * length for batch, length in shapes)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from optkit.common.byte_sizes import size_text
 from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.offload import Offload
 from optkit.settings.speculative import Speculative
@@ -59,7 +60,7 @@ class TensorParallel(Setting):
             raise packed_weights_error()
         self.check_devices(device, visible_gpus())
         architecture = _architecture(shape)
-        plan = stored_plan(_text_config(shape.config).get("model_type", ""))
+        plan = stored_plan(text_config(shape.config).get("model_type", ""))
         if plan is not None and not plan:
             raise no_plan_error(architecture)
         if problems := list(_problems(shape, _with_head(shape, plan or {}), self.devices)):
@@ -100,7 +101,7 @@ class TensorParallel(Setting):
         """Return the bytes of weights on each device, by the sizes on disk; all of them where the
         plan is not known.
         """
-        plan = _with_head(shape, stored_plan(_text_config(shape.config).get("model_type", "")) or {})
+        plan = _with_head(shape, stored_plan(text_config(shape.config).get("model_type", "")) or {})
         return sum(
             info.size_bytes // (self.devices if _split(name, plan) else 1) for name, info in shape.tensors.items()
         )
@@ -177,7 +178,7 @@ def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Iterator[str]:
     """Yield the numbers that the devices do not divide."""
-    config = _text_config(shape.config)
+    config = text_config(shape.config)
     heads = config.get("num_attention_heads")
     for name, value in (("attention heads", heads), ("key heads", config.get("num_key_value_heads", heads))):
         if (
@@ -226,11 +227,6 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     found = next((style for key, style in plan.items() if module.endswith(key)), None)
     if found is None and ".experts.*" in module:
         return next((style for key, style in plan.items() if key.endswith("experts")), None)
-    return found
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config") or config
     return found
 
 

@@ -5,22 +5,17 @@ once and not at every run.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
+from optkit.common.files import sha256_of
+
 REMEMBERED_BYTES = 1 << 20
 """Smaller files are read again each time; that is quicker than to be wrong."""
 PREFIX = "sha256:"
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def default_cache() -> Path:

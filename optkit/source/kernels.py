@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from optkit.common.files import sha256_of
 from optkit.common.frozen import digest
 from optkit.environment import unmet
 from optkit.errors import MissingPackageError, SourceError, StageError
 from optkit.model.attention_choice import PHRASES
-from optkit.source.digests import sha256_of
 from optkit.source.hub import COMMIT, HubRepo
 
 PACKAGE = "kernels>=0.16,<0.17"

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from optkit.model.text_config import text_config
+
 
 @dataclass(frozen=True)
 class TextPlace:
@@ -26,7 +28,7 @@ class TextPlace:
         """How many tokens the model knows; None if its config.json does not say."""
         try:
             config = json.loads((self.tokenizer / "config.json").read_text(encoding="utf-8"))
-            found = (config.get("text_config") or config).get("vocab_size")
+            found = text_config(config).get("vocab_size")
         except (OSError, ValueError, AttributeError):
             return None
         return found if isinstance(found, int) else None

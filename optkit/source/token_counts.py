@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from optkit.common.atomic import write_text_atomically
+from optkit.common.files import sha256_of
 from optkit.common.frozen import digest
 from optkit.errors import SourceError
 from optkit.source.calibration import load_tokenizer
-from optkit.source.digests import sha256_of
 from optkit.source.text_place import TextPlace
 from optkit.source.training_text import TrainingText
 

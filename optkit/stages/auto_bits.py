@@ -19,12 +19,12 @@ from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Di
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection, layers_of, select
+from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
-from optkit.stages.quantizing.streaming import outside_of
 from optkit.stages.rtn import Rtn
 from optkit.stages.sensitivity.budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
 from optkit.stages.sensitivity.memory import sensitivity_memory

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.common.field_types import GroupSize
+from optkit.common.limits import out_of_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
@@ -17,7 +18,6 @@ from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, 
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
-from optkit.stages.quantizing.streaming import out_of_memory
 
 if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton

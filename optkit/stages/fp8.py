@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
 from optkit.formats.eight_bit import BLOCK, Activations, Number, Scales
 from optkit.model.linear_layers import Selection
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
-from optkit.stages.quantizing.streaming import BlockOutput, Job, out_of_memory
+from optkit.stages.quantizing.streaming import BlockOutput, Job
 
 if TYPE_CHECKING:
     from torch import Tensor

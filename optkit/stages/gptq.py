@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from optkit.common.field_types import BatchSize, Damping
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.base import HEAD
 from optkit.formats.packed import PackedFormat, PackQuantized
-from optkit.model.attention_choice import eager_bytes
+from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, by_block, stacks
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.output_layer import HEAD
+from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backed import Backed
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
-from optkit.stages.quantizing.streaming import Job, out_of_memory
+from optkit.stages.quantizing.streaming import Job
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -240,18 +241,7 @@ class Gptq(Backed, WeightQuantizer):
 
     def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length
-        width = (
-            shape.config.get("hidden_size")
-            or shape.config.get("n_embd")
-            or min(layer.inputs for layer in layers.values())
-        )
-        element = max(
-            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
-        )
-        largest = max(layer.inputs for layer in layers.values())
-        hidden = tokens * width * element
-        batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
-        batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
+        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
         blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in by_block(shape, layers)]
         hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
         work = max(_work_bytes(stack) for block in blocks for stack in block)

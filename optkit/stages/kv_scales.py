@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import BatchSize
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import INDEX, Checkpoint
@@ -19,7 +20,6 @@ from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import copy_companions, disk_space_for, link_or_copy, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.quantizing.streaming import out_of_memory
 
 if TYPE_CHECKING:
     from optkit.kernels.kv_cache import RecordingLayer

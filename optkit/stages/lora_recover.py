@@ -19,7 +19,7 @@ from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
 from optkit.model.checkpoint import INDEX
 from optkit.model.linear_layers import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.stored_linears import linears_of
+from optkit.model.stored_linears import stored_linears
 from optkit.model.writer import copy_companions, link_or_copy
 from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.teaching.layers import linear_modules
@@ -133,7 +133,7 @@ class LoraRecover(Trained):
             raise StageError(
                 f"there are no gradients through {what}", where="lora_recover", why=FEW_BITS, remedy=LEARNABLE
             )
-        linears = linears_of(shape)
+        linears = stored_linears(shape)
         selection = self._select(linears, packed)
         ranks = self._ranks(selection)
         adapter = {

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.model.checkpoint import Checkpoint
@@ -17,7 +18,7 @@ from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_some_experts
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer, out_of_memory
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor

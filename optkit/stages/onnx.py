@@ -17,9 +17,9 @@ from pydantic import model_validator
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import package_version
 from optkit.errors import SourceError, StageError
-from optkit.formats.base import HEAD
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
+from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task, architecture_of, task_of
 from optkit.model.writer import copy_companions, write_config

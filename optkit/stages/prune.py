@@ -16,12 +16,12 @@ from optkit.common.field_types import AtLeastOne, BatchSize, Count, Damping, Dis
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
+from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
-from optkit.stages.quantizing.streaming import linears_of, outside_of
 from optkit.stages.sensitivity.memory import sensitivity_memory
 
 if TYPE_CHECKING:
@@ -172,11 +172,12 @@ class Prune(Transform):
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
+        from optkit.model.skeleton_layers import layers_of_skeleton
         from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
-        selection = self._select(*linears_of(skeleton))
+        selection = self._select(*layers_of_skeleton(skeleton))
         tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self.calibration else None
         sparsities = self._allocate(selection.layers, source, tokens, context)
         options = PruneOptions(

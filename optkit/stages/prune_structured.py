@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from optkit.common.field_types import Amount, BatchSize, Distinct
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes
@@ -20,13 +21,13 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
 from optkit.model.memory import return_freed_memory
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.text_config import text_config
 from optkit.model.vllm_heads import notes_on_heads
 from optkit.model.width import Role, Widths, axes_of, changing, narrower_config, narrower_tensors
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.stages.narrowing.fields import KIND, WidthFields
-from optkit.stages.quantizing.streaming import out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -307,7 +308,7 @@ class PruneStructured(WidthFields, Transform):
         """Return the bytes of logits as they come, in float32 where that is another dtype, and
         their logarithms of softmax.
         """
-        vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size") or 0
+        vocabulary = text_config(shape.config).get("vocab_size") or 0
         return (
             min(POSITIONS_AT_ONCE, self.calibration.sequence_length) * vocabulary * (8 if element == 4 else element + 8)
         )

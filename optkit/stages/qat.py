@@ -17,6 +17,7 @@ from optkit.common.field_types import LearningRate
 from optkit.common.frozen import digest
 from optkit.formats.packed import GPTQ, IntQuantized, PackedFormat
 from optkit.model.linear_layers import Layer, layers_of
+from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
 from optkit.source.calibration import Calibration
@@ -24,7 +25,7 @@ from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
 from optkit.stages.quantizing.overrides import Override
-from optkit.stages.quantizing.streaming import Job, outside_of
+from optkit.stages.quantizing.streaming import Job
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules
 from optkit.stages.teaching.stage import Trained

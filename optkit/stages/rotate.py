@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.output_layer import tied_embedding, with_own_head
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
-from optkit.stages.quantizing.streaming import out_of_memory, tied_embedding, with_own_head
 
 if TYPE_CHECKING:
     import torch

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from optkit.formats.base import HEAD
+from optkit.common.limits import out_of_memory
 from optkit.model.linear_layers import Layer
+from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stages.quantizing.backed import Backed
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
-from optkit.stages.quantizing.streaming import Job, out_of_memory
+from optkit.stages.quantizing.streaming import Job
 
 if TYPE_CHECKING:
     from torch import Tensor

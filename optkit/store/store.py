@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -34,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from optkit.common.files import sha256_of
 from optkit.common.frozen import digest
 from optkit.common.held_files import hold
 from optkit.common.limits import NO_ROOM
@@ -333,12 +333,6 @@ def make_readable(directory: Path) -> None:
     for name in list_files(directory):
         path = directory / name
         path.chmod(path.stat().st_mode | (0o666 & ~mask))
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_file(path: Path) -> dict[str, Any]:

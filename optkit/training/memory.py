@@ -19,6 +19,7 @@ from typing import Any, Literal
 from optkit.model.attention import HEADS, attention_of
 from optkit.model.attention_choice import attends_eagerly, caps_scores
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 from optkit.model.weights import TABLES, expert_counts
 from optkit.training.memory_kinds import MemoryKinds
 
@@ -149,7 +150,7 @@ def predicted_memory(shape: ModelShape, setup: Setup) -> MemoryKinds:
 
 def blocks_of(shape: ModelShape) -> Blocks:
     """Return the blocks of a model, as config.json and the names of tensors tell them."""
-    config = shape.config.get("text_config") or shape.config
+    config = text_config(shape.config)
     places = {place for name in shape.tensors if (place := shape.block(name))}
     attention = attention_of(shape.config, len(places))[0]
     width = _number(config, "hidden_size", "n_embd", "d_model")
@@ -325,7 +326,7 @@ def _largest_block(shape: ModelShape) -> int:
 
 
 def _vocabulary(shape: ModelShape) -> int:
-    config = shape.config.get("text_config") or shape.config
+    config = text_config(shape.config)
     tables = [info.shape[0] for name, info in shape.tensors.items() if any(word in name for word in TABLES)]
     return int(config.get("vocab_size") or max(tables, default=1))
 

@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 
 from optkit.artifact import Artifact
-from optkit.common.files import read_json
+from optkit.common.files import read_json, sha256_of
 from optkit.common.own_files import is_own
 from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.onnx_file import MODEL, is_onnx
 from optkit.model.shape import BLOCK_COUNTS, place_in_list
-from optkit.store.store import list_files, sha256_of
+from optkit.store.store import list_files
 from optkit.verification.check import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
 from optkit.verification.onnx_checks import check_onnx

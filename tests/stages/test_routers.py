@@ -12,9 +12,9 @@ from optkit.model.linear_layers import layers_of
 from optkit.model.routers import routers_of
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import layers_of_skeleton
 from optkit.model.weights import weights_of
 from optkit.stage import Context
-from optkit.stages.quantizing.streaming import linears_of
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules
 from optkit.training.student import open_student
@@ -60,7 +60,7 @@ def test_routers_of_architectures(kind: str, tmp_path: Path) -> None:
 def test_no_stage_takes_a_router(kind: str, tmp_path: Path) -> None:
     source = made(kind, tmp_path / "source")
     routers = routers_of(Checkpoint(source).shape)
-    layers, _ = linears_of(Skeleton(Checkpoint(source)))
+    layers, _ = layers_of_skeleton(Skeleton(Checkpoint(source)))
     assert {name for name, layer in layers.items() if layer.router} == routers
     assert {layer.name for layer in linear_modules(open_student(source, "cpu")).values() if layer.router} == routers
     (target := tmp_path / "target").mkdir()

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
+from optkit.common.limits import out_of_memory
 from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import layers_of
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.awq import Awq
-from optkit.stages.quantizing.streaming import out_of_memory
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from optkit.model.attention import AttentionLayer, attention_of
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 from optkit.model.weights import Weights, expert_counts, weights_of
 from optkit.reports.roofline.forms import Form
 
@@ -117,7 +118,7 @@ def _arithmetic(each: Weights, form: Form) -> str:
 
 def _dtype(shape: ModelShape) -> str:
     names: Mapping[str, str] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-    text = shape.config.get("text_config") or shape.config
+    text = text_config(shape.config)
     told = str(
         text.get("dtype") or text.get("torch_dtype") or shape.config.get("dtype") or shape.config.get("torch_dtype")
     )

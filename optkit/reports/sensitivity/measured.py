@@ -11,6 +11,7 @@ from optkit.errors import SourceError, UsageError
 from optkit.execute import materialize
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of, select
+from optkit.model.output_layer import outside_of
 from optkit.model.task import ENCODING, phrase_of
 from optkit.pipeline import plan
 from optkit.progress import Progress, SilentProgress
@@ -18,7 +19,6 @@ from optkit.recipe.recipe import load_recipe
 from optkit.reports.sensitivity.report import LayerRow, SensitivityReport, order_layers, word_for
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
-from optkit.stages.quantizing.streaming import outside_of
 from optkit.stages.sensitivity.budget import Choice
 from optkit.store.store import Store, default_store
 from optkit.trust import say_code

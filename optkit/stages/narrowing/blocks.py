@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.narrowing import Left, is_norm
 from optkit.model.width import Axis
 from optkit.stages.narrowing.choice import WidthChooser
-from optkit.stages.quantizing.streaming import out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

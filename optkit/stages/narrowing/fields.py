@@ -15,8 +15,8 @@ from pydantic import field_validator
 from optkit.common.field_types import LARGEST_WIDTH, Width
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
-from optkit.model.depth import text_config
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 from optkit.model.width import Role, Widths, axes_of, changing, widths_of
 
 KIND = "prune_structured"

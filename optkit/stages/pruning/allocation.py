@@ -17,6 +17,7 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sensitivity import JUDGED, Seen, divergences
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer
@@ -24,7 +25,6 @@ from optkit.model.skeleton import Skeleton
 from optkit.stages.pruning.blocks import FEW_TOKENS, LESS_MEMORY, input_squares
 from optkit.stages.pruning.fitting import LEVELS
 from optkit.stages.quantizing.hessians import HessianCollector
-from optkit.stages.quantizing.streaming import out_of_memory
 from optkit.stages.sensitivity.measure import float_weight, layer_gradients
 
 if TYPE_CHECKING:

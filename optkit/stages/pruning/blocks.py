@@ -16,12 +16,12 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
 from optkit.algorithms.sparsity_pattern import Pattern
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
 from optkit.model.skeleton import TORCH_DTYPES, Skeleton
 from optkit.stage import Context
 from optkit.stages.quantizing.hessians import HessianCollector, finite_matrix, refuse_infinite, watch_inputs
-from optkit.stages.quantizing.streaming import out_of_memory
 from optkit.stages.sensitivity.measure import float_weight
 
 FEW_TOKENS = 128

@@ -4,14 +4,13 @@ memory, and which engines profit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import StageError
-from optkit.model.attention_choice import eager_bytes
+from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, by_block, stacks
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.shape import ModelShape
 
 LEVELS = 9
 """Sparsities that each layer may get where they are chosen by sensitivity."""
@@ -84,20 +83,11 @@ def pruning_memory(
     if method == "magnitude":
         needed = largest_block + FLOAT_BYTES * 7 * largest
     else:
-        width = (
-            shape.config.get("hidden_size")
-            or shape.config.get("n_embd")
-            or min(layer.inputs for layer in layers.values())
-        )
-        element = max(
-            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
-        )
-        running = math.prod(batch) * (6 * width + 3 * max(layer.inputs for layer in layers.values())) * FLOAT_BYTES
-        running += eager_bytes(shape.config, *batch)
+        hidden, running = calibration_bytes(shape, layers, tokens, batch)
         work, sums = FLOAT_BYTES * 7 * largest, 0
         if method == "sparsegpt":
             blocks = [[layers[stack[0]].inputs for stack in stacks(block)] for block in by_block(shape, layers)]
             sums = max(sum(inputs**2 for inputs in block) for block in blocks) * FLOAT_BYTES
             work += 4 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
-        needed = tokens * width * element + largest_block + sums + max(running, work)
+        needed = hidden + largest_block + sums + max(running, work)
     return (largest_block, needed) if device.startswith("cuda") else (needed, 0)

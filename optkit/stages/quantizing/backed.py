@@ -30,12 +30,13 @@ from optkit.errors import StageError
 from optkit.formats.base import LayerFormat, quantization_config
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection, layers_of
+from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.offers import OFFERS, Offer
-from optkit.stages.quantizing.streaming import LayerQuantizer, outside_of, recount
+from optkit.stages.quantizing.streaming import LayerQuantizer, recount
 
 OWN = "optkit"
 MODELS_IN_MEMORY = 2

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.quiet import quiet_bitsandbytes
 from optkit.stages.quantizing.fitting import EXPERTS
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer, out_of_memory
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,15 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from optkit.common.field_types import BatchSize
+from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
 from optkit.formats.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
-from optkit.model.attention_choice import eager_bytes
+from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, Selection, by_block, stacks
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.fitting import joined_differently, refuse_some_experts
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer, out_of_memory
+from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -249,14 +250,9 @@ class EightBitQuantizer(LayerQuantizer):
         work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
         if self._text is None:
             return (largest * 4, work) if device.startswith("cuda") else (work, 0)
-        width = shape.config.get("hidden_size") or min(layer.inputs for layer in layers.values())
-        element = max(
-            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
-        )
         widest = max(layer.inputs for layer in layers.values())
-        hidden = self._text.samples * self._text.sequence_length * width * element
-        batch = self.batch_size * self._text.sequence_length * (6 * width + 3 * widest) * 4
-        batch += eager_bytes(shape.config, self.batch_size, self._text.sequence_length)
+        tokens = self._text.samples * self._text.sequence_length
+        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self._text.sequence_length))
         blocks = by_block(shape, layers)
         compensating = hessians = 0
         if self.rounding == "gptq":

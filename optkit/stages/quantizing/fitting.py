@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 
 from optkit.errors import StageError
-from optkit.formats.base import COMPRESSED_TENSORS, HEAD, LayerFormat
+from optkit.formats.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.formats.packed import GPTQ, GPTQ_MULTIPLE
 from optkit.model.linear_layers import OUTSIDE, ROUTER, Layer, Selection, stacks
+from optkit.model.output_layer import HEAD
 
 EXPERTS = ".experts."
 

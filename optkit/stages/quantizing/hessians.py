@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from optkit.algorithms.hessian import Hessian
 from optkit.errors import StageError
-from optkit.formats.base import HEAD
+from optkit.model.output_layer import HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

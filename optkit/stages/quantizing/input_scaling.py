@@ -13,9 +13,9 @@ from pydantic import Field
 from optkit.common.field_types import BatchSize
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
-from optkit.model.attention_choice import eager_bytes
+from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, by_block, scaled_together, stacks
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -56,29 +56,14 @@ class InputScaling(Frozen):
     def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
         """Return the bytes that the work needs where it computes, besides what waits to be written."""
         tokens = self.calibration.samples * self.calibration.sequence_length
-        width = (
-            shape.config.get("hidden_size")
-            or shape.config.get("n_embd")
-            or min(layer.inputs for layer in layers.values())
-        )
-        element = max(
-            DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in ("F32", "BF16", "F16")
-        )
         largest = max(layer.inputs for layer in layers.values())
-        batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * largest) * 4
-        batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
+        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
         blocks = by_block(shape, layers)
         hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks)
         readers = max(_reader_bytes(group, layers) for block in blocks for group in scaled_together(block))
         work = max(10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
         tried = 4 * HESSIAN_COPIES[rounding] * largest**2
-        return (
-            tokens * width * element
-            + max(shape.block_bytes, shape.outside_bytes)
-            + hessians
-            + readers
-            + max(batch, work, tried)
-        )
+        return hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + readers + max(batch, work, tried)
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:

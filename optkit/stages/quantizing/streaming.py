@@ -7,18 +7,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import AtLeastOne, Distinct, Name
-from optkit.common.limits import is_out_of_memory
-from optkit.errors import ResourceError
-from optkit.formats.base import HEAD, LayerFormat, quantization_config
+from optkit.formats.base import LayerFormat, quantization_config
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.linear_layers import Layer, Selection, layers_of, matrices_of, select
-from optkit.model.shape import ModelShape, TensorInfo, place_in_list
+from optkit.model.linear_layers import Layer, Selection, layers_of, select
+from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
+from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -136,10 +134,11 @@ class LayerQuantizer(Transform):
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
+        from optkit.model.skeleton_layers import layers_of_skeleton
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
-        selection = self._select(*linears_of(skeleton))
+        selection = self._select(*layers_of_skeleton(skeleton))
         formats = self._formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
             job = Job(skeleton, Path(source), selection, formats, context, task)
@@ -190,7 +189,9 @@ class LayerQuantizer(Transform):
         """Write config.json; it knows layers by their names in the model too, where transformers
         renames what it reads.
         """
-        names = {stored: name for name, stored in _stored_names(job.skeleton).items() if stored != name}
+        from optkit.model.skeleton_layers import stored_names
+
+        names = {stored: name for name, stored in stored_names(job.skeleton).items() if stored != name}
         formats = {**job.formats, **{names[name]: form for name, form in job.formats.items() if name in names}}
         skipped = {
             **job.selection.skipped,
@@ -229,24 +230,6 @@ class LayerQuantizer(Transform):
                     writer.add(f"{HEAD}.{leaf}", tensor)
 
 
-@contextmanager
-def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that failed into a ResourceError that names the layer or block and what to
-    lower.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        import torch
-
-        on_gpu = isinstance(error, torch.OutOfMemoryError)
-        reason = next(iter(str(error).splitlines()), "")
-        what = f"the memory of {device} is full" if on_gpu else "the main memory is full"
-        raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
-
-
 def recount(
     after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]
 ) -> dict[str, Any]:
@@ -271,95 +254,3 @@ def _layer_of(tensor: str) -> str:
     """
     layer, part_of_weight, _ = tensor.partition(".weight.")
     return layer if part_of_weight else tensor.rpartition(".")[0]
-
-
-def tied_embedding(shape: ModelShape) -> str:
-    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for
-    each token (GPT-2's wpe has one for each position)."""
-    rows = (shape.config.get("text_config") or shape.config).get("vocab_size")
-    outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
-    return next(
-        (name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), ""
-    )
-
-
-def head_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the output layer by its name as far as names and shapes tell, nothing where there is
-    none.
-    """
-    name = (
-        f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
-    )
-    if not name:
-        return {}
-    outputs, inputs = shape.tensors[name].shape
-    return {HEAD: Layer(HEAD, outputs, inputs, transposed=False)}
-
-
-def outside_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the linear layers outside the decoder blocks as far as names tell: the output layer,
-    and those of other lists of blocks.
-    """
-    others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
-    return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
-
-
-def tied(config: Mapping[str, Any]) -> bool:
-    """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
-    return bool(
-        (config.get("text_config") or config).get("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    )
-
-
-def with_own_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with an lm_head of its own, in nested configs too."""
-    nested = {
-        key: with_own_head(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value
-    }
-    return {**config, **nested, "tie_word_embeddings": False}
-
-
-def linears_of(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
-    """Return the linear layers of the decoder blocks, and those outside."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    told = layers_of(skeleton.checkpoint.shape)
-    layers, blocks = {}, []
-    for block in skeleton.blocks:
-        blocks.append(f"{block.name}.")
-        for name, module in skeleton.linears(block).items():
-            transposed = isinstance(module, Conv1D)
-            outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-            layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed)
-    layers |= {name: layer for name, layer in told.items() if layer.router}
-    outside = {
-        stored: Layer(stored, module.out_features, module.in_features, transposed=False)
-        for name, stored in _stored_names(skeleton).items()
-        if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
-    }
-    read = set(skeleton.tensor_names.values())
-    unread = {
-        name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read
-    }
-    return layers, {**outside, **unread}
-
-
-def _stored_names(skeleton: Skeleton) -> dict[str, str]:
-    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head
-    keeps its own.
-    """
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    from optkit.model.experts import Experts
-
-    uses = Counter(skeleton.tensor_names.values())
-    modules = dict(skeleton.model.named_modules())
-    unfused = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
-    found = {}
-    for name, module in modules.items():
-        if isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(unfused):
-            tensor = skeleton.tensor_names.get(f"{name}.weight", name)
-            found[name] = name if uses[tensor] > 1 else tensor.removesuffix(".weight")
-    return found

@@ -33,9 +33,7 @@ def sensitivity_memory(
     elements: dict[tuple[str, int] | None, int] = {}
     for name, info in shape.tensors.items():
         elements[shape.block(name)] = elements.get(shape.block(name), 0) + info.elements
-    width = (
-        shape.config.get("hidden_size") or shape.config.get("n_embd") or min(layer.inputs for layer in layers.values())
-    )
+    width = shape.width or min(layer.inputs for layer in layers.values())
     entering = (len(by_block) + 1) * tokens * width
     behind = (PROBES + 1) * tokens * width
     seen = max(tokens * sum(layer.inputs + PROBES * layer.outputs for layer in block) for block in by_block.values())

@@ -22,6 +22,7 @@ from optkit.common.field_types import (
     Tokens,
 )
 from optkit.common.frozen import digest
+from optkit.common.limits import out_of_memory
 from optkit.environment import cpu_cores, visible_gpus
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
@@ -31,7 +32,6 @@ from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
 from optkit.stage import Context, Cost, Report
-from optkit.stages.quantizing.streaming import out_of_memory
 from optkit.stages.teaching.teacher import Taught
 from optkit.training.budget import Budget
 from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory

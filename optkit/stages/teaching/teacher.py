@@ -16,6 +16,7 @@ from optkit.common.field_types import Amount, Count, Factor, NonNegative, Tokens
 from optkit.common.frozen import Frozen, digest
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
 from optkit.source.vocabulary import other_token
 from optkit.stage import Context, Transform
@@ -100,7 +101,7 @@ class Taught(Transform):
 
         `origin` is the model that the recipe starts from, the teacher where none is named.
         """
-        vocabulary = (shape.config.get("text_config") or shape.config).get("vocab_size")
+        vocabulary = text_config(shape.config).get("vocab_size")
         if self.top_k and vocabulary and self.top_k >= vocabulary:
             raise StageError(
                 f"top_k {self.top_k:,} of {vocabulary:,} tokens is all", where=self.kind, remedy="Leave out `top_k`"
@@ -121,7 +122,7 @@ class Taught(Transform):
             raise StageError(
                 f"the teacher {self.teacher.name} is quantized", where=self.kind, remedy="Name its float weights"
             )
-        here = (theirs.config.get("text_config") or theirs.config).get("vocab_size")
+        here = text_config(theirs.config).get("vocab_size")
         if here != vocabulary:
             raise StageError(
                 f"the teacher {self.teacher.name} has a vocabulary of {here} tokens and the "

@@ -1,0 +1,24 @@
+"""What running a calibration text through the decoder blocks, one at a time, takes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from optkit.model.attention_choice import eager_bytes
+from optkit.model.layouts import FLOATS
+from optkit.model.linear_layers import Layer
+from optkit.model.shape import DTYPE_BITS, ModelShape
+
+
+def calibration_bytes(
+    shape: ModelShape, layers: Mapping[str, Layer], tokens: int, batch: tuple[int, int]
+) -> tuple[int, int]:
+    """Return the bytes of the hidden states of a text of so many tokens, in the dtype of the file,
+    and of the activations in a block; `batch`: sequences that run at once, tokens of each.
+    """
+    width = shape.width or min(layer.inputs for layer in layers.values())
+    element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
+    widest = max(layer.inputs for layer in layers.values())
+    sequences, length = batch
+    running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
+    return tokens * width * element, running

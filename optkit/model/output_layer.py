@@ -1,0 +1,59 @@
+"""The output layer, and what else is linear outside the decoder blocks, as far as names, shapes and
+config.json tell. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from optkit.model.linear_layers import Layer, matrices_of
+from optkit.model.shape import ModelShape, place_in_list
+from optkit.model.text_config import text_config
+
+HEAD = "lm_head"
+"""Name of the output layer."""
+
+
+def tied_embedding(shape: ModelShape) -> str:
+    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for
+    each token (GPT-2's wpe has one for each position)."""
+    rows = text_config(shape.config).get("vocab_size")
+    outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
+    return next(
+        (name for name, info in outside.items() if info.shape[0] == rows and not name.endswith("wpe.weight")), ""
+    )
+
+
+def head_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the output layer by its name as far as names and shapes tell, nothing where there is
+    none.
+    """
+    name = (
+        f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
+    )
+    if not name:
+        return {}
+    outputs, inputs = shape.tensors[name].shape
+    return {HEAD: Layer(HEAD, outputs, inputs, transposed=False)}
+
+
+def outside_of(shape: ModelShape) -> dict[str, Layer]:
+    """Return the linear layers outside the decoder blocks as far as names tell: the output layer,
+    and those of other lists of blocks.
+    """
+    others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
+    return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
+
+
+def tied(config: Mapping[str, Any]) -> bool:
+    """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
+    return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+
+
+def with_own_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with an lm_head of its own, in nested configs too."""
+    nested = {
+        key: with_own_head(value) for key, value in config.items() if isinstance(value, dict) and "vocab_size" in value
+    }
+    return {**config, **nested, "tie_word_embeddings": False}

@@ -1,0 +1,50 @@
+"""The linear layers of an opened skeleton by their names in the checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from optkit.model.experts import Experts
+from optkit.model.linear_layers import Layer, layers_of, matrices_of
+from optkit.model.skeleton import Skeleton
+
+
+def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """Return the linear layers of the decoder blocks, and those outside."""
+    told = layers_of(skeleton.checkpoint.shape)
+    layers, blocks = {}, []
+    for block in skeleton.blocks:
+        blocks.append(f"{block.name}.")
+        for name, module in skeleton.linears(block).items():
+            transposed = isinstance(module, Conv1D)
+            outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
+            layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed)
+    layers |= {name: layer for name, layer in told.items() if layer.router}
+    outside = {
+        stored: Layer(stored, module.out_features, module.in_features, transposed=False)
+        for name, stored in stored_names(skeleton).items()
+        if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
+    }
+    read = set(skeleton.tensor_names.values())
+    unread = {
+        name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read
+    }
+    return layers, {**outside, **unread}
+
+
+def stored_names(skeleton: Skeleton) -> dict[str, str]:
+    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head
+    keeps its own.
+    """
+    uses = Counter(skeleton.tensor_names.values())
+    modules = dict(skeleton.model.named_modules())
+    unfused = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Experts))
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(unfused):
+            tensor = skeleton.tensor_names.get(f"{name}.weight", name)
+            found[name] = name if uses[tensor] > 1 else tensor.removesuffix(".weight")
+    return found
