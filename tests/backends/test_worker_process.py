@@ -41,7 +41,7 @@ Toy = Callable[[str], Path]
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Toy:
-    """Return what writes a worker beside a copy of the real launcher, and returns the launcher."""
+    """Return what writes a library's worker beside a copy of launch.py, and returns that copy."""
 
     def write(body: str) -> Path:
         place = tmp_path / "workers"
@@ -140,9 +140,12 @@ def test_of_the_logs_of_runs_that_failed_the_newest_are_kept(toy: Toy) -> None:
         ),
         (
             "os.kill(os.getpid(), 9)",
-            r"its process was ended by SIGKILL \(the system ends a process so when memory runs out\). It said nothing.",
+            r"was ended by SIGKILL \(the system ends a process so when memory runs out\) and without a result.",
         ),
-        ("os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV. It said nothing. Its output is in "),
+        (
+            "os.kill(os.getpid(), 11)",
+            "was ended by SIGSEGV and without a result. It said nothing. Its output is in ",
+        ),
     ],
 )
 def test_a_worker_that_dies_says_how(toy: Toy, body: str, said: str) -> None:
@@ -198,7 +201,7 @@ def test_logits_that_differ_end_the_worker(toy: Toy, tmp_path: Path) -> None:
         raise StageError("two models")
 
     body = (
-        f"open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid())); job.send(type='logits', "
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(str(os.getpid())); job.parent.tell('logits', "
         "file='/logits'); time.sleep(300)"
     )
     with pytest.raises(StageError, match="two models"):

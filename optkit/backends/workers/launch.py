@@ -1,36 +1,23 @@
-"""Entry of every worker: `python -P launch.py NAME DESCRIPTOR`, run in the environment of library
-NAME, where there is no optkit.
+"""What a worker does with a request, in the environment of a library, where there is no optkit.
 
-In: one JSON line on stdin (the fields of `Job`); stdin stays open for as long as the parent lives.
-Out: JSON lines on the file descriptor; stdout and stderr belong to the library.
-
-    {"type": "start", "label": "autoawq", "total": 30, "unit": "blocks"}      a bar
-    {"type": "advance", "steps": 1, "note": "model.layers.3"}
-    {"type": "warn", "line": "..."}
-    {"type": "logits", "file": ".../logits.safetensors"}                      what this transformers makes of
-                                                                              the float model
-    {"type": "result", "details": {...}}                                      the last line of a worker that is done
-    {"type": "error", "exception": "ValueError", "message": "first line"}     the last line of one that failed
+Beside the messages of `optkit/processes/worker.py`, which runs this file, it tells what the
+transformers there makes of the float model: `{"type": "logits", "file": ".../logits.safetensors"}`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
-import os
-import signal
-import sys
-import threading
-import traceback
+import runpy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optkit.processes.worker import Parent, RemoteTask
 
 
 class Job:
     """What a worker has to do, and how it says that it is getting on."""
 
-    def __init__(self, request: dict[str, Any], descriptor: int) -> None:
+    def __init__(self, request: dict[str, Any], parent: Parent) -> None:
         self.method: str = request["method"]
         """`gptq`, `awq`, `rtn` or `export`."""
         self.source = Path(request["source"])
@@ -55,23 +42,21 @@ class Job:
         """Calibration tokens, all windows of one length; none for methods without calibration."""
         self.probe: list[int] = request["probe"]
         """Tokens to compare logits on."""
-        self._messages = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
+        self.parent = parent
+        self._library: str = request["worker"]
+        self._bar: RemoteTask
 
     def start(self, label: str, total: int, unit: str) -> None:
         """Open a bar."""
-        self.send(type="start", label=label, total=total, unit=unit)
+        self._bar = self.parent.task(label, total, unit)
 
     def advance(self, note: str = "", steps: int = 1) -> None:
         """Move the bar."""
-        self.send(type="advance", steps=steps, note=note)
+        self._bar.advance(steps, note)
 
     def warn(self, line: str) -> None:
         """Say what the user must not miss."""
-        self.send(type="warn", line=line)
-
-    def send(self, **message: Any) -> None:
-        """Write one line to the parent."""
-        self._messages.write(json.dumps(message) + "\n")
+        self.parent.warn(f"{self._library}: {line}")
 
     def torch_dtype(self) -> Any:
         """Return the checkpoint's dtype."""
@@ -95,7 +80,7 @@ def _transformers_major() -> int:
     return int(transformers.__version__.partition(".")[0])
 
 
-def _show_logits(job: Job) -> None:
+def _save_logits(job: Job) -> Path:
     """Save what this environment's transformers makes of the float model: float32 [tokens,
     vocabulary].
     """
@@ -106,55 +91,15 @@ def _show_logits(job: Job) -> None:
         logits = job.load_model()(torch.tensor([job.probe])).logits[0].float().contiguous()
     file = job.target.parent / "logits.safetensors"
     save_file({"logits": logits.clone()}, file)
-    job.send(type="logits", file=str(file))
+    return file
 
 
-def _end_with_parent() -> None:
-    """Wait for the end of stdin, which comes when the parent is gone, and end this process and its
-    children.
-    """
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _read_request() -> dict[str, Any]:
-    """Return the first line of stdin, read without a buffer that the watching thread would miss."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(0, 65536)
-        if not part:
-            sys.exit("the parent went before it had said what to do")
-        line += part
-    request: dict[str, Any] = json.loads(line)
-    return request
-
-
-def main(name: str, descriptor: int) -> int:
-    """Do the work and return the exit status."""
-    job = Job(_read_request(), descriptor)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        if job.probe:
-            _show_logits(job)
-        spec = importlib.util.spec_from_file_location(f"worker_{name}", Path(__file__).with_name(f"{name}.py"))
-        if spec is None or spec.loader is None:
-            raise FileNotFoundError(f"there is no worker {name}")
-        worker = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(worker)
-        details = worker.export(job) if job.method == "export" else worker.quantize(job)
-    except BaseException as error:
-        traceback.print_exc()
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        message = next(
-            iter(str(error).strip().splitlines()), f"{last.line} ({Path(last.filename).name}, line {last.lineno})"
-        )
-        job.send(type="error", exception=type(error).__name__, message=message)
-        return 1
-    job.send(type="result", details=details)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+def work(parent: Parent) -> dict[str, Any]:
+    """Do what a request says, and return the details of the result."""
+    request = parent.order()
+    job = Job(request, parent)
+    if job.probe:
+        parent.tell("logits", file=str(_save_logits(job)))
+    library = runpy.run_path(str(Path(__file__).with_name(f"{request['worker']}.py")))
+    details: dict[str, Any] = library["export" if job.method == "export" else "quantize"](job)
+    return details
