@@ -20,7 +20,7 @@ from optkit.common.held_files import hold, release
 from optkit.common.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
-from optkit.model.onnx_file import is_onnx
+from optkit.model.formats.base import Format
 from optkit.store.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
 SCHEMA = 1
@@ -278,15 +278,14 @@ def publish(
 
     `stored`: the files of the store's record when a stage left the weights there; they become hard
     links where the disk allows it, which costs no space. The files of a user's own directory and of
-    the hub's cache are copied, so that nobody changes both by changing one, and so are those of an
-    ONNX model, because `onnx.load` and onnx.checker refuse data files with several hard links. An
-    artifact of the same key that is still whole stays as it is. `record` holds the fields of
-    `ArtifactRecord` but `files`.
+    the hub's cache are copied, so that nobody changes both by changing one, and so are those of a
+    format that must not be linked. An artifact of the same key that is still whole stays as it is.
+    `record` holds the fields of `ArtifactRecord` but `files`.
     """
     if known := standing(out, record["key"]):
         return known
     draft = out.with_name(f".{out.name}.draft-{secrets.token_hex(4)}")
-    link = stored is not None and not is_onnx(weights)
+    link = stored is not None and Format.of(weights).may_link
     try:
         files = {}
         trusted = bool(record["recipe"].get("model", {}).get("trust_remote_code"))

@@ -17,12 +17,11 @@ from optkit.common.byte_sizes import size_text
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.onnx_file import MODEL, OnnxFile
 from optkit.plan import Plan, Step, check_texts
 from optkit.processes import stopping
 from optkit.source.lineage import Reader, with_sketches, without_sketches
 from optkit.source.models import import_model, locate_model
-from optkit.stage import Context, Format, Report
+from optkit.stage import Context, Report
 from optkit.store.durations import Durations
 from optkit.store.store import Store
 
@@ -150,10 +149,7 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
         raise StageError(
             "the stage changed nothing", where=step.kind, why=f"{len(report.skipped)} modules were skipped"
         )
-    if step.format is Format.ONNX:
-        OnnxFile(target / MODEL)
-    else:
-        Checkpoint(target)
+    step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
     return replace(report, calibrated_on=with_sketches(report.calibrated_on, step.stage, reader))
 

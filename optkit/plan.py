@@ -17,12 +17,10 @@ from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_b
 from optkit.errors import EvalError, StageError
 from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
-from optkit.model.adapter import has_adapter
 from optkit.model.cost import Cost
-from optkit.model.onnx_file import is_onnx
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
-from optkit.onnx.builds import RUNTIME_BUILDS, installed
+from optkit.onnx.builds import installed
 from optkit.recipe.gates import foreseen_failure, parse_gate
 from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry
 from optkit.recipe.rules import Start, broken_rules
@@ -279,11 +277,7 @@ def _step(
 
 
 def _format_of(shape: ModelShape, directory: Path | None) -> Format:
-    if directory and is_onnx(directory):
-        return Format.ONNX
-    if not shape.config.get("quantization_config"):
-        return Format.CHECKPOINT
-    return Format.ADAPTED if directory and has_adapter(directory) else Format.QUANTIZED
+    return (Format.of(directory) if directory else Format.CHECKPOINT).narrowed(shape.config, directory)
 
 
 def _plan_eval(
@@ -340,8 +334,8 @@ def _session_memories(
     if any(setting.places_weights for setting in settings):
         return None
     dtype = next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
-    artifact = SessionMemory(left, device, dtype, steps[-1].format is Format.ONNX)
-    return artifact, SessionMemory(shape, device, None, steps[0].format is Format.ONNX)
+    artifact = SessionMemory(left, device, dtype, steps[-1].format.computes_in)
+    return artifact, SessionMemory(shape, device, None, steps[0].format.computes_in)
 
 
 def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, SessionMemory] | None) -> Iterator[Cost]:
@@ -384,4 +378,5 @@ def _machine(device: str, formats: set[Format]) -> dict[str, Any]:
         "torch": package_version("torch"),
         "transformers": package_version("transformers"),
     }
-    return described | ({"onnxruntime": installed(RUNTIME_BUILDS)} if Format.ONNX in formats else {})
+    libraries = {name: builds for format in formats for name, builds in format.libraries.items()}
+    return described | {name: installed(builds) for name, builds in libraries.items()}

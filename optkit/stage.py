@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,27 +17,11 @@ from typing import Any, ClassVar
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
 from optkit.model.cost import Cost as Cost
+from optkit.model.formats.base import Format as Format
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
-
-
-class Format(StrEnum):
-    """What a directory of weights holds; a stage says which of them it reads and which it leaves."""
-
-    CHECKPOINT = "checkpoint"
-    """config.json, safetensors with float weights, tokenizer and every other non-weight file of the
-    source.
-    """
-    QUANTIZED = "quantized"
-    """The same, with packed weights and a `quantization_config`: no further stage can change its
-    weights.
-    """
-    ADAPTED = "adapted"
-    """A quantized checkpoint with a LoRA adapter of peft in `adapter/`."""
-    ONNX = "onnx"
-    """model.onnx and what belongs to it."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from optkit.common.files import check_kinds
 from optkit.errors import SourceError
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
-from optkit.model.onnx_file import is_onnx
+from optkit.model.formats.base import Format
 from optkit.model.safetensors_file import read_header, read_index
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 
@@ -39,12 +39,12 @@ class Checkpoint:
         if not self.directory.is_dir():
             raise SourceError("no such directory", where=str(directory))
         check_kinds(self.directory)
-        if is_onnx(self.directory):
+        if not (found := Format.of(self.directory)).is_checkpoint:
             raise SourceError(
-                "the weights are in ONNX",
+                f"the weights are in {found.label}",
                 where=str(directory),
                 why="What was asked for works on a checkpoint of safetensors",
-                remedy="Name the checkpoint that the ONNX model was exported from",
+                remedy=f"Name {found.origin}",
             )
         if not (self.directory / "config.json").is_file():
             raise SourceError("there is no config.json", where=str(directory), why="A model directory needs one")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from optkit.common.own_files import is_own
 from optkit.errors import SourceError
+from optkit.model.formats.base import Format
 from optkit.model.weight_files import holds_weights
 
 KINDS = {
@@ -88,17 +89,10 @@ def find_companions(root: Path, trusted: bool = False) -> Companions:
 
 
 def published_files(root: Path, trusted: bool) -> list[str]:
-    """Return the names of what an artifact has of a user's model directory: every safetensors or
-    the ONNX model, and companions.
+    """Return the names of what an artifact has of a user's model directory: the weights,
+    and companions.
     """
-    from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
-
-    if is_onnx(root):
-        weights = {path.relative_to(root).as_posix() for path in OnnxFile(root / MODEL).files}
-    else:
-        wanted = (".safetensors", ".safetensors.index.json")
-        weights = {name for name, path in files_of(root) if name.endswith(wanted) and lies_inside(root, path)}
-    return sorted(weights | find_companions(root, trusted).kept.keys())
+    return sorted(Format.of(root).published(root) | find_companions(root, trusted).kept.keys())
 
 
 def files_of(root: Path) -> Iterator[tuple[str, Path]]:

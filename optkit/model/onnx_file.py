@@ -35,11 +35,6 @@ BITS = {
 """
 
 
-def is_onnx(directory: Path) -> bool:
-    """Say whether a directory holds model.onnx and no safetensors, which are preferred."""
-    return (directory / MODEL).is_file() and not any(directory.glob("*.safetensors"))
-
-
 @dataclass(frozen=True)
 class Port:
     """An input or output of the graph."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from optkit.common.files import check_name_inside, read_json, read_object, reading
 from optkit.errors import SourceError
 from optkit.model.companions import require_inside
+from optkit.model.task import Task
 
 MODULES = "modules.json"
 CONFIG = "config.json"
@@ -64,6 +65,11 @@ class Pooling:
         if not self.normalized:
             return pooled
         return pooled / ((pooled * pooled).sum(-1) ** 0.5)[:, None]
+
+
+def pooling_for(directory: Path, task: Task) -> Pooling | None:
+    """Return how an encoder's features become an embedding; None for one that gives labels."""
+    return read_pooling(directory) if task is Task.FEATURES else None
 
 
 def read_pooling(directory: Path) -> Pooling:

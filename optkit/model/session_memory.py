@@ -33,12 +33,13 @@ class SessionMemory:
     device: str
     dtype: str | None = None
     """Torch name of the float dtype that a setting asks for; None for the checkpoint's own."""
-    is_onnx: bool = False
+    computes_in: str | None = None
+    """Torch name of the float dtype that its format always computes in (`Format.computes_in`)."""
 
     @cached_property
     def weights(self) -> int:
         """What it holds while it is open."""
-        if self.dtype is None or self._is_packed or self.is_onnx:
+        if self.dtype is None or self._is_packed or self.computes_in:
             return self.shape.size_bytes
         bits = TORCH_BITS.get(self.dtype, 32)
         return (
@@ -107,10 +108,8 @@ class SessionMemory:
 
     @cached_property
     def _is_narrow(self) -> bool:
-        if self.is_onnx:
-            return False
-        if self.dtype:
-            return TORCH_BITS.get(self.dtype, 32) == 16
+        if dtype := self.computes_in or self.dtype:
+            return TORCH_BITS.get(dtype, 32) == 16
         sizes = Counter[str]()
         for info in self.shape.tensors.values():
             if info.dtype in FLOATS and len(info.shape) > 1:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 
-SUFFIXES = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"}
-)
-ONNX = re.compile(r"\.onnx(?:$|[._])")
-"""model.onnx and its external data: model.onnx.data, model.onnx_data, model.onnx_data_1, ..."""
+from optkit.model.formats.base import Format
+
+FOREIGN = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
+"""Suffixes of weights in formats that optkit knows by name alone."""
 
 
 def holds_weights(path: PurePath) -> bool:
     """Say whether a file holds weights, in whatever format."""
-    return path.suffix in SUFFIXES or ONNX.search(path.name) is not None
+    return path.suffix in FOREIGN or any(format.holds_weights(path.name) for format in Format)

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from optkit.environment import package_version
+from optkit.model.formats.onnx import RUNTIME_BUILDS as RUNTIME_BUILDS
 
-RUNTIME_BUILDS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")
 GENAI_BUILDS = ("onnxruntime-genai", "onnxruntime-genai-cuda", "onnxruntime-genai-directml")
 EXTRAS = {"onnxruntime": "onnx", "onnxruntime-gpu": "onnx-gpu"}
 """Build -> the extra of optkit that installs it and the GenAI that fits."""

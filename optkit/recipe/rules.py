@@ -12,17 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from optkit.measure import Eval
+from optkit.model.formats.base import makers
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, PHRASES, Task, phrase_of
 from optkit.recipe.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.stage import Format, Setting, Stage, Transform, exclusion
-
-FORMATS = {
-    Format.CHECKPOINT: "a checkpoint with float weights",
-    Format.QUANTIZED: "one with packed weights",
-    Format.ADAPTED: "one with packed weights and an adapter",
-    Format.ONNX: "an ONNX model",
-}
 
 
 class Listed(Protocol):
@@ -159,18 +153,18 @@ def _order(stages: Iterable[Item], start: Start) -> Broken[Item]:
     for item, left in _left(stages, start):
         accepts = class_of(item).accepts  # type: ignore[union-attr]
         if found and found not in accepts:
-            reads = " or ".join(FORMATS[each] for each in sorted(accepts))
+            reads = " or ".join(each.phrase for each in sorted(accepts))
             given = f"{before.kind} leaves" if before else f"{start.name} is"
             remedy = (
                 _remedy_of_order(item.kind, accepts, left, before.kind, found) if before else _restart(accepts, found)
             )
-            yield item, f"{item.kind} reads {reads} and {given} {FORMATS[found]}. {remedy}"
+            yield item, f"{item.kind} reads {reads} and {given} {found.phrase}. {remedy}"
         before, found = item, left
 
 
 def _remedy_of_order(kind: str, accepts: frozenset[Format], left: Format | None, before: str, found: Format) -> str:
-    if accepts == {Format.ONNX}:
-        return f"Put onnx between them: it exports what {before} leaves."
+    if stages := makers(accepts):
+        return f"Put {stages} between them: it exports what {before} leaves."
     if found is Format.ADAPTED and kind != before:
         return (
             f"Take one of them out, or put {before} before the stage that packs the weights: "
@@ -181,11 +175,8 @@ def _remedy_of_order(kind: str, accepts: frozenset[Format], left: Format | None,
 
 def _restart(accepts: frozenset[Format], found: Format) -> str:
     """Return what to do if the model that the recipe starts from does not fit."""
-    if accepts == {Format.ONNX}:
-        return "Put onnx before it."
-    if found is Format.ONNX:
-        return "Start from the checkpoint that it was exported from."
-    return "Start from the model's float weights."
+    stages = makers(accepts)
+    return f"Put {stages} before it." if stages else f"Start from {found.origin}."
 
 
 def _formats(stages: Sequence[Item], evals: Sequence[Item], start: Start, place: Placing[Item]) -> Broken[Item]:
@@ -196,7 +187,7 @@ def _formats(stages: Sequence[Item], evals: Sequence[Item], start: Start, place:
         return
     who = last.kind if last else start.name
     leaves = f"and {_placed(last, place)} leaves" if last else f"and {who} is"
-    leaves += " an ONNX model" if left is Format.ONNX else " a torch model"
+    leaves += f" {left.opened}"
     for item in stages:
         model = class_of(item)
         if not issubclass(model, Setting) or left in model.accepts:
@@ -204,19 +195,17 @@ def _formats(stages: Sequence[Item], evals: Sequence[Item], start: Start, place:
         if left is Format.ADAPTED and Format.QUANTIZED in model.accepts:
             told = f"knows no adapter beside packed weights, and {who} {'leaves' if last else 'has'} one"
             yield item, f"the setting {item.kind} {told}. Take {'one of them' if last else 'it'} out."
-        elif left is Format.ONNX:
-            yield item, f"the setting {item.kind} is applied to a torch model when it is opened, {leaves}. Take it out."
         else:
-            yield (
-                item,
-                f"the setting {item.kind} is applied to an ONNX model when it is opened, {leaves}. Put onnx "
-                f"{f'after {who}' if last else 'into the recipe'}, or take it out.",
-            )
+            wanted = " or ".join(sorted({each.opened for each in model.accepts}))
+            remedy = "Take it out."
+            if left.is_checkpoint and (makes_it := makers(model.accepts)):
+                remedy = f"Put {makes_it} {f'after {who}' if last else 'into the recipe'}, or take it out."
+            yield item, f"the setting {item.kind} is applied to {wanted} when it is opened, {leaves}. {remedy}"
     elsewhere = "Take it out, or put it in a recipe that ends before"
     for item in evals:
         model = class_of(item)
         assert issubclass(model, Eval)
-        if left is Format.ONNX and model.reads_weights:
+        if not left.is_checkpoint and model.reads_weights:
             yield item, f"{item.kind} reads the weights of a checkpoint, {leaves}. {elsewhere} the export."
         elif left is Format.ADAPTED and model.layers_alone:
             yield (

@@ -27,11 +27,9 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import is_ignorable
-from optkit.model.onnx_file import is_onnx
-from optkit.model.pooling import Pooling, read_pooling
+from optkit.model.pooling import pooling_for
 from optkit.model.skeleton import stored_dtype
 from optkit.model.task import Task, loader_of, task_of
-from optkit.onnx.directory import OnnxDirectory
 from optkit.progress import Progress, SilentProgress
 from optkit.session.early_exit import EarlyExit
 from optkit.session.memory import memory_errors
@@ -82,20 +80,47 @@ def open_session(
     a format or setting needs a package that is not there, StageError for a setting that cannot be
     applied, ResourceError without memory.
     """
-    if is_onnx(Path(directory)):
-        return _open_onnx(Path(directory), settings, device, dtype, trust_remote_code)
-    graph_only = [setting for setting in settings if setting.accepts == {Format.ONNX}]
-    if graph_only:
-        raise StageError(
-            f"{graph_only[0].kind} is for ONNX models",
+    directory = Path(directory)
+    format = Format.of(directory)
+    for setting in settings:
+        if not any(each == format or (each.is_checkpoint and format.is_checkpoint) for each in setting.accepts):
+            raise StageError(
+                f"{setting.kind} cannot be applied to {format.opened}",
+                where=str(directory),
+                why=f"It is for {' or '.join(sorted({each.opened for each in setting.accepts}))}",
+                remedy="Take it out of the recipe",
+            )
+    if dtype and format.computes_in:
+        raise OptkitError(
+            f"{format.phrase} cannot be opened as {dtype}",
             where=str(directory),
-            remedy="Take it out of the recipe",
+            why="Its files say what it computes in",
         )
+    found: AnySession = format.open(
+        directory,
+        settings=settings,
+        device=device,
+        dtype=dtype,
+        progress=progress,
+        trust_remote_code=trust_remote_code,
+    )
+    return found
+
+
+def open_torch(
+    directory: Path,
+    settings: Sequence[Setting],
+    device: str,
+    dtype: str | None,
+    progress: Progress | None,
+    trust_remote_code: bool,
+) -> TorchSession | ParallelSession | TorchEncoder:
+    """Open a checkpoint with torch; see `open_session`."""
     check_together(settings, device)
     split = next((setting for setting in settings if isinstance(setting, TensorParallel)), None)
     if split and not is_joined():
-        return _open_split(split, Path(directory), settings, device, dtype, trust_remote_code)
-    checkpoint, scales = split_kv_scales(Checkpoint(Path(directory)))
+        return _open_split(split, directory, settings, device, dtype, trust_remote_code)
+    checkpoint, scales = split_kv_scales(Checkpoint(directory))
     dtype = dtype or next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
     chosen = _dtype(dtype) if dtype else stored_dtype(checkpoint)
     options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
@@ -118,15 +143,13 @@ def open_session(
         new_cache, note = _cache(model, settings, scales) if task is Task.GENERATION else (None, [])
     return_freed_memory()
     if task is not Task.GENERATION:
-        return TorchEncoder(
-            model, Path(directory), device, tuple(notes), trust_remote_code, _pooling(Path(directory), task)
-        )
+        return TorchEncoder(model, directory, device, tuple(notes), trust_remote_code, pooling_for(directory, task))
     decoder, told = (
         step_decoder(model) if quantized and _decodes_plainly(model, settings, device, new_cache) else (None, [])
     )
     notes = [*notes, *note, *told]
     session = TorchSession(
-        model, Path(directory), device, tuple(notes), trust_remote_code, new_cache, _computing(settings, device)
+        model, directory, device, tuple(notes), trust_remote_code, new_cache, _computing(settings, device)
     )
     if decoder:
         session.decode_with(decoder)
@@ -136,36 +159,6 @@ def open_session(
         if isinstance(setting, CudaGraphs) and setting.applies(device):
             session.decode_with(_graph_decoder(session))
     return session
-
-
-def _open_onnx(
-    directory: Path, settings: Sequence[Setting], device: str, dtype: str | None, trust_remote_code: bool
-) -> OnnxSession | OnnxEncoder:
-    from optkit.session.onnx_encoder import OnnxEncoder
-    from optkit.session.onnx_session import OnnxSession
-
-    torch_only = [setting for setting in settings if Format.ONNX not in setting.accepts]
-    if torch_only:
-        raise StageError(
-            f"{torch_only[0].kind} cannot be applied to ONNX",
-            where=str(directory),
-            why="It changes a model of torch, and ONNX Runtime runs the graph as it is",
-            remedy="Take it out of the recipe",
-        )
-    if dtype:
-        raise OptkitError(
-            f"an ONNX model cannot be opened as {dtype}", where=str(directory), why="Its graph says what it computes in"
-        )
-    options = {name: value for setting in settings for name, value in setting.load_kwargs(device).items()}
-    task = task_of(OnnxDirectory(directory).config) or Task.GENERATION
-    if task is Task.GENERATION:
-        return OnnxSession(directory, device, trust_remote_code, **options)
-    return OnnxEncoder(directory, device, trust_remote_code, _pooling(directory, task), **options)
-
-
-def _pooling(directory: Path, task: Task) -> Pooling | None:
-    """Return how an encoder's features become an embedding; None for one that gives labels."""
-    return read_pooling(directory) if task is Task.FEATURES else None
 
 
 def _proposer(setting: Speculative, session: TorchSession, device: str) -> Proposer:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import digest
 from optkit.common.own_files import is_own
 from optkit.errors import SourceError
-from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_of, find_companions, lies_inside
 from optkit.model.config_file import check_against_tensors
-from optkit.model.onnx_file import MODEL, OnnxFile, is_onnx
+from optkit.model.formats.base import Format
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
 from optkit.model.weight_files import holds_weights
 from optkit.source.digests import PREFIX, FileDigests
@@ -76,37 +75,30 @@ def is_built_into_transformers(model_type: str) -> bool:
     )
 
 
-def check_directory(directory: Path, trust_remote_code: bool) -> Checkpoint | OnnxFile:
-    """Return what a directory holds; raises SourceError if incomplete, damaged or of another kind."""
-    if is_onnx(directory):
-        return OnnxFile(directory / MODEL)
-    if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
-        raise SourceError(
-            f"there is no config.json but {len(files)} GGUF file{'s' if len(files) > 1 else ''}",
-            where=str(directory),
-            remedy=f"Name the file: {files[0]}",
-        )
-    checkpoint = Checkpoint(directory)
-    check_config(checkpoint.config, str(directory), trust_remote_code)
-    check_against_tensors(
-        checkpoint.config, {name: info.shape for name, info in checkpoint.tensors.items()}, str(directory)
-    )
-    return checkpoint
+def check_directory(directory: Path, trust_remote_code: bool) -> tuple[Path, ...]:
+    """Return the files that hold its weights; raises SourceError if incomplete, damaged or of another kind."""
+    found = Format.of(directory)
+    if found.is_checkpoint:
+        if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
+            raise SourceError(
+                f"there is no config.json but {len(files)} GGUF file{'s' if len(files) > 1 else ''}",
+                where=str(directory),
+                remedy=f"Name the file: {files[0]}",
+            )
+        shape = found.shape(directory)
+        check_config(shape.config, str(directory), trust_remote_code)
+        check_against_tensors(shape.config, {name: info.shape for name, info in shape.tensors.items()}, str(directory))
+    return found.check(directory)
 
 
-def directory_revision(model: Checkpoint | OnnxFile, digests: FileDigests) -> str:
+def directory_revision(root: Path, weights: Iterable[Path], digests: FileDigests) -> str:
     """Return `sha256:...` over the names and contents of the weights and of every file beside them.
 
     Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not
     looked at.
     """
-    root, files = (
-        (model.path.parent, model.files)
-        if isinstance(model, OnnxFile)
-        else (model.directory, tuple(model.files.values()))
-    )
-    weights = {path.relative_to(root).as_posix(): path for path in files}
-    return PREFIX + digest({name: digests.of(path) for name, path in sorted((weights | companions(root)).items())})
+    files = companions(root) | {path.relative_to(root).as_posix(): path for path in weights}
+    return PREFIX + digest({name: digests.of(path) for name, path in sorted(files.items())})
 
 
 def companions(root: Path) -> dict[str, Path]:

@@ -23,8 +23,7 @@ from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import published_files
 from optkit.model.config_file import read_config
-from optkit.model.onnx_file import is_onnx
-from optkit.model.onnx_shape import onnx_shape
+from optkit.model.formats.base import Format
 from optkit.model.pooling import missing_modules
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
@@ -129,7 +128,7 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
         return source.model_copy(update={"revision": _pin_hub(place, source)})
     digests = FileDigests(cache or default_cache())
     if place.is_dir():
-        revision = directory_revision(check_directory(place, source.trust_remote_code), digests)
+        revision = directory_revision(place, check_directory(place, source.trust_remote_code), digests)
     else:
         checkpoint_shape(read_gguf(place))
         revision = PREFIX + digests.of(place)
@@ -219,7 +218,7 @@ def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
     """Return config and tensors from headers only; `imported` is the checkpoint, if there is one."""
     place = find_model(pinned)
     if directory := imported or locate_model(pinned):
-        return onnx_shape(directory) if is_onnx(directory) else Checkpoint(directory).shape
+        return Format.of(directory).shape(directory)
     if isinstance(place, HubRepo):
         commit = str(pinned.revision)
         return ModelShape(config=read_config(place.file("config.json", commit)), tensors=place.tensors(commit))

@@ -1,32 +1,20 @@
-"""What can be said of an artifact without torch: digests, whole files, config.json against the
-tensors, ties, the tokenizer.
-"""
+"""What can be said of an artifact without torch: digests, the files of its format, the tokenizer."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from optkit.artifact import Artifact
 from optkit.common.files import read_json, sha256_of
 from optkit.common.own_files import is_own
 from optkit.errors import OptkitError
-from optkit.model.adapter import read_adapter
-from optkit.model.checkpoint import INDEX, Checkpoint
-from optkit.model.onnx_file import MODEL, is_onnx
-from optkit.model.shape import BLOCK_COUNTS, place_in_list
+from optkit.model.formats.base import Format
 from optkit.store.store import list_files
 from optkit.verification.check import Check, check_of, some
-from optkit.verification.layers import linear_layers, problems_of_layers
-from optkit.verification.onnx_checks import check_onnx
-from optkit.verification.stored import TensorBytes
+from optkit.verification.model_files import model_files
 
 TOKENIZER = "tokenizer.json"
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")
-HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
-EMBEDDINGS = tuple(
-    f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings")
-)
 
 
 def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
@@ -36,60 +24,13 @@ def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
     Where the weights cannot be read, what stands on them is not checked. Raises MissingPackageError
     for ONNX without the package `onnx`.
     """
-    of_model = check_onnx(artifact.directory) if holds_onnx(artifact) else _check_safetensors(artifact)
-    return (_digests(artifact), *of_model, _tokenizer(artifact))
+    return (_digests(artifact), *model_files(format_of(artifact), artifact.directory).checks(), _tokenizer(artifact))
 
 
-def holds_onnx(artifact: Artifact) -> bool:
-    """Say whether the model is an ONNX file, or was one when it was published."""
-    return is_onnx(artifact.directory) or (
-        MODEL in artifact.record.files and not (artifact.directory / MODEL).is_file()
-    )
-
-
-def _check_safetensors(artifact: Artifact) -> tuple[Check, ...]:
-    try:
-        checkpoint = Checkpoint(artifact.directory)
-        unlisted = _problems_of_index(checkpoint)
-        config = checkpoint.config
-    except OptkitError as error:
-        return (Check(name="weights", ok=False, detail=str(error)),)
-    files = len(set(checkpoint.files.values()))
-    weights = check_of("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
-    try:
-        found = problems_of_layers(checkpoint)
-        layers = check_of("layers", found, _describe(checkpoint))
-    except ValueError as error:
-        layers = Check(
-            name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk"
-        )
-    count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
-    return (
-        weights,
-        layers,
-        check_of("blocks", _problems_of_blocks(checkpoint, count), f"{count} decoder blocks, each with its tensors"),
-        check_of("ties", _problems_of_ties(checkpoint), "tie_word_embeddings and the tensors agree"),
-        *_adapter(checkpoint),
-    )
-
-
-def _adapter(checkpoint: Checkpoint) -> tuple[Check, ...]:
-    """Check the adapter beside packed weights; nothing where there is none."""
-    try:
-        adapter = read_adapter(checkpoint.directory) if checkpoint.quantization else None
-    except OptkitError as error:
-        return (Check(name="adapter", ok=False, detail=str(error)),)
-    if adapter is None:
-        return ()
-    known = [f".{name}" for name in linear_layers(checkpoint)]
-    strange = [
-        f"{name} is no layer of the checkpoint"
-        for name in adapter.layers
-        if not any(f".{name}".endswith(each) for each in known)
-    ]
-    return (
-        check_of("adapter", strange, f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"),
-    )
+def format_of(artifact: Artifact) -> Format:
+    """Return the format of an artifact, also if files are lost that it had when it was published."""
+    there = {path.name for path in artifact.directory.iterdir() if path.is_file()}
+    return Format.of_files(there | artifact.record.files.keys())
 
 
 def _digests(artifact: Artifact) -> Check:
@@ -106,69 +47,6 @@ def _digests(artifact: Artifact) -> Check:
     others = [name for name in list_files(artifact.directory) if name not in known and not is_own(name)]
     beside = f"; beside them {some(others)}, which optkit did not write" if others else ""
     return check_of("digests", wrong, f"the SHA-256 of {len(known)} files are those of optkit.json{beside}")
-
-
-def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
-    path = checkpoint.directory / INDEX
-    if not path.is_file():
-        return []
-    listed: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    lying = {name: file.name for name, file in checkpoint.files.items()}
-    missing = [f"{name} is not in {file}" for name, file in listed.items() if lying.get(name) != file]
-    return missing + [f"{name} in {file} is not in {INDEX}" for name, file in lying.items() if name not in listed]
-
-
-def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
-    """A tensor that one block alone lacks was lost where that block has nothing that the others
-    lack; hybrid blocks differ more.
-    """
-    blocks: dict[str, dict[int, set[str]]] = {}
-    for name in (f"{layer}.weight" for layer in linear_layers(checkpoint)):
-        _add_to_block(blocks, checkpoint, name)
-    for name, info in checkpoint.tensors.items():
-        if len(info.shape) == 1 and name.endswith((".weight", ".bias")):
-            _add_to_block(blocks, checkpoint, name)
-    problems = []
-    main = max(blocks.values(), key=len, default={})
-    if count is not None and set(main) < set(range(count)):
-        absent = [str(index) for index in range(count) if index not in main]
-        problems.append(f"config.json says {count} decoder blocks, and there are no weights of {some(absent)}")
-    for group, members in blocks.items():
-        for index, names in members.items():
-            others = [each for other, each in members.items() if other != index]
-            if len(others) < 2:
-                continue
-            shared, everywhere = set[str].intersection(*others), set[str].union(*others)
-            if names <= everywhere and (lost := sorted(shared - names)):
-                problems += [f"there is no {group}.{index}.{name}" for name in lost]
-    return problems
-
-
-def _add_to_block(blocks: dict[str, dict[int, set[str]]], checkpoint: Checkpoint, name: str) -> None:
-    if place := place_in_list(name):
-        group, index = place
-        blocks.setdefault(group, {}).setdefault(index, set()).add(name.removeprefix(f"{group}.").partition(".")[2])
-
-
-def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
-    tied = checkpoint.config.get("tie_word_embeddings")
-    head = next((name for name in HEADS if name in checkpoint.tensors), None)
-    embedding = next((name for end in EMBEDDINGS for name in checkpoint.tensors if name.endswith(end)), None)
-    if embedding is None:
-        return ["there are no token embeddings"]
-    packed_head = any(name.startswith("lm_head.") for name in checkpoint.tensors)
-    if tied is False and head is None and not packed_head:
-        return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
-    if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:
-        stored = TensorBytes(checkpoint)
-        return (
-            []
-            if stored.read(head) == stored.read(embedding)
-            else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
-        )
-    if tied and head:
-        return [f"tie_word_embeddings is true, and {head} has another shape or dtype than {embedding}"]
-    return []
 
 
 def _tokenizer(artifact: Artifact) -> Check:
@@ -195,16 +73,3 @@ def _refusal_of_tokenizers(path: Path) -> list[str]:
     except Exception as error:  # it raises nothing more special
         return [f"{path.name} is no tokenizer: {error}"]
     return []
-
-
-def _describe(checkpoint: Checkpoint) -> str:
-    layers = linear_layers(checkpoint)
-    packed = [
-        layer for layer, stored in layers.items() if set(stored) - {"weight", "bias"} or _is_code(checkpoint, layer)
-    ]
-    return f"{len(packed)} packed layers and {len(layers) - len(packed)} plain ones, as config.json says"
-
-
-def _is_code(checkpoint: Checkpoint, layer: str) -> bool:
-    info = checkpoint.tensors.get(f"{layer}.weight")
-    return info is not None and info.dtype not in ("F32", "F16", "BF16")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optkit.model.pooling import Pooling, read_pooling
+from optkit.model.pooling import Pooling, pooling_for
 from optkit.model.task import Task, loader_of
 from optkit.verification import agreement
 
@@ -52,7 +52,7 @@ def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderR
     """
     texts = [sentence.strip() for sentence in re.split(r"(?<=[.;])\s", agreement.TEXT) if sentence.strip()]
     tokens, mask = session.tokenize(texts)
-    pooling = read_pooling(session.directory) if task is Task.FEATURES else None
+    pooling = pooling_for(session.directory, task)
     return EncoderReference(task, tokens, mask, session.outputs(tokens, mask), pooling, dtype, session.device)
 
 

@@ -21,6 +21,7 @@ from typing import Any, get_args
 from optkit.backends.environments import Environments
 from optkit.environment import only_visible
 from optkit.errors import UsageError
+from optkit.model.formats.base import Format
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
 from optkit.processes.start import (
     SAFE_PATH,
@@ -54,8 +55,8 @@ class Engine:
     """quant_method of config.json -> distributions that it needs to open it."""
     advice: str = ""
     """What to know before installing it."""
-    reads_onnx: bool = False
-    """It opens ONNX directories and nothing else; the others open safetensors and nothing else."""
+    opens: Format = Format.CHECKPOINT
+    """The one format that it opens; of a checkpoint the packed ones too."""
     library: str = ""
     """What `optkit env build` calls it, where it stands on packages that ours do not go with: its
     environment is asked.
@@ -69,13 +70,11 @@ class Engine:
         """
         return self.helpers.get(method, ()) + (self.adapter_helpers if adapter else ())
 
-    def cannot_open(self, onnx: bool) -> str:
-        """Return why an artifact, ONNX or not, is none of those that the engine opens; empty where
-        it is one.
-        """
-        if onnx == self.reads_onnx:
+    def cannot_open(self, format: Format) -> str:
+        """Return why it opens no artifact of a format; empty if it does."""
+        if format.label == self.opens.label:
             return ""
-        return "it reads safetensors, and this artifact is ONNX" if onnx else "there is no ONNX in this artifact"
+        return f"it reads {self.opens.label}, and this artifact is {format.label}"
 
 
 TRANSFORMERS = Engine(
@@ -104,7 +103,7 @@ ONNXRUNTIME = Engine(
     RUNTIME_BUILDS,
     {},
     "; its builds overwrite each other's files, so keep one of them",
-    reads_onnx=True,
+    opens=Format.ONNX,
 )
 ONNXRUNTIME_GENAI = Engine(
     "onnxruntime-genai",
@@ -112,9 +111,9 @@ ONNXRUNTIME_GENAI = Engine(
     GENAI_BUILDS,
     {},
     "; its builds overwrite each other's files, so keep one of them",
-    reads_onnx=True,
+    opens=Format.ONNX,
 )
-OPTIMUM = Engine("optimum", "optimum_worker", ("optimum-onnx",), {}, reads_onnx=True, library="optimum")
+OPTIMUM = Engine("optimum", "optimum_worker", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
 ENGINES: dict[EngineName, Engine] = {
     each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI, OPTIMUM)
 }

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from optkit.environment import package_version
 from optkit.errors import MissingPackageError, OptkitError
 from optkit.model.onnx_file import OnnxFile, read_proto
+from optkit.model.task import Task, task_of
 from optkit.onnx.checker import own_nodes, problem_of_graph
 from optkit.onnx.directory import OnnxDirectory
 from optkit.verification.check import Check, check_of
+from optkit.verification.model_files import ModelFiles, Weights
 from optkit.verification.onnx_configs import problems_of_config, problems_of_genai
 from optkit.verification.onnx_numbers import problems_of_numbers
 
@@ -33,6 +35,20 @@ system has.
 """
 PLAIN_WORDS = re.compile(r"Unsupported model IR version.*|Current official support for .*")
 """What onnxruntime says of a version, without where in its source it says it."""
+
+
+class OnnxFiles(ModelFiles):
+    """An ONNX directory."""
+
+    def checks(self) -> tuple[Check, ...]:
+        """Check files, numbers, graph, versions and configs."""
+        return check_onnx(self.directory)
+
+    def weights(self) -> Weights:
+        """Return what the config says, and whether operations round their inputs."""
+        found = OnnxDirectory(self.directory)
+        task = task_of(found.config) or Task.GENERATION
+        return Weights(self.format, found.config, task, rounds_activations=rounds_inputs(found.graph))
 
 
 def check_onnx(directory: Path) -> tuple[Check, ...]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,20 @@ from pydantic import computed_field
 from optkit.artifact import Artifact
 from optkit.common.frozen import Frozen
 from optkit.errors import SourceError
-from optkit.model.adapter import ADAPTER, Adapter, read_adapter
+from optkit.model.adapter import ADAPTER
 from optkit.model.attention_choice import attention_options
-from optkit.model.checkpoint import Checkpoint
-from optkit.model.schemes import rounds_activations
-from optkit.model.task import PHRASES, Task, task_of
-from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory
+from optkit.model.task import PHRASES, Task
+from optkit.onnx.directory import GENAI_CONFIG
 from optkit.progress import Progress
 from optkit.scorecard import Loading
 from optkit.scorecard.loading import EngineName
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference, verdict_of
 from optkit.verification.check import Check
-from optkit.verification.checks import check_artifact, holds_onnx
+from optkit.verification.checks import check_artifact, format_of
 from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded, measure_encoder
 from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask, interpreter
-from optkit.verification.onnx_checks import rounds_inputs
+from optkit.verification.model_files import Weights, model_files
 
 NEW_TOKENS = 16
 LIKELIEST = 64
@@ -38,21 +35,6 @@ LIKELIEST = 64
 STEPS = ".steps"
 """What the name of the file with logits of decode steps ends in."""
 OPENED_EAGER = "opened with attn_implementation='eager', because its own choice leaves out the soft cap of the scores"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What decides which engines are asked, with which packages, and how near they have to come."""
-
-    onnx: bool
-    config: Mapping[str, Any]
-    """The parsed config.json."""
-    task: Task
-    method: str
-    """`quant_method` of config.json; empty for float weights and for ONNX."""
-    rounds_activations: bool
-    adapter: Adapter | None = None
-    """What lies beside packed weights."""
 
 
 class Verified(Frozen):
@@ -99,7 +81,7 @@ def verify_artifact(
     found = Verified(artifact=artifact.directory, artifact_key=artifact.record.key, checks=checks)
     if not found.whole:
         return found
-    weights = _weights_of(artifact)
+    weights = model_files(format_of(artifact), artifact.directory).weights()
     with (
         progress.task("verify", 1 + len(engines), "steps") as task,
         tempfile.TemporaryDirectory(prefix="optkit-verify-") as folder,
@@ -165,20 +147,9 @@ def _reference(
         session.close()
 
 
-def _weights_of(artifact: Artifact) -> Weights:
-    if holds_onnx(artifact):
-        found = OnnxDirectory(artifact.directory)
-        return Weights(True, found.config, task_of(found.config) or Task.GENERATION, "", rounds_inputs(found.graph))
-    config = Checkpoint(artifact.directory).config
-    quantization = config.get("quantization_config") or {}
-    method = str(quantization.get("quant_method", ""))
-    adapter = read_adapter(artifact.directory) if method else None
-    return Weights(False, config, task_of(config) or Task.GENERATION, method, rounds_activations(quantization), adapter)
-
-
 def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
     """Return why an engine need not be asked; empty where it is."""
-    if reason := engine.cannot_open(weights.onnx):
+    if reason := engine.cannot_open(weights.format):
         return reason
     if weights.task is not Task.GENERATION and engine is ONNXRUNTIME_GENAI:
         return f"it generates text, and this artifact is {PHRASES[weights.task]}"

@@ -321,7 +321,7 @@ def test_an_engine_that_the_user_named_and_that_cannot_be_asked(
 ) -> None:
     out, err = spoken(capsys, "verify", "out", "--engine", engine, "--device", "cpu", "--quiet", status=1)
     assert f"{engine}  not tried" in out
-    assert err == f"error: out: {engine} was not asked, there is no ONNX in this artifact.\n"
+    assert err == f"error: out: {engine} was not asked, it reads ONNX, and this artifact is safetensors.\n"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from optkit_evals.footprint import Footprint
-from optkit_evals.onnx_layers import onnx_layers
 
 from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
 from optkit.model.onnx_file import OnnxFile
+from optkit.model.onnx_layer_sizes import onnx_layer_sizes
 from tests.support.bigram_session import BigramSession
 
 
@@ -48,7 +48,7 @@ def test_a_float_graph(tiny_onnx: Callable[[str, str], Path]) -> None:
     directory = tiny_onnx("qwen2", "fp32")
     found = measure(directory)
     tables = 2 * 512 * 8 * 32  # cosines and sines stand for no weight
-    layers = onnx_layers(OnnxFile(directory / "model.onnx")).values()
+    layers = onnx_layer_sizes(OnnxFile(directory / "model.onnx")).values()
     weights = sum(layer.weights for layer in layers)
     assert found["bits_per_weight"] == pytest.approx(32 + tables / weights, rel=2e-3)
     assert "bits_per_quantized_weight" not in found
@@ -146,7 +146,7 @@ def test_int4_tensors_and_embeddings_in_blocks(tmp_path: Path) -> None:
         helper.make_node("MatMul", ["g", "f"], ["y"]),
     ]
     held = {"w": codes, "s": zeros(np.float32, 2, 64), "e": zeros(np.uint8, 100, 32), "t": zeros(np.float32, 100, 2)}
-    layers = onnx_layers(OnnxFile(write(tmp_path / "m", nodes, held) / "model.onnx"))
+    layers = onnx_layer_sizes(OnnxFile(write(tmp_path / "m", nodes, held) / "model.onnx"))
     assert {name: (layer.stored_bits, layer.weights) for name, layer in layers.items()} == {
         "w": (2048 * 8 + 2 * 64 * 32, 4096),
         "e": (100 * 32 * 8 + 200 * 32, 6400),

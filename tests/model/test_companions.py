@@ -87,11 +87,11 @@ def test_what_optkit_leaves_beside_an_artifact_is_not_spoken_of(
 
 def test_links_out_of_it_do_not_decide_what_a_model_is(model: Path, secret: Path, tmp_path: Path) -> None:
     digests = FileDigests(tmp_path / "digests")
-    before = directory_revision(check_directory(model, False), digests)
+    before = directory_revision(model, check_directory(model, False), digests)
     secret.write_text("changed")
-    assert directory_revision(check_directory(model, False), digests) == before
+    assert directory_revision(model, check_directory(model, False), digests) == before
     (model / "notes.txt").write_text("changed")
-    assert directory_revision(check_directory(model, False), digests) != before
+    assert directory_revision(model, check_directory(model, False), digests) != before
 
 
 def snapshot_of(model: Path, cache: Path) -> Path:

@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.onnx_file import BITS, OnnxFile, is_onnx
+from optkit.model.formats.base import Format
+from optkit.model.onnx_file import BITS, OnnxFile
 from optkit.model.onnx_shape import SAFETENSORS_NAMES, onnx_shape
 from optkit.model.shape import DTYPE_BITS
 from optkit.model.writer import copy_companions
@@ -185,24 +186,23 @@ def test_its_shape_and_digest(copied: Path, tmp_path: Path) -> None:
     (copied / "config.json").unlink()
     assert onnx_shape(copied).positions == 512  # genai_config.json says it
     digests = FileDigests(tmp_path / "cache")
-    before = directory_revision(check_directory(copied, trust_remote_code=False), digests)
+    before = directory_revision(copied, check_directory(copied, trust_remote_code=False), digests)
     (copied / "scorecard.md").write_text("not a part of the model")
-    assert directory_revision(check_directory(copied, trust_remote_code=False), digests) == before
+    assert directory_revision(copied, check_directory(copied, trust_remote_code=False), digests) == before
     with (copied / "model.onnx.data").open("r+b") as file:
         file.write(b"\xff")
-    assert directory_revision(check_directory(copied, trust_remote_code=False), digests) != before
+    assert directory_revision(copied, check_directory(copied, trust_remote_code=False), digests) != before
 
 
 def test_a_directory_with_both_is_a_checkpoint(copied: Path) -> None:
-    assert is_onnx(copied)
+    assert Format.of(copied) is Format.ONNX
     with pytest.raises(
         SourceError,
-        match=r"the weights are in ONNX. .* Name the "
-        r"checkpoint that the ONNX model was exported from",
+        match=r"the weights are in ONNX. .* Name the checkpoint that it was exported from",
     ):
         Checkpoint(copied)
     (copied / "model.safetensors").write_bytes(b"")
-    assert not is_onnx(copied)
+    assert Format.of(copied) is Format.CHECKPOINT
 
 
 def test_companions_hold_no_weights(copied: Path, tmp_path: Path) -> None:

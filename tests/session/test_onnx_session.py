@@ -151,12 +151,12 @@ class Any(Setting):
 
 
 def test_settings_and_dtypes_are_refused(exported: Path) -> None:
-    with pytest.raises(StageError, match=r"tone cannot be applied to ONNX. .*Take it out of the recipe"):
+    with pytest.raises(StageError, match=r"cannot be applied to an ONNX model. It is for a torch model. Take it out"):
         open_session(exported, [Any(), Tone()])
     with pytest.raises(
         OptkitError,
         match=r"an ONNX model cannot be opened as "
-        r"float16. Its graph says what it computes in",
+        r"float16. Its files say what it computes in",
     ):
         open_session(exported, dtype="float16")
     assert isinstance(open_session(exported, [Any()]), OnnxSession)

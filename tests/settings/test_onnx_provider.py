@@ -72,7 +72,7 @@ def test_it_is_for_onnx_alone(
         StageError, match="onnx_provider is applied to an ONNX model when it is opened, and .* is a torch model. Put"
     ):
         plan(recipe, device="cpu")
-    with pytest.raises(StageError, match="onnx_provider is for ONNX models. Take it out of the recipe"):
+    with pytest.raises(StageError, match="onnx_provider cannot be applied to a torch model. It is for an ONNX model"):
         open_session(tiny_model("llama"), [OnnxProvider(threads=2)])
     recipe.write_text(text.format(Path(shutil.copytree(tiny_onnx("llama", "fp32"), tmp_path / "onnx"))))
     assert plan(recipe, device="cpu").recipe.settings[0].kind == "onnx_provider"

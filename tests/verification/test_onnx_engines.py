@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from optkit.model.formats.base import Format
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ENGINES, ONNXRUNTIME, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask
 from optkit.verification.workers import onnxruntime_genai_worker, onnxruntime_worker
@@ -199,14 +200,14 @@ def test_what_is_not_installed_comes_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_which_engine_opens_what() -> None:
-    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=True)] == ["transformers", "vllm"]
+    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(Format.ONNX)] == ["transformers", "vllm"]
     assert (
-        TRANSFORMERS.cannot_open(onnx=True) == VLLM.cannot_open(onnx=True) == "it reads safetensors, "
+        TRANSFORMERS.cannot_open(Format.ONNX) == VLLM.cannot_open(Format.ONNX) == "it reads safetensors, "
         "and this artifact is ONNX"
     )
-    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(onnx=False)] == [
+    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(Format.CHECKPOINT)] == [
         "onnxruntime",
         "onnxruntime-genai",
         "optimum",
     ]
-    assert ONNXRUNTIME.cannot_open(onnx=False) == "there is no ONNX in this artifact"
+    assert ONNXRUNTIME.cannot_open(Format.CHECKPOINT) == "it reads ONNX, and this artifact is safetensors"

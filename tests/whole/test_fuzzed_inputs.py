@@ -95,9 +95,8 @@ def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def planned(model: Path, store: Path) -> None:
     """Read a model's config and plan what could be done with it; no torch."""
-    found = check_directory(model, trust_remote_code=False)
-    assert isinstance(found, Checkpoint)
-    shape = found.shape
+    check_directory(model, trust_remote_code=False)
+    shape = Checkpoint(model).shape
     shape.block_bytes, shape.outside_bytes, shape.positions, shape.task, shape.block_count  # noqa: B018
     for stage in (
         "{gptq: {group_size: 32}}",

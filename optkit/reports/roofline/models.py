@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optkit.errors import SourceError
-from optkit.model.onnx_file import is_onnx
+from optkit.model.formats.base import Format
 from optkit.model.shape import ModelShape
 from optkit.model.task import ENCODING, task_of
 from optkit.reports.roofline.work import Work, work_of
@@ -36,11 +36,11 @@ def shape_of_model(name: str) -> ModelShape:
     place = find_model(source)
     if isinstance(place, HubRepo):
         return model_shape(source.model_copy(update={"revision": place.commit()}), None)
-    if place.is_dir() and is_onnx(place):
+    if place.is_dir() and not (found := Format.of(place)).is_checkpoint:
         raise SourceError(
-            "the weights are in ONNX, whose work is not counted",
+            f"the weights are in {found.label}, whose work is not counted",
             where=name,
             why="A graph does not say which of its products a prompt needs for its last token alone",
-            remedy="Name the checkpoint that it was exported from",
+            remedy=f"Name {found.origin}",
         )
     return model_shape(source, None)

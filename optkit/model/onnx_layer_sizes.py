@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from optkit.errors import EvalError
+from optkit.model.layer_sizes import LayerSize
 from optkit.model.onnx_file import BITS, Initializer, Node, OnnxFile
-from optkit_evals.stored_layers import StoredLayer
 
 FEWEST = 4096
 """Elements from which on a narrow tensor that no known operation reads is weights in a layout that
@@ -80,14 +80,14 @@ activations.
 """
 
 
-def onnx_layers(graph: OnnxFile) -> dict[str, StoredLayer]:
+def onnx_layer_sizes(graph: OnnxFile) -> dict[str, LayerSize]:
     """Return tensor -> what it takes with what belongs to it; each initializer counts once, whoever
     reads it.
 
     Raises EvalError where quantized weights lie in a layout that is not known.
     """
     tensors = graph.initializers
-    found: dict[str, StoredLayer] = {}
+    found: dict[str, LayerSize] = {}
     counted: set[str] = set()
     for node, name, reader in _quantized(graph.nodes, tensors):
         if name in counted:
@@ -95,7 +95,7 @@ def onnx_layers(graph: OnnxFile) -> dict[str, StoredLayer]:
         beside = {node.inputs[index] for index in reader.beside if index < len(node.inputs)} | _scales_by_name(name)
         own = [name, *(each for each in beside if each in tensors and each not in counted)]
         counted.update(own)
-        found[name] = StoredLayer(
+        found[name] = LayerSize(
             8 * sum(tensors[each].size_bytes for each in own), reader.weights(node, tensors[name]), quantized=True
         )
     tables = {
@@ -105,7 +105,7 @@ def onnx_layers(graph: OnnxFile) -> dict[str, StoredLayer]:
         if name not in counted:
             _refuse_unknown(tensor, name in tables, graph)
             weights = tensor.elements if "float" in tensor.dtype and tensor.shape and name not in tables else 0
-            found[name] = StoredLayer(8 * tensor.size_bytes, weights, quantized=False)
+            found[name] = LayerSize(8 * tensor.size_bytes, weights, quantized=False)
     return found
 
 

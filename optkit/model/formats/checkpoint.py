@@ -1,0 +1,94 @@
+"""config.json and safetensors: float weights, packed ones, and packed ones with an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from optkit.model.adapter import has_adapter, read_adapter
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.companions import files_of, lies_inside
+from optkit.model.formats.base import Format
+
+if TYPE_CHECKING:
+    from optkit.model.layer_sizes import LayerSize
+    from optkit.model.shape import ModelShape
+
+SUFFIX = ".safetensors"
+
+
+class FloatCheckpoint(Format):
+    """config.json, safetensors with float weights, tokenizer and every other non-weight file of the
+    source.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    label: ClassVar[str] = "safetensors"
+    phrase: ClassVar[str] = "a checkpoint with float weights"
+    reason: ClassVar[str] = "is a checkpoint"
+    opened: ClassVar[str] = "a torch model"
+    origin: ClassVar[str] = "the model's float weights"
+    is_checkpoint: ClassVar[bool] = True
+    session: ClassVar[str] = "optkit.session.opening:open_torch"
+    verification: ClassVar[str] = "optkit.verification.safetensors_files:SafetensorsFiles"
+
+    def detects(self, names: Collection[str]) -> bool:
+        """Say whether there are safetensors."""
+        return any(self.holds_weights(name) for name in names)
+
+    def holds_weights(self, name: str) -> bool:
+        """Say whether it is a safetensors file."""
+        return name.endswith(SUFFIX)
+
+    def narrowed(self, config: Mapping[str, Any], directory: Path | None) -> Format:
+        """Return whether the weights are packed, and an adapter lies beside them."""
+        if not config.get("quantization_config"):
+            return Format.CHECKPOINT
+        return Format.ADAPTED if directory and has_adapter(directory) else Format.QUANTIZED
+
+    def check(self, directory: Path) -> tuple[Path, ...]:
+        """Return the files that the index names, and that of an adapter beside packed weights."""
+        checkpoint = Checkpoint(directory)
+        adapter = read_adapter(checkpoint.directory) if checkpoint.quantization else None
+        return (*dict.fromkeys(checkpoint.files.values()), *([adapter.weights] if adapter else []))
+
+    def published(self, directory: Path) -> set[str]:
+        """Return every safetensors file and index that lies in the directory."""
+        wanted = (SUFFIX, f"{SUFFIX}.index.json")
+        return {name for name, path in files_of(directory) if name.endswith(wanted) and lies_inside(directory, path)}
+
+    def shape(self, directory: Path) -> ModelShape:
+        """Return config.json and the headers of the safetensors."""
+        return Checkpoint(directory).shape
+
+    def layer_sizes(self, directory: Path) -> list[LayerSize]:
+        """Return the modules, and an adapter beside packed weights, which stands for no weight of its own."""
+        from optkit.model.layer_sizes import LayerSize, module_sizes
+
+        checkpoint = Checkpoint(directory)
+        adapter = read_adapter(directory) if checkpoint.quantization else None
+        beside = [LayerSize(8 * adapter.size_bytes, 0, quantized=False)] if adapter else []
+        return [*module_sizes(checkpoint).values(), *beside]
+
+
+class QuantizedCheckpoint(FloatCheckpoint):
+    """The same, with packed weights and a `quantization_config`: no further stage can change its
+    weights.
+    """
+
+    kind: ClassVar[str] = "quantized"
+    phrase: ClassVar[str] = "one with packed weights"
+    reason: ClassVar[str] = "has no float weights any more"
+
+    def detects(self, names: Collection[str]) -> bool:
+        """Say no: names of files alone do not tell it from a checkpoint."""
+        return False
+
+
+class AdaptedCheckpoint(QuantizedCheckpoint):
+    """A quantized checkpoint with a LoRA adapter of peft in `adapter/`."""
+
+    kind: ClassVar[str] = "adapted"
+    phrase: ClassVar[str] = "one with packed weights and an adapter"
+    reason: ClassVar[str] = "has an adapter beside its packed weights"

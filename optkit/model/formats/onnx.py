@@ -1,0 +1,60 @@
+"""model.onnx and what belongs to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from optkit.model.formats.base import Format
+from optkit.model.onnx_file import MODEL, OnnxFile
+
+if TYPE_CHECKING:
+    from optkit.model.layer_sizes import LayerSize
+    from optkit.model.shape import ModelShape
+
+RUNTIME_BUILDS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")
+FILES = re.compile(r"\.onnx(?:$|[._])")
+"""model.onnx and its external data: model.onnx.data, model.onnx_data, model.onnx_data_1, ..."""
+
+
+class OnnxModel(Format):
+    """model.onnx, its external data, configs and tokenizer."""
+
+    kind: ClassVar[str] = "onnx"
+    label: ClassVar[str] = "ONNX"
+    phrase: ClassVar[str] = "an ONNX model"
+    reason: ClassVar[str] = "is a graph that ONNX Runtime runs"
+    opened: ClassVar[str] = "an ONNX model"
+    origin: ClassVar[str] = "the checkpoint that it was exported from"
+    made_by: ClassVar[str] = "onnx"
+    may_link: ClassVar[bool] = False  # onnx.load and onnx.checker refuse data files with several hard links
+    computes_in: ClassVar[str | None] = "float32"
+    libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {"onnxruntime": RUNTIME_BUILDS}
+    session: ClassVar[str] = "optkit.session.onnx_opening:open_onnx"
+    verification: ClassVar[str] = "optkit.verification.onnx_checks:OnnxFiles"
+
+    def detects(self, names: Collection[str]) -> bool:
+        """Say whether there is a model.onnx."""
+        return MODEL in names
+
+    def holds_weights(self, name: str) -> bool:
+        """Say whether it is a graph or external data of one."""
+        return FILES.search(name) is not None
+
+    def check(self, directory: Path) -> tuple[Path, ...]:
+        """Return the graph and its external data."""
+        return OnnxFile(directory / MODEL).files
+
+    def shape(self, directory: Path) -> ModelShape:
+        """Return config and initializers."""
+        from optkit.model.onnx_shape import onnx_shape
+
+        return onnx_shape(directory)
+
+    def layer_sizes(self, directory: Path) -> list[LayerSize]:
+        """Return the initializers, each with its scales."""
+        from optkit.model.onnx_layer_sizes import onnx_layer_sizes
+
+        return list(onnx_layer_sizes(OnnxFile(directory / MODEL)).values())

@@ -1,0 +1,30 @@
+"""Every format that a directory of weights can have: a dict of strings, so that listing imports
+nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+FORMATS = {
+    "checkpoint": "optkit.model.formats.checkpoint:FloatCheckpoint",
+    "quantized": "optkit.model.formats.checkpoint:QuantizedCheckpoint",
+    "adapted": "optkit.model.formats.checkpoint:AdaptedCheckpoint",
+    "onnx": "optkit.model.formats.onnx:OnnxModel",
+}
+"""Kind -> `module:Class`. If the files of several formats lie in a directory, the first one counts."""
+
+
+@cache
+def resolve(target: str) -> Any:
+    """Return what `module:name` names."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+@cache
+def instance(target: str) -> Any:
+    """Return the one instance of the class that `module:Class` names."""
+    return resolve(target)()
