@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.storm.desk import RECIPE, Desk, clear, differences, drawn, left, run_words, write
 from tests.storm.forked import apart, call
-from tests.storm.mutate import mutated_bytes
+from tests.support.mutations import damaged_bytes
 
 Damage = Callable[[Path], None]
 Case = tuple[str, Damage, bool]
@@ -308,7 +308,7 @@ def _gguf(desk: Desk) -> Iterator[Case]:
             )
     if (whole := desk.root / "whole.gguf").is_file():
         for index in range(20):
-            yield f"changed bytes {index}", _put("m.gguf", mutated_bytes(whole.read_bytes(), desk.draw, 4000)), False
+            yield f"changed bytes {index}", _put("m.gguf", damaged_bytes(whole.read_bytes(), desk.draw, 4000)), False
     for index in range(10):
         yield f"random bytes {index}", _put("m.gguf", head + desk.draw.randbytes(200)), True
     for text in (b"", b"GGUF", b"GGML" + bytes(60), b"\0" * 100, head):

@@ -17,7 +17,7 @@ import click
 from optkit.errors import OptkitError
 from tests.storm.desk import RECIPE, Desk
 from tests.storm.forked import LIMIT_S, apart
-from tests.storm.mutate import mutated_bytes, mutated_json, mutated_text
+from tests.support.mutations import damaged_bytes, damaged_json_text, damaged_text
 
 MUTATIONS = 150
 AT_ONCE = 25
@@ -80,19 +80,22 @@ def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
     draw, recipes = desk.draw, sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
     yield (
         "recipes",
-        lambda: _ignore(load_recipe, mutated_text(draw.choice(recipes).read_text(encoding="utf-8"), draw) + "\n"),
+        lambda: _ignore(load_recipe, damaged_text(draw.choice(recipes).read_text(encoding="utf-8"), draw) + "\n"),
     )
-    yield "recipes as JSON", lambda: _ignore(load_recipe, mutated_json(RECIPE, draw).decode("utf-8", "replace") + "\n")
-    yield "overrides", lambda: _ignore(load_recipe, RECIPE, overrides=[mutated_text("stages.1.rtn.bits=4", draw)])
+    yield (
+        "recipes as JSON",
+        lambda: _ignore(load_recipe, damaged_json_text(RECIPE, draw).decode("utf-8", "replace") + "\n"),
+    )
+    yield "overrides", lambda: _ignore(load_recipe, RECIPE, overrides=[damaged_text("stages.1.rtn.bits=4", draw)])
     yield (
         "gates",
         lambda: _or_value_error(
-            parse_gate, mutated_text("decode_tokens_per_s[batch=1]", draw), mutated_text(">= 1.10x", draw)
+            parse_gate, damaged_text("decode_tokens_per_s[batch=1]", draw), damaged_text(">= 1.10x", draw)
         ),
     )
-    yield "sizes", lambda: _or_value_error(size_bytes, mutated_text("20 GB", draw))
+    yield "sizes", lambda: _or_value_error(size_bytes, damaged_text("20 GB", draw))
     for kind, text in ((Age(), "30d"), (Size(), "20 GB"), (Device(), "cuda:0"), (Assignment(), "a.b=c")):
-        yield kind.name, lambda kind=kind, text=text: _ignore(kind.convert, mutated_text(text, draw), None, None)  # type: ignore[misc]
+        yield kind.name, lambda kind=kind, text=text: _ignore(kind.convert, damaged_text(text, draw), None, None)  # type: ignore[misc]
 
 
 def _of_models(desk: Desk) -> Iterator[tuple[str, Feed]]:
@@ -128,25 +131,28 @@ def _of_models(desk: Desk) -> Iterator[tuple[str, Feed]]:
         counts = TokenCounts.of(TextPlace(model, None, desk.root / "counts"))
         return counts.enough_sequences((text,), 32, 4)
 
-    yield "config.json", lambda: restored("config.json", mutated_json(config, draw), shape)
+    yield "config.json", lambda: restored("config.json", damaged_json_text(config, draw), shape)
     yield (
         "safetensors",
         lambda: restored(
-            "model.safetensors", mutated_bytes(weights, draw, 3000), lambda: Checkpoint(model).shape.size_bytes
+            "model.safetensors", damaged_bytes(weights, draw, 3000), lambda: Checkpoint(model).shape.size_bytes
         ),
     )
     index = {"metadata": {"total_size": 1}, "weight_map": {"lm_head.weight": "model.safetensors"}}
     yield (
         "index.json",
-        lambda: restored("model.safetensors.index.json", mutated_json(index, draw), lambda: Checkpoint(model)),
+        lambda: restored("model.safetensors.index.json", damaged_json_text(index, draw), lambda: Checkpoint(model)),
     )
-    yield "tokenizer.json", lambda: restored("tokenizer.json", mutated_json(tokenizer, draw), count)
+    yield "tokenizer.json", lambda: restored("tokenizer.json", damaged_json_text(tokenizer, draw), count)
     yield (
         "tokenizer_config.json",
-        lambda: restored("tokenizer_config.json", mutated_json(its_config, draw), lambda: load_tokenizer(model)),
+        lambda: restored("tokenizer_config.json", damaged_json_text(its_config, draw), lambda: load_tokenizer(model)),
     )
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
-    yield "modules.json", lambda: restored("modules.json", mutated_json(modules, draw), lambda: read_pooling(model))
+    yield (
+        "modules.json",
+        lambda: restored("modules.json", damaged_json_text(modules, draw), lambda: read_pooling(model)),
+    )
 
 
 def _of_records(desk: Desk, seed: Path) -> Iterator[tuple[str, Feed]]:
@@ -164,7 +170,7 @@ def _of_records(desk: Desk, seed: Path) -> Iterator[tuple[str, Feed]]:
 
     def fed(path: Path, value: Any, use: Callable[[], Any]) -> None:
         path.unlink(missing_ok=True)
-        path.write_bytes(mutated_json(value, draw))
+        path.write_bytes(damaged_json_text(value, draw))
         use()
 
     yield "optkit.json", lambda: fed(out / "optkit.json", record, lambda: read_artifact(out).check())
@@ -180,7 +186,7 @@ def _of_texts(desk: Desk) -> Iterator[tuple[str, Feed]]:
     draw, lines = desk.draw, desk.root / "data.jsonl"
 
     def read() -> None:
-        rows = [mutated_json({"text": "a b c", "id": 5}, draw) for _ in range(5)]
+        rows = [damaged_json_text({"text": "a b c", "id": 5}, draw) for _ in range(5)]
         lines.write_bytes(b"\n".join(rows))
         TextSource(dataset=str(lines)).documents(None)
 
@@ -201,7 +207,7 @@ def _of_binaries(desk: Desk) -> Iterator[tuple[str, Feed]]:
         data, fed = file.read_bytes(), desk.root / "fed.gguf"
         yield (
             "gguf",
-            lambda: (fed.write_bytes(mutated_bytes(data, draw, 4000)), checkpoint_shape(read_gguf(fed)))[0] and None,
+            lambda: (fed.write_bytes(damaged_bytes(data, draw, 4000)), checkpoint_shape(read_gguf(fed)))[0] and None,
         )
     except (ImportError, click.ClickException):
         pass
@@ -214,7 +220,7 @@ def _of_binaries(desk: Desk) -> Iterator[tuple[str, Feed]]:
     port = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["x2"])], "g", [port], [port])
     model, place = onnx.helper.make_model(graph).SerializeToString(), desk.root / "model.onnx"
-    yield "onnx", lambda: (place.write_bytes(mutated_bytes(model, draw)), OnnxFile(place))[0] and None
+    yield "onnx", lambda: (place.write_bytes(damaged_bytes(model, draw)), OnnxFile(place))[0] and None
 
 
 def _json(path: Path) -> Any:

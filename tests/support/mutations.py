@@ -33,10 +33,19 @@ ODD_BYTES = (
     b'"',
     b"\n",
 )
+ODD_WORDS = (
+    "", " ", "\t", "\n", "\0", "\x1b[31m", "-", "--", "=", "<=", "x", "é", "\u2028", "\uff19", "1e999", "nan",
+    "[", "]", "{", "}", ":", "&a", "*a", "!!int ", "|", ">", "#", "%", "9" * 400,
+)  # fmt: skip
+"""What means something to YAML, a terminal or a parser of numbers."""
 
 
-def damaged_bytes(valid: bytes, draw: Random) -> bytes:
-    """Flip, cut, repeat, insert or overwrite bytes in a few places, more often near the beginning."""
+def damaged_bytes(valid: bytes, draw: Random, among: int | None = None) -> bytes:
+    """Flip, cut, repeat, insert or overwrite bytes in a few places, more often near the beginning;
+    `among` the first so many, if given.
+    """
+    if among is not None:
+        return damaged_bytes(valid[:among], draw) + valid[among:]
     data = bytearray(valid)
     for _ in range(draw.choice((1, 1, 2, 8))):
         if not data:
@@ -123,9 +132,17 @@ def damaged_json_text(valid: Any, draw: Random) -> bytes:
 
 
 def damaged_text(valid: str, draw: Random) -> str:
-    """Damage a text by its bytes, or by its lines: dropped, doubled, exchanged, moved in or out."""
-    if draw.random() < 0.4:
+    """Damage a text by its bytes, by odd words in it, or by its lines: dropped, doubled, exchanged,
+    moved in or out.
+    """
+    chance = draw.random()
+    if chance < 0.3:
         return damaged_bytes(valid.encode(), draw).decode("utf-8", "replace")
+    if chance < 0.6:
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            at = draw.randrange(len(valid) + 1)
+            valid = valid[:at] + draw.choice(ODD_WORDS) + valid[at + draw.choice((0, 0, 1, 7)) :]
+        return valid
     lines = valid.splitlines(keepends=True)
     for _ in range(draw.choice((1, 1, 3))):
         at = draw.randrange(len(lines)) if lines else 0
