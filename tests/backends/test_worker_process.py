@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from optkit.backends.process import KEPT_LOGS, LAUNCH, run_worker
 from optkit.errors import StageError
 from optkit.progress import SilentProgress
 from tests.support.fake_library import Heard, environment_at
+from tests.support.waiting import ended, wait_until
 
 REQUEST: dict[str, Any] = {
     "method": "gptq",
@@ -65,16 +65,6 @@ def run(
     return run_worker(
         environment, {**REQUEST, **changes}, progress or Heard(), launch.parent / "toy.log", check, launch
     )
-
-
-def ended(pid: int) -> bool:
-    """Say whether a process is gone, or dead and not yet waited for, within ten seconds."""
-    for _ in range(200):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_progress_and_result_come_through_whatever_the_library_prints(toy: Toy) -> None:
@@ -192,7 +182,7 @@ def test_ctrl_c_ends_the_worker_and_its_children(toy: Toy, tmp_path: Path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         run(toy(SLEEPS), Heard(interrupt), source=str(tmp_path / "pids"))
-    assert all(ended(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert ended(*map(int, (tmp_path / "pids").read_text().split()))
 
 
 def test_logits_that_differ_end_the_worker(toy: Toy, tmp_path: Path) -> None:
@@ -218,10 +208,8 @@ run(Path({str(launch)!r}), source={str(tmp_path / "pids")!r})
 """
     root = Path(__file__).parents[2]
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": f"{root}"})
-    for _ in range(600):
-        if (tmp_path / "pids").exists() and (tmp_path / "pids").read_text():
-            break
-        time.sleep(0.05)
+    pids = tmp_path / "pids"
+    assert wait_until(lambda: pids.exists() and pids.read_text() != "")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert all(ended(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert ended(*map(int, pids.read_text().split()))

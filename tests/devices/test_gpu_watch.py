@@ -191,9 +191,9 @@ def test_nvml_and_events_on_a_real_gpu(tiny_model: Any) -> None:
     session = open_session(tiny_model("llama"), device="cuda")
     tokens = timing.random_tokens(session, 2, 16, 0)
     timing.answer(session, tokens, 8)
+    begin = timing.time.perf_counter()
     by_events = timing.answer(session, tokens, 64)
-    monotonic = timing.time.perf_counter()
-    list(session.stream(tokens, 64))
-    assert by_events.total_s == pytest.approx(timing.time.perf_counter() - monotonic, rel=0.5)
+    around_s = timing.time.perf_counter() - begin
+    assert around_s / 100 < by_events.total_s <= around_s  # in seconds, and within what the clock saw
     found = {metric.name for metric in Throughput(prompts=(8,), new_tokens=4, repeats=2).run(session, EvalContext())}
     assert found == set(Throughput.metrics)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from optkit.errors import OptkitError, ResourceError, SourceError, StageError
 from optkit.onnx import builder
 from optkit.onnx.builder import ARCHITECTURES, Order, build, refuse_architecture
 from optkit.progress import SilentTask
-from tests.backends.test_worker_process import ended
 from tests.conftest import TinyModel
+from tests.support.waiting import ended, wait_until
 
 Toy = Callable[[str], Order]
 
@@ -145,7 +144,7 @@ def test_ctrl_c_ends_it_and_its_children(toy: Toy) -> None:
     order = toy(SLEEPS)
     with pytest.raises(KeyboardInterrupt):
         build(order, Interrupting())
-    assert all(ended(int(pid)) for pid in (order.target / "pids").read_text().split())
+    assert ended(*map(int, (order.target / "pids").read_text().split()))
 
 
 def test_it_ends_with_its_parent(toy: Toy) -> None:
@@ -160,13 +159,10 @@ builder.build(builder.Order(Path({str(order.source)!r}), Path({str(order.target)
     root = Path(__file__).parents[2]
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": f"{root}"})
     pids = order.target / "pids"
-    for _ in range(1200):
-        if pids.exists() and pids.read_text():
-            break
-        time.sleep(0.05)
+    assert wait_until(lambda: pids.exists() and pids.read_text() != "")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert all(ended(int(pid)) for pid in pids.read_text().split())
+    assert ended(*map(int, pids.read_text().split()))
 
 
 def test_a_model_that_the_builder_does_not_know() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import venv
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from optkit.processes.conversation import Child
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.processes.start import foreign_environment
 from optkit.progress import SilentProgress, SilentTask
+from tests.support.waiting import ended
 
 ROOT = Path(__file__).parents[2]
 TALKATIVE = ROOT / "tests" / "support" / "talkative.py"
@@ -68,18 +68,6 @@ def ask(do: str, log: Path | None = None, **order: Any) -> Any:
     with talkative(log=log) as child:
         child.send({"do": do, **order})
         return child.result()
-
-
-def ended(pid: int) -> bool:
-    """Say whether a process is gone, or dead and not yet waited for, within ten seconds."""
-    for _ in range(200):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("value", [None, 0.1, "two\nlines", {"samples": [1 / 3] * 100_000}])
@@ -219,7 +207,7 @@ def test_a_child_that_says_nothing_in_time(tmp_path: Path) -> None:
         child.send({"do": "sleep", "place": str(tmp_path / "place")})
         with pytest.raises(TimeoutError, match=r"^the child said nothing within 2 s$"):
             child.result(progress, timeout_s=2)
-    assert all(ended(int(pid)) for line in progress.lines for pid in line.split())
+    assert ended(*(int(pid) for line in progress.lines for pid in line.split()))
 
 
 @pytest.mark.parametrize(("patience_s", "cleans"), [(10.0, True), (0.0, False)])
@@ -229,7 +217,7 @@ def test_an_interrupt_ends_it_with_its_children(patience_s: float, cleans: bool,
         child.send({"do": "sleep", "place": str(tmp_path / "place")})
         child.result(progress)
     assert len(progress.pids) == 2
-    assert all(map(ended, progress.pids))
+    assert ended(*progress.pids)
     assert (tmp_path / "place").exists() == cleans
 
 
@@ -238,7 +226,7 @@ def test_one_that_does_not_hear_is_ended_too(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), talkative(patience_s=0.1) as child:
         child.send({"do": "sleep", "place": str(tmp_path / "place"), "stubborn": True})
         child.result(progress)
-    assert all(map(ended, progress.pids))
+    assert ended(*progress.pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -259,7 +247,7 @@ with talkative() as child:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.send_signal(number)
-    assert all(map(ended, pids))
+    assert ended(*pids)
 
 
 def test_an_environment_without_optkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

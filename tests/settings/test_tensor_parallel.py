@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from optkit.source.models import ModelSource, model_shape
 from optkit.stage import Setting
 from tests.conftest import TinyModel
 from tests.support.near import near
+from tests.support.waiting import ended
 
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 TWO = TensorParallel(devices=2)
@@ -108,10 +108,8 @@ def test_biases_and_a_cache_of_codes_and_a_process_that_dies(tiny_model: TinyMod
     assert near(split.logits(TOKENS), alone.logits(TOKENS), 1e-4)
     assert split.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
     os.kill(split._ranks._processes[1].pid, signal.SIGKILL)
-    begin = time.monotonic()
     with pytest.raises(StageError, match=r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL"):
         split.logits(TOKENS)
-    assert time.monotonic() - begin < 10
 
 
 @pytest.mark.slow
@@ -188,8 +186,7 @@ def test_the_processes_end_with_their_parent(tiny_model: TinyModel) -> None:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not alive
+    assert ended(*pids)
 
 
 @pytest.mark.slow

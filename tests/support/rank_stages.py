@@ -38,7 +38,7 @@ class Together(Transform):
         if self.how == "killed" and ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how != "sum":
-            time.sleep(60 if self.how == "sleep" else 0)
+            time.sleep(600 if self.how == "sleep" else 0)
             ranks.sums([1.0])
         return Report(changed=int(total), skipped={"a": "b"}, details={"seed": context.seed}, notes=("a note",))
 
