@@ -201,7 +201,8 @@ def _error(directory: Path, devices: int, where: str) -> OptkitError:
     path, first = min(told, key=lambda each: ("where" not in each[1], each[1]["time"]))
     if "where" in first:
         kind = getattr(errors, first["kind"], StageError)
-        rank = "" if len(told) == devices else f", rank {path.stem.removeprefix('rank-')} of {devices}"
+        refused = sum("where" in said for _, said in told)
+        rank = "" if refused == devices else f", rank {path.stem.removeprefix('rank-')} of {devices}"
         made: OptkitError = kind.__new__(kind)
         OptkitError.__init__(
             made, first["what"], where=f"{first['where']}{rank}", why=first["why"], remedy=first["remedy"]

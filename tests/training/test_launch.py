@@ -78,12 +78,13 @@ def test_what_all_refuse_is_refused_as_on_one_device(tmp_path: Path) -> None:
     assert str(error) == "together: no memory. It is full. Buy some."
 
 
-def test_what_one_refuses_names_it_though_others_miss_it_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_one_refuses_names_it_though_others_miss_it_before(tmp_path: Path, devices: int) -> None:
     told(tmp_path, 0, 1.0, "RuntimeError", **BROKEN)
     told(tmp_path, 1, 2.0, "ResourceError", **MEMORY)
-    error = _error(tmp_path, 3, "together")
+    error = _error(tmp_path, devices, "together")
     assert isinstance(error, ResourceError)
-    assert str(error) == "together, rank 1 of 3: no memory. It is full. Buy some."
+    assert str(error) == f"together, rank 1 of {devices}: no memory. It is full. Buy some."
 
 
 def test_a_mistake_of_the_code_names_the_first_rank_and_its_last_lines(tmp_path: Path) -> None:
