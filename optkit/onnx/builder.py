@@ -164,5 +164,5 @@ def _failure(error: ChildError, order: Order) -> OptkitError:
             "memory ran out while the model was exported", where=WHERE, why=how, remedy="Use a machine with more memory"
         )
     if isinstance(error, ChildEndedError):
-        return StageError(f"its process {error.how} and without a result", where=where, why=error.words)
+        return StageError(f"its process {error.how} and without a result", where=where, why=error.last_words)
     return StageError(error.first_words, where=where, why=f"{NAMES[order.exporter]} stopped there")

@@ -26,8 +26,13 @@ class ChildError(Exception):
     Its cause says of memory and disk what the exception over there said: `common.limits` reads it.
     """
 
-    first_words = ""
-    """The exception without its place, e.g. `ValueError: too large`."""
+    words = ""
+    """The exception without its place, e.g. `ValueError: too large`, and further lines of it."""
+
+    @property
+    def first_words(self) -> str:
+        """The first line of it."""
+        return self.words.partition("\n")[0]
 
 
 class ChildEndedError(ChildError):
@@ -37,8 +42,8 @@ class ChildEndedError(ChildError):
         """Take the status that Popen gives, None of a process that is there and silent, and what it
         printed to.
         """
-        self.how, self.words = ending(status), last_words(log)
-        super().__init__(f"{process} {self.how} and without a result. {self.words}")
+        self.how, self.last_words = ending(status), last_words(log)
+        super().__init__(f"{process} {self.how} and without a result. {self.last_words}")
         self.__cause__ = MemoryError() if status == -signal.SIGKILL else None
 
 
@@ -80,7 +85,7 @@ def error_of(said: Mapping[str, Any], process: str) -> OptkitError | ChildError:
         vars(refused).update({"what": said["text"], "where": "", "why": "", "remedy": ""} | said["parts"])
         return refused
     error = ChildError(f"{process} failed with {said['one_line']}")
-    error.first_words = said["first_words"]
+    error.words = said["words"]
     error.__cause__ = _limit(said)
     error.add_note(f"\nIn {process}:\n{said['trace']}")
     return error

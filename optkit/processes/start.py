@@ -36,13 +36,6 @@ def python_command(*arguments: str, python: str | Path = sys.executable) -> list
     return [str(python), "-P", *arguments]
 
 
-def foreign_command(python: str, script: Path, *arguments: str) -> list[str]:
-    """Return the command line of an interpreter of any version, which may lack `-P`: it runs a
-    file, and imports from beside that file.
-    """
-    return [python, str(script.absolute()), *arguments]
-
-
 def python_environment(**changed: str) -> dict[str, str]:
     """Return the variables of a process that runs our Python: our own places to import from, and
     for what it starts `SAFE_PATH`.

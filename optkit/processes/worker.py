@@ -118,11 +118,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}{place}: {what}" if what else f"{type(error).__name__}{place}"
 
 
-def first_words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
     """Return e.g. `ValueError: too large`, of an error without a word the line of code that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     code = f"{last[0].line} ({Path(last[0].filename).name}, line {last[0].lineno})" if last else ""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), code)}"
+    return f"{type(error).__name__}: {str(error).strip() or code}"
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def described(error: BaseException) -> dict[str, Any]:
         "parts": {name: value for name, value in parts.items() if isinstance(value, str)},
         "errno": error.errno if isinstance(error, OSError) else None,
         "one_line": one_line(error),
-        "first_words": first_words(error),
+        "words": words(error),
         "trace": "".join(traceback.format_exception(error)),
         "cause": error.__cause__ and described(error.__cause__),
     }

@@ -8,8 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,21 +21,13 @@ from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.model.formats.base import Format
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
-from optkit.processes.start import (
-    SAFE_PATH,
-    end_group,
-    foreign_command,
-    foreign_environment,
-    python_environment,
-    run,
-    start,
-)
+from optkit.processes.conversation import Child
+from optkit.processes.crashes import ChildEndedError, ChildError, last_lines
+from optkit.processes.start import foreign_environment, python_environment, run
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 WORKERS = Path(__file__).parent / "workers"
-LAST_LINES = 3
-"""Lines of what an engine printed last that a reason repeats."""
 LONGEST_REASON = 400
 """Characters of what an engine said."""
 
@@ -189,43 +179,31 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
 
 
 def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
-    """Run an engine's worker on a request in a session of its own, with `folder` as its working
-    directory, and return how it ended.
+    """Run an engine's worker on a request, with `folder` as its working directory, and return how
+    it ended.
 
-    It ends with this process, however that ends. Of the GPUs it sees the one that the request names
-    alone, or none.
+    Of the GPUs it sees the one that the request names alone, or none.
     """
-    question, answer, printed = (folder / f"{engine.name}.{name}" for name in ("request.json", "answer.json", "log"))
-    device = str(request["device"])
-    question.write_text(json.dumps({**request, "device": device.partition(":")[0]}), encoding="utf-8")
-    started = time.monotonic()
-    with printed.open("wb") as log:
-        process = start(
-            foreign_command(python, WORKERS / "worker.py", engine.worker, str(question), str(answer)),
-            cwd=folder,
-            env=_environment(python, device),
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    device, log = str(request["device"]), folder / f"{engine.name}.log"
+    versions: dict[str, str] = {}
+    said: dict[str, Any] = {}
+    problem, started = "", time.monotonic()
+    with Child(
+        WORKERS / "worker.py", name=engine.name, python=[python], env=_environment(python, device), log=log, cwd=folder
+    ) as child:
+        child.send({**request, "device": device.partition(":")[0], "worker": engine.worker})
         try:
-            status: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(process)
-    seconds = time.monotonic() - started
-    last = _last_lines(printed)
-    if status is None:
-        return Answer(seconds, {}, f"no answer within {timeout_s:g} s{last}")
-    if not answer.is_file():
-        return Answer(seconds, {}, f"{_ending(status)} without an answer{last}")
-    said = json.loads(answer.read_text(encoding="utf-8"))
+            said = child.result(others={"versions": versions.update}, timeout_s=timeout_s)
+        except TimeoutError:
+            problem = f"no answer within {timeout_s:g} s{_printed(log)}"
+        except ChildEndedError as error:
+            problem = f"it {error.how} without an answer{_printed(log)}"
+        except ChildError as error:
+            problem = _reason(error.words)
+    seconds, said = time.monotonic() - started, {"versions": versions, **said} if versions else said
     if missing := tuple(said.get("missing", ())):
         return Answer(seconds, said, _not_installed(engine, python, missing), missing)
-    return Answer(
-        seconds, said, _reason(said.get("refused", "")), not_applicable=_reason(said.get("not_applicable", ""))
-    )
+    return Answer(seconds, said, problem, not_applicable=_reason(said.get("not_applicable", "")))
 
 
 def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
@@ -238,22 +216,13 @@ def _environment(python: str, device: str) -> dict[str, str]:
     """Return our own environment, offline, without GPUs but the one asked for; of Python's paths
     only for our own interpreter.
     """
-    kept = python_environment() if python == sys.executable else foreign_environment()
-    kept.pop(SAFE_PATH, None)  # a worker imports the one for the engine from beside it
     return {
-        **kept,
+        **(python_environment() if python == sys.executable else foreign_environment()),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **only_visible(device),
     }
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"it ended with status {status}"
-    name = signal.Signals(-status).name
-    return f"it was ended by {name}" + (" (perhaps out of memory)" if name == "SIGKILL" else "")
 
 
 def _reason(text: str) -> str:
@@ -269,6 +238,6 @@ def _reason(text: str) -> str:
     return first
 
 
-def _last_lines(path: Path) -> str:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return f"; it printed last: {' / '.join(lines[-LAST_LINES:])}" if lines else ""
+def _printed(log: Path) -> str:
+    lines = last_lines(log)
+    return f"; it printed last: {' / '.join(lines)}" if lines else ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from optkit.errors import ArtifactError
 from optkit.model.carried_state import CarriedState
 from optkit.scorecard import Loading
 from optkit.verification import Check, keep_loading, read_loading
+from tests.support.fake_engine import program, refusal, replaced, spoiled
 
 RECIPE = """\
 name: tiny
@@ -28,17 +27,12 @@ stages:
 evals:
   - footprint
 """
-SPOIL = """\
-import json, sys, numpy
-place = json.load(open(sys.argv[1]))["logits"]
-numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
-"""
 MADE_UP = """\
-import json, sys, numpy
-numpy.full((40, {width}), {value!r}, dtype="float32").tofile(json.load(open(sys.argv[1]))["logits"])
-said = {{"versions": {{"transformers": "0"}}, "device": "cpu", "dtype": "float32"}}
-said |= {{"logits_shape": [40, {width}], "generated": [1]}}
-json.dump(said, open(sys.argv[2], "w"))
+import numpy
+def work(parent):
+    numpy.full((40, {width}), {value!r}, dtype="float32").tofile(parent.order()["logits"])
+    parent.tell("versions", transformers="0")
+    return {{"device": "cpu", "dtype": "float32", "logits_shape": [40, {width}], "generated": [1]}}
 """
 
 
@@ -66,14 +60,6 @@ def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
     out, err = capsys.readouterr()
     assert found == status, out + err
     return out, err
-
-
-def program(directory: Path, text: str) -> Path:
-    """Return a program that stands for an engine's Python; `$3` is the request and `$4` the answer."""
-    path = directory / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def of(engine: str, **facts: object) -> Loading:
@@ -253,9 +239,7 @@ def test_weights_that_are_no_model(
 
 
 def test_an_engine_that_refuses(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    python = program(
-        tmp_path, """printf '{"versions": {"vllm": "9.9"}, "refused": "ValueError: I only read poems"}' > $4"""
-    )
+    python = program(tmp_path, refusal("ValueError: I only read poems", vllm="9.9"))
     out, _ = spoken(
         capsys, "verify", "out", "--engine", "vllm", "--engine-python", f"vllm={python}", "--device", "cpu", status=3
     )
@@ -266,8 +250,7 @@ def test_an_engine_that_refuses(artifact: Path, tmp_path: Path, capsys: pytest.C
 
 def test_an_engine_that_disagrees(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("compressed_tensors")
-    (tmp_path / "spoil.py").write_text(SPOIL)
-    python = program(tmp_path, f'{sys.executable} "$@" && {sys.executable} {tmp_path}/spoil.py $3')
+    python = spoiled(tmp_path)
     words = ["--engine", "transformers", "--engine-python", f"transformers={python}", "--device", "cpu"]
     out, _ = spoken(capsys, "verify", "out", *words, status=3)
     assert "DISAGREES" in out
@@ -284,8 +267,7 @@ def test_an_engine_that_disagrees(artifact: Path, tmp_path: Path, capsys: pytest
 def test_logits_that_are_none(
     width: int, value: str, said: str, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "engine.py").write_text(MADE_UP.format(width=width, value=value))
-    python = program(tmp_path, f"{sys.executable} {tmp_path}/engine.py $3 $4")
+    python = replaced(tmp_path, MADE_UP.format(width=width, value=value))
     words = [
         "--engine",
         "transformers",
@@ -350,9 +332,9 @@ def test_mistakes_of_the_user(
 def test_a_run_can_verify_at_its_end(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    refuses = program(tmp_path, """printf '{"versions": {"transformers": "9.9"}, "refused": "no"}' > $4""")
-    monkeypatch.setenv("OPTKIT_TRANSFORMERS_PYTHON", str(refuses))
-    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", str(refuses))
+    refuses = program(tmp_path, refusal("no", transformers="9.9"))
+    monkeypatch.setenv("OPTKIT_TRANSFORMERS_PYTHON", refuses)
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", refuses)
     words = ["--out", str(tmp_path / "out"), "--store", str(made / "store"), "--device", "cpu", "--quiet"]
     out, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words, "--verify", status=3)
     assert "transformers 9.9   NO" in out

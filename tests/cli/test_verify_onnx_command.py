@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,12 @@ from optkit_cli.main import main
 from optkit.artifact import read_artifact
 from optkit.verification import read_loading
 from optkit.verification.onnx_checks import rounds_inputs
+from tests.support.fake_engine import spoiled
 from tests.support.onnx_changes import change_graph
 from tests.verification.test_checks import published
 
 pytest.importorskip("onnx")
 TinyOnnx = Callable[[str, str], Path]
-SPOIL = """\
-import json, sys, numpy
-place = json.load(open(sys.argv[1]))["logits"]
-numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +74,7 @@ def test_activations_that_are_rounded_are_seen(tiny_onnx: TinyOnnx) -> None:
 
 def test_an_engine_that_disagrees(tiny_onnx: TinyOnnx, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     published(tiny_onnx("llama", "fp32"), tmp_path / "out")
-    (tmp_path / "spoil.py").write_text(SPOIL)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n{sys.executable} "$@" && {sys.executable} {tmp_path}/spoil.py $3\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    python = spoiled(tmp_path)
     out, _ = verified(
         capsys, "--engine", "onnxruntime-genai", "--engine-python", f"onnxruntime-genai={python}", status=3
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from optkit.session import open_session
 from optkit.store.store import Store
 from optkit.verification.workers import worker
 from tests.support.bigram_session import BigramSession
+from tests.support.fake_engine import answer, program, refusal
 
 CELL = {"warmup": 3, "settled": True, "repeats": [[0.5, 0.1, 0.1], [0.5, 0.2, 0.2]]}
 EVAL = Throughput(engine="vllm", batch_sizes=(1, 4), prompts=(8,), new_tokens=3, repeats=2)
@@ -31,26 +31,23 @@ EVAL = Throughput(engine="vllm", batch_sizes=(1, 4), prompts=(8,), new_tokens=3,
 
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Make a shell script vLLM's Python; its arguments are worker.py, MODULE, REQUEST and ANSWER."""
+    """Make a shell script vLLM's Python."""
 
     def make(text: str) -> Path:
-        path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("OPTKIT_VLLM_PYTHON", str(path))
-        return path
+        path = program(tmp_path, text)
+        monkeypatch.setenv("OPTKIT_VLLM_PYTHON", path)
+        return Path(path)
 
     return make
 
 
 def saying(directory: Path, **said: Any) -> str:
-    answer = {"versions": {"vllm": "0.22", "python": "3.12"}, "dtype": "bfloat16", "cells": [CELL, CELL]} | said
-    (directory / "said.json").write_text(json.dumps(answer))
-    return f"cp $3 {directory}/asked.json; cp {directory}/said.json $4"
+    value = {"dtype": "bfloat16", "cells": [CELL, CELL]} | said
+    return f"head -1 > {directory}/asked.json\n{answer({'vllm': '0.22', 'python': '3.12'}, **value)}"
 
 
 def test_what_vllm_measured_is_in_rows_of_its_own(python: Callable[[str], Path], tmp_path: Path) -> None:
-    python(f'echo \'{{"vllm": "0.22", "torch": "2.8"}}\'; {saying(tmp_path)}')
+    python(f'[ "$1" = -c ] && exec echo \'{{"vllm": "0.22", "torch": "2.8"}}\'\n{saying(tmp_path)}')
     context = EvalContext(seed=7)
     metrics = EVAL.run(BigramSession(), context)
     rows = [metric.labels for metric in metrics if metric.name == "decode_tokens_per_s"]
@@ -156,17 +153,16 @@ def test_a_turn_asks_for_its_share(python: Callable[[str], Path], tmp_path: Path
 def test_an_engine_that_dies_is_an_error_with_its_last_lines(python: Callable[[str], Path]) -> None:
     python("for n in 1 2 3 4; do echo line $n; done; kill -9 $$")
     died = (
-        r"it was ended by SIGKILL \(perhaps out of memory\) without an answer; it printed last: line 2 "
-        r"/ line 3 / line 4\. Open it with"
+        r"it was ended by SIGKILL \(the system ends a process so when memory runs out\) without an answer; "
+        r"it printed last: line 2 / line 3 / line 4\. Open it with"
     )
     with pytest.raises(EvalError, match=rf"^throughput with vllm \(.*python\): vLLM did not measure it\. {died}"):
         EVAL.run(BigramSession(), EvalContext())
 
 
 def test_a_refusal_comes_with_what_was_printed_before_it(python: Callable[[str], Path], tmp_path: Path) -> None:
-    (tmp_path / "said").write_text(json.dumps({"versions": {}, "refused": "EngineDeadError: see above"}))
     printed = "echo EngineCore ValueError: no kernel for 3 bits; echo EngineDeadError: dead; echo WARNING force killing"
-    python(f"{printed}; cp {tmp_path}/said $4")
+    python(f"{printed}\n{refusal('EngineDeadError: see above')}")
     with pytest.raises(
         EvalError,
         match=r"EngineDeadError: see above; it printed last: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import signal
@@ -17,7 +18,7 @@ from optkit_cli.failures import failure_of
 
 from optkit.common.limits import is_out_of_memory
 from optkit.errors import ResourceError
-from optkit.processes.conversation import Child
+from optkit.processes.conversation import WORKER, Child
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.processes.start import foreign_environment
 from optkit.progress import SilentProgress, SilentTask
@@ -184,7 +185,7 @@ def test_a_target_that_is_not_there() -> None:
 def test_a_child_that_ends_without_a_word(order: dict[str, Any], how: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ChildEndedError) as caught:
         ask("end", tmp_path / "log", **order)
-    assert (caught.value.how, caught.value.words) == (how, words)
+    assert (caught.value.how, caught.value.last_words) == (how, words)
     assert str(caught.value) == f"the child {how} and without a result. {words}"
     assert is_out_of_memory(caught.value) == ("SIGKILL" in how)
 
@@ -260,6 +261,13 @@ def test_an_environment_without_optkit(tmp_path: Path, monkeypatch: pytest.Monke
             seen = child.result()
         assert not seen["optkit"]
         assert str(ROOT / "optkit" / "processes") not in seen["path"]
+
+
+def test_the_worker_file_imports_the_standard_library_alone() -> None:
+    tree = ast.parse(WORKER.read_text(encoding="utf-8"))
+    names = {each.names[0].name for each in ast.walk(tree) if isinstance(each, ast.Import)}
+    names |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
 def test_a_program_that_is_not_there_leaves_nothing_open() -> None:

