@@ -1,5 +1,6 @@
-"""What the layers of a model take on disk, and how many weights they stand for; of a checkpoint
-counted from the headers of its safetensors.
+"""What the layers of a model take on disk, and how many weights they stand for.
+
+Those of a checkpoint are counted from the headers of its safetensors.
 """
 
 from __future__ import annotations
