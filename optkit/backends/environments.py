@@ -7,8 +7,8 @@
     ROOT/logs/NAME-PID.log    what the library printed in a run that failed, with the id of optkit's process;
                               the newest are kept
 
-A key is made of the requirements, the Python and the installed torch: where one of them changes,
-another environment is built.
+A key is made of the requirements, their lock, the Python and the installed torch: if one of them
+changes, another environment is built.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import IO, Any, Literal
 
 from optkit.backends.installing import install, python_of
 from optkit.backends.libraries import LIBRARIES, Library, find_library
+from optkit.backends.lock import lock_digest
 from optkit.backends.shared_torch import SharedTorch
 from optkit.common.frozen import Frozen, digest
 from optkit.environment import package_version
@@ -228,7 +229,8 @@ def _torch_is_there() -> bool:
 def _key(library: Library, torch: SharedTorch) -> str:
     python = f"{sys.implementation.name} {platform.python_version()} {sys.base_prefix}"
     made_of = asdict(library) | {"variables": {}, "summary": ""}
-    return digest({"library": made_of, "python": python, "torch": [torch.version, str(torch.place)]})[:12]
+    shared = [torch.version, str(torch.place)]
+    return digest({"library": made_of, "lock": lock_digest(library), "python": python, "torch": shared})[:12]
 
 
 def _size_bytes(directory: Path) -> int:

@@ -31,7 +31,9 @@ class Library:
     needed.
     """
     build_packages: tuple[str, ...] = ()
-    """Needed to build `bare` from source."""
+    """Needed to build `sources`."""
+    sources: tuple[str, ...] = ()
+    """Names of packages, of all that the environment needs, that are published as source alone."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the worker."""
 
@@ -47,7 +49,8 @@ LIBRARIES: Mapping[str, Library] = {
             # ask blocks for attributes.
             ("transformers==4.51.3", "accelerate==1.6.0", "safetensors==0.8.0", "numpy==2.2.6", "datasets==5.0.1"),
             bare=("autoawq==0.2.9",),  # asks for triton, which it does without on a CPU
-            build_packages=("setuptools==84.2.1", "wheel"),
+            build_packages=("setuptools==81.0.0", "wheel"),
+            sources=("autoawq",),
         ),
         Library(
             "auto_round",
@@ -60,6 +63,8 @@ LIBRARIES: Mapping[str, Library] = {
             "gptqmodel",
             "GPTQ and AWQ; writes their own formats",
             (*TRANSFORMERS_5, "gptqmodel==7.6.0", "torchao==0.18.0", "optimum==2.3.0", "datasets==5.2.0"),
+            build_packages=("setuptools==81.0.0", "wheel", "cmake>=3.27", "ninja"),
+            sources=("defuser", "device-smi", "gptqmodel", "logbar", "pypcre", "tokenicer"),
             variables={"GPTQMODEL_CPU_WORKERS": "2"},
         ),
         Library(

@@ -9,6 +9,7 @@ is small and installed anew: an environment may well ask for another version of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -39,16 +40,16 @@ class SharedTorch:
         self._distributions = {"torch": torch, **_brought_by(torch)}
 
     @property
-    def constraints(self) -> tuple[str, ...]:
-        """The exact versions that stay as they are, as pip and uv take them."""
-        return tuple(f"{name}=={found.version}" for name, found in self._distributions.items())
+    def shared(self) -> Mapping[str, str]:
+        """Distribution -> version, of torch and what it brings."""
+        return {name: found.version for name, found in self._distributions.items()}
 
     @property
     def needs(self) -> tuple[str, ...]:
         """What torch needs and is not shared, as requirements."""
         return tuple(
             str(need)
-            for need in _needs(self._distributions["torch"])
+            for need in requirements_of(self._distributions["torch"])
             if canonicalize_name(need.name) not in self._distributions
         )
 
@@ -68,7 +69,8 @@ class SharedTorch:
         return True
 
 
-def _needs(distribution: metadata.Distribution) -> list[Requirement]:
+def requirements_of(distribution: metadata.Distribution) -> list[Requirement]:
+    """Return what a distribution asks for here, without its extras."""
     stated = [Requirement(text) for text in distribution.requires or ()]
     return [need for need in stated if need.marker is None or need.marker.evaluate({"extra": ""})]
 
@@ -77,7 +79,7 @@ def _brought_by(torch: metadata.Distribution) -> dict[str, metadata.Distribution
     found: dict[str, metadata.Distribution] = {}
     waiting = [torch]
     while waiting:
-        for need in _needs(waiting.pop()):
+        for need in requirements_of(waiting.pop()):
             name = canonicalize_name(need.name)
             if name.startswith(ONLY_FOR_TORCH) and name not in found:
                 found[name] = metadata.distribution(name)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 import threading
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from optkit.backends import environments, installing
+from optkit.backends import environments, installing, lock
 from optkit.backends.environments import Environments
-from optkit.backends.installing import install
 from optkit.backends.libraries import LIBRARIES, find_library
 from optkit.backends.shared_torch import SharedTorch
 from optkit.errors import MissingPackageError, OptkitError
 from optkit.progress import SilentProgress
-from tests.support.fake_library import TOY, Heard, fake_install, toys
+from tests.support.fake_library import Heard, fake_install, toys
 
 __all__ = ["toys"]
 
@@ -58,6 +56,17 @@ def test_another_torch_asks_for_another_environment(toys: Environments, monkeypa
     assert [each.directory for each in toys.remove("toy", SilentProgress())] == [second.directory, first.directory]
     assert toys.list() == []
     assert not first.directory.exists()
+
+
+def test_another_lock_asks_for_another_environment(
+    toys: Environments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = toys.build("toy", SilentProgress())
+    monkeypatch.setattr(lock, "LOCKS", tmp_path)
+    (tmp_path / "toy.txt").write_text("toy-quantizer==1.0 --hash=sha256:00\n")
+    assert toys.find("toy") is None
+    assert [each.state for each in toys.list()] == ["outdated"]
+    assert toys.build("toy", SilentProgress()).directory != first.directory
 
 
 def test_without_torch_no_environment_is_of_use(toys: Environments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +178,7 @@ def test_every_library_is_pinned_and_brings_no_torch() -> None:
 
 def test_torch_is_linked_and_seen_as_installed(tmp_path: Path) -> None:
     torch = SharedTorch()
-    assert torch.constraints[0] == f"torch=={metadata.version('torch')}"
+    assert torch.shared["torch"] == metadata.version("torch")
     assert any(need.startswith("sympy") for need in torch.needs)
     assert torch.link_into(tmp_path)
     seen = {found.metadata["Name"]: found.version for found in metadata.distributions(path=[str(tmp_path)])}
@@ -200,7 +209,7 @@ def test_of_a_namespace_package_the_second_level_is_linked(tmp_path: Path, monke
     found = {each.metadata["Name"]: each for each in metadata.distributions(path=[str(place)])}
     monkeypatch.setattr(metadata, "distribution", found.__getitem__)
     torch = SharedTorch()
-    assert torch.constraints == ("torch==1", "nvidia-cublas==1")
+    assert torch.shared == {"torch": "1", "nvidia-cublas": "1"}
     assert torch.needs == ("sympy>=1",)
     assert torch.link_into(target)
     links = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink()}
@@ -223,77 +232,3 @@ def test_without_torch_there_is_nothing_to_share(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "distribution", missing)
     with pytest.raises(MissingPackageError, match="the package `torch` is not installed"):
         SharedTorch()
-
-
-class TestInstalling:
-    """The commands, with a shell script in the place of Python and pip."""
-
-    @pytest.fixture
-    def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        ran: list[list[str]] = []
-
-        def run(command: list[str], where: str, what: str) -> str:
-            ran.append([str(word) for word in command])
-            if "venv" in command:
-                Path(command[-1]).mkdir()
-            return f'{{"torch": "{metadata.version("torch")}", "versions": {{"toy": "1.0"}}}}'
-
-        monkeypatch.setattr(installing, "_run", run)
-        monkeypatch.setattr(installing.shutil, "which", lambda name: None)
-        return ran
-
-    def test_with_pip(self, commands: list[list[str]], tmp_path: Path) -> None:
-        assert install(TOY, tmp_path / "env", SharedTorch(), SilentProgress()) == {"toy": "1.0"}
-        python = str(tmp_path / "env" / "bin" / "python")
-        assert commands[0] == [sys.executable, "-P", "-m", "venv", str(tmp_path / "env")]
-        assert commands[1][:6] == [python, "-P", "-m", "pip", "install", "--quiet"]
-        assert commands[1][-1] == "toy-quantizer==1.0"
-        assert (tmp_path / "env" / "constraints.txt").read_text().startswith(f"torch=={metadata.version('torch')}\n")
-        assert len(commands) == 3
-
-    def test_with_uv(self, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(installing.shutil, "which", lambda name: "/bin/uv")
-        install(TOY, tmp_path / "env", SharedTorch(), SilentProgress())
-        assert commands[0][:2] == ["/bin/uv", "venv"]
-        assert commands[1][:4] == ["/bin/uv", "pip", "install", "--quiet"]
-
-    def test_packages_without_their_requirements(self, commands: list[list[str]], tmp_path: Path) -> None:
-        install(LIBRARIES["autoawq"], tmp_path / "env", SharedTorch(), SilentProgress())
-        assert commands[2][-3:] == ["--no-deps", "--no-build-isolation", "autoawq==0.2.9"]
-        assert "autoawq==0.2.9" not in commands[1]
-
-    def test_a_torch_that_cannot_be_shared_is_installed(
-        self, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(SharedTorch, "link_into", lambda torch, packages: False)
-        heard = Heard()
-        install(TOY, tmp_path / "env", SharedTorch(), heard)
-        assert f"torch=={metadata.version('torch').partition('+')[0]}" in commands[1]
-        assert heard.lines[0].startswith(
-            "warning: optkit env build toy: the installed torch does not say which files it has"
-        )
-
-    def test_another_torch_is_refused(
-        self, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(SharedTorch, "constraints", ())
-        torch = SharedTorch()
-        torch.version = "9.9"
-        said = (
-            r"torch .* came with it and 9.9 is installed here. The environment would quantize with another "
-            r"torch. Report the requirement"
-        )
-        with pytest.raises(OptkitError, match=said):
-            install(TOY, tmp_path / "env", torch, SilentProgress())
-
-
-def test_an_error_has_the_installers_last_words() -> None:
-    program = "import sys; sys.stderr.write('a\\nWARNING: w\\nb\\nc\\nERROR: No matching distribution\\n'); sys.exit(1)"
-    said = (
-        r"^here: it failed. python\S* says: b / c / ERROR: No matching distribution. See that the network "
-        r"and the disk are there, and run"
-    )
-    with pytest.raises(OptkitError, match=said):
-        installing._run([sys.executable, "-c", program], "here", "it failed")
-    with pytest.raises(OptkitError, match=r"^here: it failed. /no/such/python: No such file or directory.$"):
-        installing._run(["/no/such/python"], "here", "it failed")

@@ -53,6 +53,12 @@ def test_the_wheel_holds_the_recipes(wheel: set[str]) -> None:
     assert "optkit/_recipes/llama_int4.yaml" in wheel
 
 
+def test_the_wheel_holds_the_locks(wheel: set[str]) -> None:
+    from optkit.backends.libraries import LIBRARIES
+
+    assert {name for name in wheel if "/locks/" in name} == {f"optkit/backends/locks/{each}.txt" for each in LIBRARIES}
+
+
 def test_the_wheel_holds_nothing_else(wheel: set[str]) -> None:
     assert {name.partition("/")[0] for name in wheel} == {
         "optkit",
