@@ -5,17 +5,17 @@ seconds of work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.base import COMPRESSED_TENSORS, LayerFormat
+from optkit.formats.base import LayerFormat
+from optkit.formats.microscaled import BLOCKS, Microscaled
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
-from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_some_experts
 from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
@@ -23,53 +23,8 @@ from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCKS = {"nvfp4": 16, "mxfp4": 32}
-"""Inputs that share a scale."""
 WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 """What rounding holds beside the weights and their codes; it works on a few rows at a time."""
-
-
-@dataclass(frozen=True)
-class Microscaled:
-    """mxfp4-pack-quantized or nvfp4-pack-quantized of compressed-tensors (0.19); see
-    `optkit.algorithms.microscaling`.
-    """
-
-    type: Literal["nvfp4", "mxfp4"]
-    method: ClassVar[str] = COMPRESSED_TENSORS
-
-    @property
-    def label(self) -> str:
-        """Return e.g. `nvfp4, blocks of 16`."""
-        return f"{self.type}, blocks of {BLOCKS[self.type]}"
-
-    def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
-        scales = (outputs, inputs // BLOCKS[self.type])
-        packed = {"weight_packed": TensorInfo("U8", (outputs, inputs // 2))}
-        if self.type == "mxfp4":
-            return {**packed, "weight_scale": TensorInfo("U8", scales)}
-        return {**packed, "weight_scale": TensorInfo("F8_E4M3", scales), "weight_global_scale": TensorInfo("F32", (1,))}
-
-    def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16
-        of compressed-tensors.
-        """
-        weights = {
-            "num_bits": 4,
-            "type": "float",
-            "symmetric": True,
-            "strategy": "group" if self.type == "mxfp4" else "tensor_group",
-            "group_size": BLOCKS[self.type],
-            "scale_dtype": "torch.uint8" if self.type == "mxfp4" else "torch.float8_e4m3fn",
-            "dynamic": False,
-        }
-        return {
-            "weights": weights,
-            "input_activations": None,
-            "output_activations": None,
-            "format": f"{self.type}-pack-quantized",
-        }
 
 
 class Mx(LayerQuantizer):
