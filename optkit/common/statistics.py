@@ -136,7 +136,7 @@ def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: b
 
 
 def binomial_interval(hits: int, trials: int) -> tuple[float, float]:
-    """Return the probabilities that give so many hits, or so few, in 2.5% of cases. After Clopper and Pearson 1934."""
+    """Return the probabilities that give so many hits, or so few, in 2.5% of cases."""
     import numpy
 
     counts = numpy.arange(trials + 1)

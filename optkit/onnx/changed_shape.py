@@ -1,5 +1,5 @@
-"""What `onnx_quantize` and `onnx_optimize` will leave and need, known from the shapes of their
-source; no torch and no onnx is needed.
+"""What `onnx_quantize` and `onnx_optimize` will leave and need, from their source's shapes.
+Neither torch nor onnx is needed.
 
 The source is an ONNX directory (`model.onnx_shape`) or what `onnx` will leave
 (`prediction.exported_shape`): so tensors are told by their names and shapes, and names of nodes are
@@ -43,8 +43,8 @@ class Blocks:
 def rounded_shape(
     shape: ModelShape, form: Blocks, head: Blocks | None, shared: bool, include: Iterable[str], exclude: Iterable[str]
 ) -> ModelShape:
-    """Return the tensors with matrices in blocks; `head` None leaves lm_head as it is, `shared`
-    lets the embedding read its codes.
+    """Return the tensors with matrices in blocks.
+    `head` None leaves lm_head as it is; `shared` lets the embedding read its codes.
     """
     tensors = dict(shape.tensors)
     tied = tied_matrix(shape)
@@ -64,9 +64,7 @@ def rounded_shape(
 def int8_shape(
     shape: ModelShape, per_channel: bool, embeddings: bool, include: Iterable[str], exclude: Iterable[str]
 ) -> ModelShape:
-    """Return the tensors with matrices, and embeddings where asked for, in int8 with their scales
-    and zero points.
-    """
+    """Return the tensors with matrices, and if asked embeddings, in int8 with scales and zeros."""
     tensors = dict(shape.tensors)
     found = matrices(shape, include, exclude, embeddings)
     if tied := tied_matrix(shape):
@@ -84,8 +82,8 @@ def int8_shape(
 
 
 def optimized_shape(shape: ModelShape, folded: bool, float16: bool) -> ModelShape:
-    """Return the tensors after the fusions, which turn the embedding that lm_head reads into a
-    matrix of its own, and the conversion.
+    """Return the tensors after fusions and conversion.
+    The fusions turn the embedding that lm_head reads into a matrix of its own.
     """
     tensors = dict(shape.tensors)
     if folded and (tied := tied_matrix(shape)):
@@ -113,9 +111,7 @@ def whole_bytes(shape: ModelShape, copies: float) -> int:
 def matrices(
     shape: ModelShape, include: Iterable[str], exclude: Iterable[str], embeddings: bool = False
 ) -> dict[str, TensorInfo]:
-    """Return the weights of products of matrices that the patterns choose, by name; with
-    `embeddings` those too.
-    """
+    """Return the chosen weights of matrix products by name; with `embeddings` those too."""
     return {
         name: info
         for name, info in shape.tensors.items()
@@ -127,9 +123,7 @@ def matrices(
 
 
 def tied_matrix(shape: ModelShape) -> str:
-    """Return the name of the one matrix that is both embedding and lm_head; empty where they are
-    two.
-    """
+    """Return the name of the matrix that is both embedding and lm_head; empty if they are two."""
     ends = [
         name for name, each in shape.tensors.items() if _is_matrix(name, each) and (_is_embedding(name) or HEAD in name)
     ]

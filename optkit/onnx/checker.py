@@ -10,15 +10,14 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
 
 RUNTIMES_OWN = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
-"""Operators that ONNX Runtime has in ONNX's own domain, in versions where ONNX has none of that
+"""Operators that ONNX Runtime has in ONNX's own domain, in versions in which ONNX has none of that
 name.
 """
 RUNTIME_DOMAIN = "com.microsoft"
 
 
 def problem_of_graph(model: ModelProto) -> str:
-    """Return what onnx.checker has against a model, in one line; empty where it finds nothing
-    wrong.
+    """Return what onnx.checker has against a model, in one line; empty if nothing.
 
     The graph alone is checked, with weights that lie elsewhere as inputs: the checker refuses data
     files with several hard links, which a user's may have. `model` is left as it is.
@@ -38,9 +37,7 @@ def problem_of_graph(model: ModelProto) -> str:
 
 
 def own_nodes(model: ModelProto) -> int:
-    """Return how many nodes are ONNX Runtime's own and yet in ONNX's domain, so that onnx.checker
-    would refuse them.
-    """
+    """Return how many of ONNX Runtime's own nodes are in ONNX's domain: onnx.checker refuses them."""
     return sum(
         _is_own(node.op_type, node.domain, _opset(model)) for graph in all_graphs(model.graph) for node in graph.node
     )

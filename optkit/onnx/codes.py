@@ -1,6 +1,4 @@
-"""Codes of 4 or 8 bits in bytes, as MatMulNBits (com.microsoft) has them, and those of a graph read
-back.
-"""
+"""Codes of 4 or 8 bits in bytes, as in MatMulNBits (com.microsoft), and those read back."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def _weight_bytes(
 
 
 def _reads_rows(node: Node, index: int, readers: Mapping[str, list[tuple[Node, int]]]) -> bool:
-    """Say whether a node reads single rows of its input, itself or (an embedding that is lm_head's
-    transposed) the nodes behind it.
+    """Say whether a node reads single rows of its input.
+    The nodes behind it may do so for it (an embedding that is lm_head's transposed).
     """
     if node.kind == "Transpose":
         behind = readers.get(node.outputs[0], [])

@@ -19,7 +19,7 @@ from optkit.model.text_config import text_config
 __all__ = ["GENAI_CONFIG", "MODEL", "CacheLayer", "Initializer", "Node", "OnnxDirectory", "OnnxFile", "Port"]
 
 SHARING = frozenset({"GroupQueryAttention"})
-"""Operations that write new keys and values into the memory of the past ones, where both are bound
+"""Operations that write new keys and values into the memory of the past ones, if both are bound
 to it.
 """
 
@@ -40,8 +40,8 @@ class OnnxDirectory:
     """A directory with model.onnx."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises SourceError where the graph or its data is missing, cut off or damaged,
-        MissingPackageError without `onnx`.
+        """Raises SourceError if the graph or its data is missing, cut off or damaged.
+        Raises MissingPackageError without `onnx`.
         """
         self.directory = Path(directory)
         if not self.directory.is_dir():
@@ -51,9 +51,9 @@ class OnnxDirectory:
         model.
         """
         self.config = read_config(self.directory / "config.json") if (self.directory / "config.json").is_file() else {}
-        """The parsed config.json; empty where there is none."""
+        """The parsed config.json; empty if there is none."""
         self.genai_config = read_genai_config(self.directory)
-        """The parsed genai_config.json of ONNX Runtime GenAI; empty where there is none."""
+        """The parsed genai_config.json of ONNX Runtime GenAI; empty if there is none."""
 
     @property
     def path(self) -> Path:
@@ -64,7 +64,7 @@ class OnnxDirectory:
     def cache(self) -> tuple[CacheLayer, ...]:
         """The tensors of the KV cache, in the order of the inputs; empty for a model without.
 
-        Raises SourceError where what is read has nothing that takes its place.
+        Raises SourceError if what is read has nothing that takes its place.
         """
         pasts = [port for name, port in self.graph.inputs.items() if "past" in name and len(port.shape) == 4]
         pairs = [(past, self._present(past)) for past in pasts]
@@ -72,7 +72,7 @@ class OnnxDirectory:
 
     @property
     def vocabulary(self) -> int | None:
-        """Width of the logits; None where neither the graph nor a config says it."""
+        """Width of the logits; None if neither the graph nor a config says it."""
         last = self.graph.outputs["logits"].shape[-1] if "logits" in self.graph.outputs else None
         if isinstance(last, int) and last:
             return last
@@ -81,9 +81,7 @@ class OnnxDirectory:
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence that the model was built for, in tokens; None where neither config says
-        it.
-        """
+        """Longest sequence that the model was built for, in tokens; None if neither config says it."""
         found = positions_of(self.config) or self._genai_model.get("context_length")
         return int(found) if found else None
 

@@ -1,5 +1,5 @@
-"""Which exporter makes the fastest graph of a model that is known to be equal, and which models are
-encoders; no torch is needed.
+"""Which exporter makes the fastest graph known to be equal, and which models are encoders.
+No torch is needed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from optkit.model.task import ENCODING, HEADS, Task, architecture_of, task_of
 from optkit.onnx.builder import ARCHITECTURES
 
 OPSET = 21
-"""Version of ONNX's operators that is written where no other is asked for."""
+"""Version of ONNX's operators that is written by default."""
 OPSETS = {"torch": range(18, 24), "optimum": range(14, 21)}
 """Exporter -> those that it can write and ONNX Runtime reads."""
 
 
 def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:
-    """Return `genai` for the decoders that it knows, whose attention it fuses; `torch` for all
-    other models.
-    """
+    """Return `genai` for decoders whose attention it fuses; `torch` for all other models."""
     return "genai" if architecture_of(config) in ARCHITECTURES else "torch"
 
 

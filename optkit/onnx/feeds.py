@@ -20,8 +20,7 @@ TOKENS = "input_ids"
 
 
 def prompt_feeds(inputs: Mapping[str, Port], tokens: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a graph for whole sequences of tokens, int64 [batch, sequence], that
-    nothing precedes.
+    """Return a graph's inputs for whole sequences, int64 [batch, sequence], that nothing precedes.
 
     Raises SourceError for an input that no language model has.
     """

@@ -1,6 +1,4 @@
-"""What optkit changes in the graph that ONNX Runtime GenAI's builder made, before it is saved
-(onnx_ir).
-"""
+"""What optkit changes in the graph of GenAI's builder before it is saved (onnx_ir)."""
 
 from __future__ import annotations
 
@@ -24,15 +22,13 @@ def drop_idle_zero_points(model: ir.Model) -> None:
 
 
 def embed_by_head(model: ir.Model) -> None:
-    """Let the embedding read the codes of lm_head, which is the same matrix, in place of its own
-    float weights.
-    """
+    """Let the embedding read the codes of lm_head, the same matrix, instead of float weights."""
     nodes = {node.name: node for node in model.graph}
     embedding, head = nodes[EMBEDDING], nodes[HEAD]
     weight, tokens = embedding.inputs
     outputs, inputs = (head.attributes[name].as_int() for name in ("N", "K"))
     bits = head.attributes["bits"].as_int()
-    # A constant in the graph and not an initializer, which would lie outside it, where shape
+    # A constant in the graph and not an initializer, which would lie outside it, and there shape
     # inference cannot see it.
     shape = ir.node(
         "Constant",

@@ -1,5 +1,5 @@
-"""What ONNX Runtime's execution providers and its MatMulNBits operator take; no torch and no onnx
-is needed.
+"""What ONNX Runtime's execution providers and its MatMulNBits operator take.
+Neither torch nor onnx is needed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ class _Scheme:
     form: str
     bits: int
     group_size: int
-    """0 where it is not said: one scale per output channel."""
+    """0 if it is not said: one scale per output channel."""
     rounds_inputs: bool = False
 
 
 def refuse_scheme(shape: ModelShape) -> None:
-    """Raise StageError for a `quantization_config` of layers whose codes MatMulNBits cannot hold,
-    as far as it says.
-    """
+    """Raise StageError for a `quantization_config` whose codes MatMulNBits cannot hold."""
     quantization = shape.config.get("quantization_config") or {}
     for scheme in _schemes(quantization, coded_layers(shape.tensors)):
         if scheme.form not in CODED:
@@ -61,10 +59,10 @@ def refuse_scheme(shape: ModelShape) -> None:
 
 
 def why_not_matmul_nbits(bits: int, group_size: int) -> str:
-    """Return why MatMulNBits cannot hold codes of so many bits in groups of so many inputs; empty
-    where it can.
+    """Return why MatMulNBits cannot hold codes of so many bits in groups of so many inputs.
+    It is empty if it can.
 
-    Groups that are wider or no power of two are told as several of the same scale, where these are
+    Groups that are wider or no power of two are told as several of the same scale, if these are
     not too narrow.
     """
     if bits not in BITS:

@@ -1,6 +1,4 @@
-"""Generate with ONNX Runtime GenAI, the library that reads genai_config.json and drives ONNX
-Runtime itself.
-"""
+"""Generate with ONNX Runtime GenAI, which reads genai_config.json and drives ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ class GenaiModel:
 
     def __init__(self, directory: OnnxDirectory, device: str = "cpu", threads: int | None = None) -> None:
         """Open it on `cpu`, `cuda` or `cuda:1`; `threads`: those within one operation, torch's own
-        number where None.
+        number if None.
 
         Of genai_config.json all is in force but the provider, the threads and the token that ends a
-        text. Raises SourceError where it is missing or GenAI refuses the model, MissingPackageError
-        where GenAI has no build for the device, ResourceError without memory.
+        text. Raises SourceError if it is missing or GenAI refuses the model, MissingPackageError
+        if GenAI has no build for the device, ResourceError without memory.
         """
         self._where, self._device = str(directory.directory), device
         if not directory.genai_config:
@@ -59,8 +57,8 @@ class GenaiModel:
         """What generates, and what it really computes on."""
 
     def stream(self, tokens: NDArray[np.int32], new_tokens: int) -> Iterator[NDArray[np.int64]]:
-        """Read prompts of one length, [batch, prompt], and yield the most likely tokens, [batch],
-        one by one. Raises ResourceError.
+        """Read prompts, [batch, prompt], and yield the most likely tokens, [batch], one by one.
+        Raises ResourceError.
         """
         batch, prompt = tokens.shape
         with self._errors(
@@ -85,8 +83,8 @@ class GenaiModel:
 
 
 def _config(directory: OnnxDirectory, device: str, threads: int) -> dict[str, Any]:
-    """Return genai_config.json without tokens that end a text, so that answers never stop early,
-    and for the device and threads.
+    """Return genai_config.json for the device and threads, without tokens that end a text.
+    So answers never stop early.
     """
     config = deepcopy(directory.genai_config)
     config["model"]["eos_token_id"] = []

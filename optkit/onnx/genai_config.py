@@ -1,6 +1,4 @@
-"""genai_config.json for decoders that torch or optimum exported, with which ONNX Runtime GenAI
-generates too.
-"""
+"""genai_config.json for decoders of torch or optimum, so that ONNX Runtime GenAI runs them too."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ PRESENT = {f"present_{kind}_names": f"present.%d.{kind}" for kind in ("key", "va
 
 
 def write_genai_config(directory: Path) -> str:
-    """Write genai_config.json beside a decoder with a KV cache; return why GenAI does not run such
-    a graph, empty where it does.
+    """Write genai_config.json beside a decoder with a KV cache.
+    Return why GenAI does not run such a graph, empty if it does.
 
     The kind of model is `decoder`, GenAI's for any that takes tokens, a mask and a cache of one
     shape in all layers.

@@ -27,12 +27,11 @@ REMEDY = "give it token ids that transformers' tokenizer made"
 
 
 def agree_on_tokens(directory: Path, text: str, ids: Sequence[int]) -> str:
-    """Return a sentence that says how the tokens of a text differ from transformers' `ids`; empty
-    where they are the same.
+    """Return how the tokens of a text differ from transformers' `ids`; empty if they are the same.
 
     A byte-level tokenizer whose decoder also knows SentencePiece's space (transformers' converter
     from GGUF leaves such) is read wrongly; tokenizer.json is given the byte-level decoder alone
-    where the tokens are the same then.
+    if the tokens are the same then.
     """
     said = genai_tokens(directory, text)
     if said == list(ids):
@@ -56,9 +55,7 @@ def agree_on_tokens(directory: Path, text: str, ids: Sequence[int]) -> str:
 
 
 def genai_tokens(directory: Path, text: str) -> list[int] | None:
-    """Return the tokens of a text by ONNX Runtime GenAI, in a process of its own; None where it
-    cannot.
-    """
+    """Return a text's tokens by ONNX Runtime GenAI, in a child process; None if it cannot."""
     command = python_command("-m", "optkit.onnx.genai_tokenizer", str(directory))
     try:
         done = run(command, text=text.encode(), timeout_s=TIMEOUT_S, env=python_environment())
@@ -71,8 +68,8 @@ def genai_tokens(directory: Path, text: str) -> list[int] | None:
 
 
 def _byte_level_alone(tokenizer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a byte-level tokenizer whose decoder has other steps too with the byte-level one
-    alone, None for any other.
+    """Return a tokenizer with the byte-level decoder alone if it has other steps too.
+    None for any other tokenizer.
     """
     decoder = tokenizer.get("decoder") or {}
     last = (decoder.get("decoders") or [{}])[-1]

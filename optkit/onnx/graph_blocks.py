@@ -25,9 +25,7 @@ NORM = re.compile(r"/model/layers\.(\d+)/(input|final_norm)_layernorm/(Skip)?Lay
 
 
 def block_outputs(model: ModelFile) -> list[tuple[str, ...]]:
-    """Return, for what enters the first block and what leaves each of them, the values of the graph
-    whose sum it is.
-    """
+    """Return, for what enters the first block and leaves each of them, the values whose sum it is."""
     norms = {
         int(found[1]): (node, bool(found[3])) for node in model.proto.graph.node if (found := NORM.match(node.name))
     }
@@ -35,8 +33,7 @@ def block_outputs(model: ModelFile) -> list[tuple[str, ...]]:
 
 
 def crossing_values(model: ModelFile) -> list[list[str]]:
-    """Return, for what enters the first block and what leaves each of them, the values of the graph
-    that cross there.
+    """Return, for what enters the first block and leaves each of them, the values that cross there.
 
     Several cross beside the hidden states: masks, angles, and keys and values that are given out.
     """
@@ -58,8 +55,8 @@ def _block(node: str) -> int:
 
 
 def states(directory: Path, tokens: Tensor, work: Path, device: str, width: int) -> list[Tensor]:
-    """Return what enters the first block of a graph and what leaves each of them, float32 [b, s,
-    width]; an empty list where it cannot be told.
+    """Return what enters the first block of a graph and leaves each of them, float32 [b, s, width].
+    The list is empty if that cannot be told.
 
     `work` is an empty directory on the disk of the graph, which gets the graph with these as
     outputs.

@@ -38,7 +38,7 @@ from optkit.onnx.forms import GROUP_SIZES, head_group_size, unfit, why_not_matmu
 from optkit.progress import SilentProgress
 
 PACKED_TOGETHER = ("q_proj", "k_proj", "v_proj")
-"""Layers that the builder makes one MatMulNBits of where they have the same bits."""
+"""Layers that the builder makes one MatMulNBits of if they have the same bits."""
 
 
 class CodedLinear(nn.Module):
@@ -48,7 +48,7 @@ class CodedLinear(nn.Module):
     """Inputs are grouped in order."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        """Raises ValueError where no group of MatMulNBits divides those of the weight."""
+        """Raises ValueError if no group of MatMulNBits divides those of the weight."""
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
         self.bits, self.bias = weight.bits, bias
@@ -98,12 +98,12 @@ class _Handed:
         return self.layer.integers(device)
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the layer with its codes. Raises StageError where MatMulNBits cannot hold them."""
+        """Return the layer with its codes. Raises StageError if MatMulNBits cannot hold them."""
         return CodedLinear(exact_codes(self.name, self.layer.integers(device)), bias), ""
 
 
 def exact_codes(name: str, weight: PackedWeight | None) -> QuantizedWeight:
-    """Return codes, scales and zero points of a packed weight. Raises StageError where MatMulNBits
+    """Return codes, scales and zero points of a packed weight. Raises StageError if MatMulNBits
     cannot hold them.
     """
     if weight is None:
@@ -121,11 +121,11 @@ def exact_codes(name: str, weight: PackedWeight | None) -> QuantizedWeight:
 
 
 def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model of a checkpoint as the builder reads it; with `head_bits`, lm_head is
-    rounded to so many bits.
+    """Return the model of a checkpoint as the builder reads it.
+    With `head_bits`, lm_head is rounded to so many bits.
 
     Norms are in float32: the builder adds 1 to those of some models, which bfloat16 would round.
-    Raises StageError for layers that MatMulNBits cannot hold, SourceError where weights and model
+    Raises StageError for layers that MatMulNBits cannot hold, SourceError if weights and model
     do not belong together.
     """
     checkpoint = Checkpoint(directory)
@@ -150,9 +150,7 @@ def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool)
 
 @torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> QuantizedWeight:
-    """Return a float weight, [out, in], rounded to nearest on the scales and zero points with the
-    least squared error.
-    """
+    """Return a float weight, [out, in], rounded to nearest with the least squared error."""
     grid = Grid(bits, head_group_size(weight.shape[1], bits), symmetric=False)
     scales, zeros = search_scales(weight.float(), grid)
     return round_to_nearest(weight.float(), scales, zeros, grid)

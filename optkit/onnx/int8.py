@@ -1,5 +1,4 @@
-"""Weights and activations in int8 by onnxruntime's own quantizer, which works on a whole model in
-files of its own.
+"""Weights and activations in int8 by onnxruntime's own quantizer, which works in files.
 
 It gets a copy: it writes beside what it reads, and it refuses data with several hard links. Weights
 get one scale per output channel or per tensor, symmetric (int8); activations one scale and zero
@@ -51,8 +50,8 @@ class Int8Form:
 
 @dataclass
 class Prompts:
-    """Calibration texts as onnxruntime's tool takes them, a sequence at a time, so that it never
-    holds the activations of several.
+    """Calibration texts as onnxruntime's tool takes them, a sequence at a time.
+    So it never holds the activations of several.
     """
 
     inputs: Mapping[str, Any]
@@ -79,8 +78,8 @@ class Prompts:
 
 
 def int8_candidates(model: ModelFile, kinds: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the nodes of the given kinds with a float weight, each with its own name and that of
-    the weight; and the others -> why not.
+    """Return the nodes of the given kinds with a float weight; and the others -> why not.
+    Each has its own name and that of its weight.
     """
     found, refused = {}, {}
     for node in model.proto.graph.node:
@@ -100,8 +99,8 @@ def int8_candidates(model: ModelFile, kinds: Sequence[str]) -> tuple[dict[str, t
 
 
 def settle_weights(model: ModelFile, directory: Path) -> ModelFile:
-    """Write the model into a new directory, every node named and every weight as it is read, none
-    turned on the way; return that.
+    """Write the model into a new directory, every node named and every weight as it is read.
+    None is transposed on the way. Returns the directory.
     """
     directory.mkdir()
     writer = ModelWriter(model, directory)
@@ -111,8 +110,8 @@ def settle_weights(model: ModelFile, directory: Path) -> ModelFile:
 
 
 def quantize_dynamic(model: ModelFile, target: Path, form: Int8Form) -> None:
-    """Leave the model in `target` with int8 weights and activations whose scales are found at each
-    call.
+    """Leave the model in `target` with int8 weights and activations.
+    Scales of activations are found at each call.
     """
     with _tool_errors(model), quiet_tools():
         from onnxruntime.quantization import QuantType, quantize_dynamic

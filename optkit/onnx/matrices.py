@@ -66,8 +66,8 @@ def find_matrices(model: ModelFile) -> Matrices:
 def replace_matrices_(
     model: ModelFile, writer: ModelWriter, matrices: Mapping[str, Matrix], forms: Mapping[str, BlockForm], task: Task
 ) -> None:
-    """Put a MatMulNBits in the place of each MatMul that `forms` names; a weight that several read
-    is quantized once.
+    """Put a MatMulNBits in the place of each MatMul that `forms` names.
+    A weight that several read is quantized once.
     """
     from onnx import helper
 
@@ -91,10 +91,9 @@ def replace_matrices_(
 
 
 def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
-    """Let the embedding that is tied to lm_head read the codes of lm_head, which is quantized
-    already; return the name of its node.
+    """Let the embedding tied to lm_head read the quantized codes of lm_head; return its node.
 
-    Raises StageError where nothing reads the weight of lm_head as an embedding.
+    Raises StageError if nothing reads the weight of lm_head as an embedding.
     """
     from onnx import helper, numpy_helper
 
@@ -130,7 +129,7 @@ def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
 
 
 def fold_transposes_(model: ModelFile, writer: ModelWriter, shared: bool = False) -> None:
-    """Store weights as they are read where nothing but a Transpose reads them: ONNX Runtime would
+    """Store weights as they are read if nothing but a Transpose reads them: ONNX Runtime would
     turn them at every start.
 
     `shared`: those that others read as well, too, which then lie there twice.
@@ -180,7 +179,7 @@ def _matrix(model: ModelFile, node: Any, makers: Mapping[str, Any]) -> Matrix | 
 
 
 def _source(name: str, makers: Mapping[str, Any]) -> str:
-    """Return what a value is the transposed matrix of; itself where it is none."""
+    """Return what a value is the transposed matrix of; itself if it is none."""
     maker = makers.get(name)
     return str(maker.input[0]) if maker is not None and maker.op_type == "Transpose" else name
 

@@ -42,9 +42,7 @@ class ModelFile:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises SourceError where the graph or its data is missing or damaged, MissingPackageError
-        without `onnx`.
-        """
+        """Raises SourceError if the graph or data is missing or damaged; MissingPackageError."""
         self.directory = Path(directory)
         self.files = OnnxFile(self.directory / MODEL).files
         self.replace_graph(read_proto(self.directory / MODEL))
@@ -82,15 +80,13 @@ class ModelFile:
         return np.asarray(self._maps[path][start:stop])
 
     def replace_graph(self, proto: Any) -> None:
-        """Go on with another graph, whose external tensors lie where those of the old one did."""
+        """Go on with another graph, whose external tensors lie as those of the old one did."""
         self.proto = proto
         self.initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
         _name_nodes_(proto.graph)
 
     def fill(self, proto: Any) -> None:
-        """Put the weights into a graph with the same external tensors, for tools that want to see
-        them.
-        """
+        """Put the weights into a graph with the same external tensors, for tools that need them."""
         for tensor in all_tensors(proto.graph):
             if tensor.data_location == EXTERNAL:
                 tensor.raw_data = self.raw(tensor).tobytes()
@@ -120,9 +116,7 @@ class ModelWriter:
         (self.target / DATA).write_bytes(b"")
 
     def add(self, name: str, array: NDArray[Any]) -> str:
-        """Take an array as the initializer `name` and return that; raises ResourceError when the
-        disk is full.
-        """
+        """Take an array as the initializer `name` and return that; ResourceError on a full disk."""
         from onnx import numpy_helper
 
         array = np.ascontiguousarray(array)
@@ -135,8 +129,7 @@ class ModelWriter:
         return name
 
     def finish(self) -> None:
-        """Write the rest of the weights and the graph, without initializers that no node reads any
-        more.
+        """Write the rest of the weights and the graph, without unread initializers.
 
         Raises ResourceError when the disk is full.
         """
@@ -207,9 +200,7 @@ def all_tensors(graph: Any) -> Iterator[Any]:
 
 
 def _name_nodes_(graph: Any) -> None:
-    """Give every node a name of its own, after what it puts out, so that patterns and reports can
-    tell them apart.
-    """
+    """Name every node after what it puts out, so that patterns and reports can tell them apart."""
     taken = Counter(node.name for node in graph.node)
     for node in graph.node:
         if not node.name or taken[node.name] > 1:

@@ -1,6 +1,4 @@
-"""Which nodes of an ONNX graph a stage takes, by patterns on their names or on those of their
-weights.
-"""
+"""Which nodes of an ONNX graph a stage takes, by patterns on their or their weights' names."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ def choose(
     stage: str,
     refused: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return for each node why the glob patterns leave it out, empty where they take it.
+    """Return for each node why the glob patterns leave it out, empty if they take it.
 
     `nodes`: name -> all the names that a pattern may mean; `refused`: other nodes -> why the stage
-    cannot take them. Raises StageError where there are no nodes, and for a pattern that matches
+    cannot take them. Raises StageError if there are no nodes, and for a pattern that matches
     none of them (exclude: none of the others either).
     """
     refuse_nothing(nodes, refused, stage)
@@ -37,7 +35,7 @@ def choose(
 
 
 def refuse_nothing(chosen: Collection[str], skipped: Mapping[str, str], stage: str) -> None:
-    """Raise StageError where no node is left."""
+    """Raise StageError if no node is left."""
     if chosen:
         return
     counts = Counter(skipped.values()).most_common(3)
@@ -50,8 +48,8 @@ def refuse_nothing(chosen: Collection[str], skipped: Mapping[str, str], stage: s
 
 
 def refuse_unmatched(where: str, patterns: Iterable[str], names: Sequence[str], count: int) -> None:
-    """Raise StageError, with a did-you-mean, for a glob pattern that matches none of the names of
-    `count` nodes.
+    """Raise StageError, with a did-you-mean, for a glob pattern that matches nothing.
+    `count` nodes have the names.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

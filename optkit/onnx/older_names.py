@@ -1,5 +1,5 @@
-"""A config of transformers 5 with the attributes that transformers 4 had and ONNX Runtime GenAI's
-builder still looks for.
+"""A config of transformers 5 with the attributes that transformers 4 had.
+ONNX Runtime GenAI's builder still looks for them.
 
 It takes what it does not find for the usual value, in silence: a partial rotary embedding would
 become a whole one.

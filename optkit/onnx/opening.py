@@ -1,6 +1,4 @@
-"""Open an ONNX file with ONNX Runtime on the provider that was asked for, and say in our words what
-went wrong.
-"""
+"""Open an ONNX file with ONNX Runtime on a provider, and explain in our words what went wrong."""
 
 from __future__ import annotations
 
@@ -61,20 +59,20 @@ class Opened:
     providers: tuple[str, ...]
     """In their order; the first is the one that was asked for."""
     nodes: dict[str, int]
-    """How many nodes of the optimised graph each provider computes; empty where ONNX Runtime does
+    """How many nodes of the optimised graph each provider computes; empty if ONNX Runtime does
     not tell.
     """
 
 
 def open_model(model: Path, device: str = "cpu", threads: int | None = None, providers: Sequence[str] = ()) -> Opened:
-    """Open an ONNX file on a device; `providers` are keys of `PROVIDERS` in their order, by default
-    the device's name.
+    """Open an ONNX file on a device.
+    `providers` are keys of `PROVIDERS` in their order, by default the device's name.
 
-    `threads`: those within one operation, torch's own number where None. Nodes that no provider has
-    a kernel for run on the CPU. Raises MissingPackageError where a provider is not installed,
-    ResourceError without memory, SourceError where ONNX Runtime refuses the graph: too new for it,
-    an operation or dtype without a kernel, damage; OptkitError where a provider does not fit the
-    device, and where ONNX Runtime could not start the first one.
+    `threads`: those within one operation, torch's own number if None. Nodes that no provider has
+    a kernel for run on the CPU. Raises MissingPackageError if a provider is not installed,
+    ResourceError without memory, SourceError if ONNX Runtime refuses the graph: too new for it,
+    an operation or dtype without a kernel, damage; OptkitError if a provider does not fit the
+    device, and if ONNX Runtime could not start the first one.
     """
     kind, _, index = device.partition(":")
     wanted = [_provider(name, kind, str(model)) for name in providers or (kind,)]
@@ -149,7 +147,7 @@ def runtime_errors(what: str, where: str, device: str, remedy: str) -> Iterator[
 
 
 def import_runtime(where: str) -> Any:
-    """Return the module `onnxruntime`; raises MissingPackageError where it is not installed."""
+    """Return the module `onnxruntime`; raises MissingPackageError if it is not installed."""
     try:
         import onnxruntime
     except ImportError as error:

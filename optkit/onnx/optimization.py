@@ -23,8 +23,8 @@ RUNTIME_DOMAIN = "com.microsoft"
 
 
 def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
-    """Let ONNX Runtime fold constants and fuse nodes for its CPU provider, leave the graph in the
-    directory `target` and return it.
+    """Let ONNX Runtime fold constants and fuse nodes for its CPU provider.
+    The graph is left in the directory `target` and returned.
 
     Raises what `optkit.onnx.opening.runtime_errors` tells of.
     """
@@ -53,7 +53,7 @@ def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
 
 def convert_opset_(model: ModelFile, opset: int) -> None:
     """Write the graph in another version of ONNX's own operators; those of ONNX Runtime stay.
-    Raises StageError where onnx cannot.
+    Raises StageError if onnx cannot.
     """
     import onnx
 
@@ -83,9 +83,9 @@ def convert_opset_(model: ModelFile, opset: int) -> None:
 
 
 def to_float16_(model: ModelFile, kept_kinds: Sequence[str], kept_nodes: Sequence[str], keep_ends: bool) -> int:
-    """Turn weights and activations into float16 and return how many tensors changed; nodes of
-    `kept_kinds` and `kept_nodes` compute in float32, between casts. `keep_ends`: the inputs and
-    outputs of the graph stay float32.
+    """Turn weights and activations into float16 and return how many tensors changed.
+    Nodes of `kept_kinds` and `kept_nodes` compute in float32, between casts. `keep_ends`: the
+    inputs and outputs of the graph stay float32.
 
     Raises StageError for weights that float16 does not hold; a single number (what masks are filled
     with) becomes its largest.
@@ -118,9 +118,7 @@ def opset_of(model: ModelFile) -> int:
 
 
 def _with_types(model: ModelFile) -> Any:
-    """Return a copy of the graph that names the dtype of every value that onnx or ONNX Runtime can
-    infer.
-    """
+    """Return a copy that names the dtype of every value that onnx or ONNX Runtime can infer."""
     import onnx
 
     try:

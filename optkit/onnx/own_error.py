@@ -27,7 +27,7 @@ class Rounding:
     """How far two ways of computing the same model are apart."""
 
     share: float
-    """The largest difference of a logit, as a share of the largest logit (of 1 where that is
+    """The largest difference of a logit, as a share of the largest logit (of 1 if that is
     smaller).
     """
     how: str
@@ -35,8 +35,8 @@ class Rounding:
 
 
 def own_rounding(model: Any, tokens: Tensor, dtype: str, quantized: bool) -> Rounding:
-    """Return how far the logits of a float32 model with eager attention, for int64 [b, s], are from
-    those of the way that is farthest.
+    """Return how far a float32 model's logits with eager attention are from the farthest way's.
+    They are for int64 [b, s].
 
     The ways: its products in float64; fused attention, if that computes what the model asks for;
     its products in the dtype of a graph of float weights.
@@ -69,8 +69,7 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _products_in_float64(model: nn.Module) -> Iterator[None]:
-    """Let each layer compute in float64 within the block, with one layer's weights in float64 at a
-    time.
+    """Let layers compute in float64 within the block, one layer's weights at a time.
 
     Layers of codes compute as they are; so does what a model casts to float32 itself, such as the
     root mean square of a norm.

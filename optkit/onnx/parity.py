@@ -40,7 +40,7 @@ as coarsely as float16."""
 TIMES_TORCH = 8
 """A model that loses more digits may be so many times as far as torch is from itself on it.
 
-Graphs of five tiny models come to 1.0 to 1.6 times that; to 0.3 to 2.1 times where sharp attention
+Graphs of five tiny models come to 1.0 to 1.6 times that; to 0.3 to 2.1 times if sharp attention
 costs torch 100 to 4,000 times more."""
 COARSEST = {"float32": 2e-2, "float16": 1.6e-1, "bfloat16": 1.6e-1}
 """Dtype of the graph -> the limit that no model gets above: a graph that says something else must
@@ -68,7 +68,7 @@ def comparable(order: Order) -> bool:
 def check_parity(order: Order, text: Tensor, task: Task) -> dict[str, Any]:
     """Return how far the graph that was ordered is from its source. text: int64 [n], tokens.
 
-    Raises StageError where it is too far, with the first block whose output differs.
+    Raises StageError if it is too far, with the first block whose output differs.
     """
     rounds = order.head_bits is not None or not order.float_activations
     reference = Reference(order.source, order.trust_remote_code)
@@ -94,7 +94,7 @@ def check_parity(order: Order, text: Tensor, task: Task) -> dict[str, Any]:
 
 
 def _cases(text: Tensor, positions: int | None, window: int | None) -> list[Tensor]:
-    """Return successive parts of a text (from its start again where it ends), int64 [b, s]."""
+    """Return successive parts of a text (from its start again when it ends), int64 [b, s]."""
     shapes = compared_shapes(positions, window)
     needed = sum(batch * length for batch, length in shapes)
     tokens = text.repeat(-(-needed // len(text)))[:needed]
@@ -103,8 +103,8 @@ def _cases(text: Tensor, positions: int | None, window: int | None) -> list[Tens
 
 
 def _round_head_(reference: Reference, order: Order) -> float | None:
-    """Let the source compute with the lm_head of the graph; return how far that is from its own,
-    None where it was not rounded.
+    """Let the source compute with the lm_head of the graph; return how far that is from its own.
+    None if it was not rounded.
     """
     if order.head_bits is None:
         return None
@@ -115,7 +115,7 @@ def _round_head_(reference: Reference, order: Order) -> float | None:
 
 
 def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, Any]:
-    """Return how far logits are from the wanted ones, for each case. Raises StageError where one is
+    """Return how far logits are from the wanted ones, for each case. Raises StageError if one is
     too far.
     """
     runner = OnnxRunner(directory, order.device)
@@ -135,7 +135,7 @@ def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Seque
 
 
 def _own_limit(order: Order, cases: Sequence[Tensor]) -> tuple[float, str]:
-    """Return the limit of this model, a share of the largest logit, and where it comes from: how
+    """Return the limit of this model, a share of the largest logit, and its origin: how
     far torch is from itself on the cases.
     """
     reference = Reference(order.source, order.trust_remote_code)
@@ -151,8 +151,8 @@ def _own_limit(order: Order, cases: Sequence[Tensor]) -> tuple[float, str]:
 def _computed(
     runner: OnnxRunner, cases: Sequence[Tensor], wanted: Sequence[Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield name, tokens, logits of the graph and those of the source of each case, and of the last
-    one read through the KV cache.
+    """Yield name, tokens, logits of the graph and those of the source of each case.
+    The last one is also read through the KV cache.
     """
     for case, theirs in zip(cases, wanted, strict=True):
         yield f"{len(case)} x {case.shape[1]}", case, _logits(runner, case), theirs
@@ -176,7 +176,7 @@ def _step_by_step(runner: OnnxRunner, tokens: Tensor) -> Tensor:
 
 def _divergence(order: Order, cases: Sequence[Tensor], plain: Sequence[Tensor]) -> float:
     """Return the mean KL divergence from the source to the graph as it stands. Raises StageError
-    where it is too large.
+    if it is too large.
     """
     runner = OnnxRunner(order.target, order.device)
     sums = [

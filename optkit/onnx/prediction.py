@@ -63,9 +63,7 @@ def float32_shape(shape: ModelShape) -> ModelShape:
 
 
 def is_tied(shape: ModelShape) -> bool:
-    """Whether lm_head is the embedding; where config.json does not say, whether there is no other
-    lm_head.
-    """
+    """Whether lm_head is the embedding; if config.json is silent, whether lm_head is missing."""
     said = shape.config.get("tie_word_embeddings")
     return bool(said) if said is not None else not any(name.startswith("lm_head.") for name in shape.tensors)
 
@@ -79,8 +77,8 @@ def exported_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def compared_shapes(positions: int | None, window: int | None) -> list[tuple[int, int]]:
-    """Return batch and length of the sequences on which graph and source are compared; the last one
-    is the longest.
+    """Return batch and length of the sequences on which graph and source are compared.
+    The last one is the longest.
     """
     long = min(window + BEYOND_WINDOW, LONGEST) if window and window < LONGEST else LONG
     return [(batch, min(length, positions or length)) for batch, length in (*COMPARED, (1, max(long, LONG)))]
@@ -89,7 +87,7 @@ def compared_shapes(positions: int | None, window: int | None) -> list[tuple[int
 def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -> int:
     """Return the peak of memory while graph and source are compared.
 
-    The logits of all sequences are kept of the source, twice where the graph `rounds`; the graph's
+    The logits of all sequences are kept of the source, twice if the graph `rounds`; the graph's
     of the longest one, and what its difference is made of, come beside them.
     """
     config: Mapping[str, Any] = text_config(shape.config)

@@ -20,11 +20,10 @@ LENGTH = 8
 
 
 def run_it(directory: Path, stage: str) -> NDArray[Any] | None:
-    """Open the model of a directory on the CPU and return its first output for a few tokens; None
-    for a graph without token ids.
+    """Open a directory's model on the CPU and return its first output; None without token ids.
 
-    Raises SourceError where ONNX Runtime refuses it (no kernel for what it computes), StageError
-    where onnx.checker does or where it gives NaN or Inf.
+    Raises SourceError if ONNX Runtime refuses it (no kernel for what it computes), StageError
+    if onnx.checker does or if it gives NaN or Inf.
     """
     path = directory / MODEL
     if problem := problem_of_graph(read_proto(path)):

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_tools() -> Iterator[None]:
-    """Let nothing below a critical error through, and leave the loggers of the process as they
-    were.
-    """
+    """Let only critical errors through, and restore the loggers of the process."""
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -43,7 +43,7 @@ class Reference:
         self.vocabulary: int = config.vocab_size
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.window: int | None = getattr(config, "sliding_window", None)
-        """Tokens that a sliding window attends to, None where there is none."""
+        """Tokens that a sliding window attends to, None if there is none."""
 
     @property
     def head(self) -> Tensor:
@@ -52,8 +52,8 @@ class Reference:
         return weight
 
     def take_head_(self, weight: Tensor, embedding_too: bool) -> None:
-        """Compute with another lm_head, float32 [vocabulary, hidden], and with the same matrix as
-        embedding where asked to.
+        """Compute with another lm_head, float32 [vocabulary, hidden].
+        If asked to, with the same matrix as embedding.
         """
         old: nn.Linear = self._model.get_output_embeddings()
         new = nn.Linear(weight.shape[1], weight.shape[0], bias=old.bias is not None, device="meta")

@@ -4,7 +4,7 @@ stays where it is.
     prompt   input_ids [b, s]  attention_mask [b, s]       past [b, h, length, d] (empty)  -> logits [b, s, v], present
     step     input_ids [b, 1]  attention_mask [b, s + 1]   past                            -> logits [b, 1, v], present
 
-Where the operation behind a cache can (GroupQueryAttention), past and present are one buffer of
+If the operation behind a cache can (GroupQueryAttention), past and present are one buffer of
 full length; elsewhere each step leaves a longer copy, which the next one reads.
 """
 
@@ -38,7 +38,7 @@ SEEN_WHOLE = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
 chosen for all of them.
 """
 TOKENS_AT_ONCE = 512
-"""Tokens of a sequence that are computed together where the KV cache can carry those before; memory
+"""Tokens of a sequence that are computed together if the KV cache can carry those before; memory
 for attention scores stays small.
 """
 TOKENS_IN_ALL = 4096
@@ -57,8 +57,8 @@ class OnnxRunner:
         threads: int | None = None,
         providers: Sequence[str] = (),
     ) -> None:
-        """Open it on `cpu`, `cuda` or `cuda:1`; see `optkit.onnx.opening.open_model` for the other
-        arguments and what is raised.
+        """Open it on `cpu`, `cuda` or `cuda:1`.
+        See `optkit.onnx.opening.open_model` for the other arguments and what is raised.
         """
         self.directory = directory if isinstance(directory, OnnxDirectory) else OnnxDirectory(directory)
         self.device = device
@@ -90,7 +90,7 @@ class OnnxRunner:
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [b, s] -> float32 [b, s, v], on the device of the runner.
 
-        A long sequence is computed in parts of `TOKENS_AT_ONCE` through the KV cache, where the
+        A long sequence is computed in parts of `TOKENS_AT_ONCE` through the KV cache, if the
         graph has one. Raises ResourceError.
         """
         batch, sequence = tokens.shape
@@ -123,9 +123,7 @@ class OnnxRunner:
         return found
 
     def compute_with(self, session: Any) -> None:
-        """Compute with another session of ONNX Runtime that was opened on the same graph from now
-        on.
-        """
+        """From now on compute with another session of ONNX Runtime, opened on the same graph."""
         self._opened = replace(self.opened, session=session)
 
     def close(self) -> None:
@@ -225,8 +223,8 @@ class Decoding:
         return self.logits
 
     def read(self, tokens: Tensor, into: Tensor | None = None) -> None:
-        """Read prompts, int64 [b, s]; keep the logits of their last tokens, and leave all of them
-        in `into`, float32 [b, s, v].
+        """Read prompts, int64 [b, s], and keep the logits of their last tokens.
+        All logits are left in `into`, float32 [b, s, v].
         """
         narrow = self._step_logits.dtype
         last = torch.empty_like(self._step_logits[:, 0])
@@ -245,8 +243,8 @@ class Decoding:
         self.logits = _copied(last)
 
     def _parts(self, batch: int, sequence: int) -> list[tuple[slice, slice]]:
-        """Return rows and columns of the tokens that are computed together, so that memory stays
-        bounded where the sequences are long.
+        """Return rows and columns of the tokens that are computed together.
+        So memory stays bounded even if the sequences are long.
 
         GroupQueryAttention reads on from a cache for one sequence at a time, which it can in the
         rows of its buffer.
@@ -262,8 +260,8 @@ class Decoding:
         return [(slice(row, row + 1), each) for row in range(batch) for each in columns]
 
     def _run(self, tokens: Tensor, logits: Tensor, rows: slice, start: int) -> None:
-        """Compute tokens that `start` others precede, int64 [b, s], and leave their logits in
-        `logits`, [b, s, v].
+        """Compute tokens that `start` others precede, int64 [b, s].
+        Their logits are left in `logits`, [b, s, v].
         """
         batch, sequence = tokens.shape
         total = start + sequence
@@ -301,7 +299,7 @@ class Decoding:
         bind(name, kind, index, NUMBERS[value.dtype], list(value.shape), value.data_ptr())
 
     def _bind_buffers(self, rows: slice) -> None:
-        """Bind the rows of the buffers, where others were bound before."""
+        """Bind the rows of the buffers, if others were bound before."""
         if rows == self._bound:
             return
         for layer, buffer in self._buffers.items():
@@ -336,7 +334,7 @@ class Decoding:
 
 
 def _copied(logits: Tensor) -> Tensor:
-    """Return a copy in float32. On a CPU NumPy makes it: torch's threads would go on spinning where
+    """Return a copy in float32. On a CPU NumPy makes it: torch's threads would go on spinning if
     ONNX Runtime's have to compute.
     """
     if logits.device.type != "cpu" or logits.dtype == torch.bfloat16:

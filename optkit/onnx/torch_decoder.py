@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self._counts = "position_ids" in signature(model.forward).parameters
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, past: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Return logits, and the KV cache behind the tokens where there is one."""
+        """Return logits, and the KV cache behind the tokens if there is one."""
         options: dict[str, Any] = {}
         if self._counts:
             options["position_ids"] = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
@@ -126,9 +126,7 @@ class _EveryExpert(Experts):
     """
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """float [tokens, hidden], int64 [tokens, top_k], float [tokens, top_k] -> float [tokens,
-        hidden].
-        """
+        """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
         return _in_turn(hidden, chosen, weights, (expert for expert in self))
 
 
@@ -150,8 +148,8 @@ def _in_turn(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: Iterator[
 
 
 def _joined_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute experts that transformers holds in 3-D parameters, [experts, out, in] or transposed;
-    see `transformers.integrations.moe`.
+    """Compute experts that transformers holds in 3-D parameters, [experts, out, in] or transposed.
+    See `transformers.integrations.moe`.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
 

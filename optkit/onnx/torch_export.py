@@ -1,7 +1,7 @@
 """Encoders (BERT and its kin) as ONNX, by torch.onnx.export: any batch, any length, padding masked;
 proven equal to the source.
 
-Inputs are input_ids, attention_mask and, where the model tells sentences apart, token_type_ids,
+Inputs are input_ids, attention_mask and, if the model tells sentences apart, token_type_ids,
 int64 [batch, sequence]. Nodes and weights carry the names of the modules that they come from, so
 that patterns can mean them: `/encoder/layer.0/attention/self/query/MatMul`.
 """
@@ -54,8 +54,8 @@ class Named(nn.Module):
 
 
 def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Fill `target` with the encoder of a float checkpoint as ONNX in float32, with its other
-    files, and return what a report says of it.
+    """Fill `target` with the encoder of a float checkpoint as ONNX in float32, and its other files.
+    Return what a report says of it.
 
     Raises StageError for a model that is no encoder, one that torch cannot trace, and a graph that
     says something else than its source; SourceError for a checkpoint that does not fit its
@@ -139,10 +139,9 @@ def _feeds(named: Named, batch: int, length: int) -> tuple[Tensor, ...]:
 
 
 def _compare(named: Named, target: Path, positions: int | None) -> dict[str, float]:
-    """Return the least cosine and the largest difference between the outputs of both, where the
-    mask is 1.
+    """Return the least cosine and the largest difference of both outputs, for mask 1.
 
-    Raises StageError where the difference is over the limit.
+    Raises StageError if the difference is over the limit.
     """
     session = open_model(target / MODEL).session
     cosine, difference = 1.0, 0.0

@@ -1,5 +1,5 @@
-"""torch.onnx.export with its errors as ours, and a graph whose nodes and weights are named after
-the modules that they come from.
+"""torch.onnx.export with its errors as ours, and a graph with readable names.
+Nodes and weights are named after the modules that they come from.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def trace(
     target: Path,
     opset: int = OPSET,
 ) -> None:
-    """Write the graph of a module, whose attribute `model` is the model itself, and its weights
-    into a directory.
+    """Write the graph of a module and its weights into a directory.
+    Its attribute `model` is the model itself.
 
     `feeds` are its arguments, `shapes` says which of their axes vary (`dynamic_shapes` of
     torch.onnx.export), `names` what inputs and outputs are called. Raises StageError with the line
@@ -96,8 +96,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the line of the model's own code where an error was raised, as `modeling_x.py, line
-    12: if tokens.sum() > 0:`.
+    """Return the line of the model's own code that raised an error.
+    For example `modeling_x.py, line 12: if tokens.sum() > 0:`.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(frame.filename)]
     if not frames:
@@ -113,8 +113,8 @@ def _is_of_a_library(file: str) -> bool:
 
 
 def name_by_modules_(graph: ModelFile) -> None:
-    """Name nodes and weights after the modules that they come from, and drop what torch noted of
-    its own files and lines.
+    """Name nodes and weights after the modules that they come from.
+    What torch noted of its own files and lines is dropped.
 
     A node is then `/model/layers.0/self_attn/q_proj/MatMul` and its weight
     `model.layers.0.self_attn.q_proj.weight`.
@@ -155,7 +155,7 @@ def _rename_(graph: ModelFile, new: Mapping[str, str]) -> None:
 
 def _module_of(node: Any) -> str:
     """Return the path of the module that a node comes from: `encoder/layer.0/attention/self/query`;
-    empty where torch does not say.
+    empty if torch does not say.
     """
     noted = next((each.value for each in node.metadata_props if each.key == "pkg.torch.onnx.name_scopes"), "[]")
     scopes = [scope for scope in ast.literal_eval(noted)[:-1] if scope]
