@@ -1,5 +1,5 @@
-"""How near an engine's logits are to those of optkit's own session, and what is near enough for the
-dtype that it computes in.
+"""How near an engine's logits are to those of optkit's own session.
+What is near enough depends on the dtype that it computes in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ten times what rounding alone makes of SmolLM2-135M in bfloat16 (vLLM against op
 0.0019), and less in the square of the precision for the others; one of its 210 layers with its
 outputs in a wrong order makes 0.26 or more."""
 ROUNDED_ACTIVATIONS = 0.1
-"""Largest mean KL in nats where the inputs of layers are rounded to 8 or fewer bits, in any dtype.
+"""Largest mean KL in nats if the inputs of layers are rounded to 8 or fewer bits, in any dtype.
 
 There a difference in the last place moves a few codes, these move more in the next layer, and after
 some layers two sound engines differ by as much as the rounding itself does. Of SmolLM2-135M with
@@ -59,7 +59,7 @@ class Reference:
 
     @property
     def prompt(self) -> int:
-        """How many of the tokens are read at once where the others are fed one at a time."""
+        """How many of the tokens are read at once if the others are fed one at a time."""
         return len(self.tokens) - min(len(self.generated), len(self.tokens) - 1)
 
 
@@ -77,10 +77,10 @@ class Agreement:
 
 
 def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int) -> Reference:
-    """Return what a session makes of the first `tokens` tokens of the fixed text, repeated where it
-    is too short, and what it goes on with.
+    """Return what a session makes of the fixed text's first `tokens` tokens, and its continuation.
+    The text is repeated if it is too short.
 
-    Raises OptkitError where the tokenizer makes fewer than two tokens of it, or the model has too
+    Raises OptkitError if the tokenizer makes fewer than two tokens of it, or the model has too
     few positions.
     """
     room = min(tokens, session.positions - new_tokens)
@@ -124,8 +124,8 @@ def compare_logits(ours: Tensor, theirs: Tensor) -> Agreement:
 
 
 def compare_likeliest(ours: Tensor, likeliest: Sequence[Sequence[tuple[int, float]]]) -> Agreement:
-    """Compare float32 [tokens, vocabulary] with the log-probabilities that an engine gives for its
-    likeliest tokens after each token.
+    """Compare float32 [tokens, vocabulary] with log-probabilities of an engine.
+    It gives them for its likeliest tokens after each token.
 
     The divergence is that of these tokens and one class of all others: exact for these, and never
     above that of all tokens.
@@ -146,17 +146,15 @@ def compare_likeliest(ours: Tensor, likeliest: Sequence[Sequence[tuple[int, floa
 
 
 def tolerance(*dtypes: str, rounded_activations: bool) -> float:
-    """Return the largest mean KL that the least precise of the dtypes explains, or the rounding of
-    activations.
-    """
+    """Return the largest mean KL that the least precise dtype or rounded activations explain."""
     if rounded_activations:
         return ROUNDED_ACTIVATIONS
     return max(TOLERANCES.get(dtype, TOLERANCES["bfloat16"]) for dtype in dtypes)
 
 
 def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) -> dict[str, Any]:
-    """Return the fields of a loading line: how near an engine came, also in decode steps where it
-    took some, and whether that is enough.
+    """Return the fields of a loading line: how near an engine came, also in decode steps if it took
+    some, and whether that is enough.
     """
     seen = [each for each in (near, stepped) if each]
     if not all(math.isfinite(each.mean_kl) and math.isfinite(each.max_logit_difference) for each in seen):

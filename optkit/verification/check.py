@@ -19,7 +19,7 @@ class Check(Frozen):
 
 
 def check_of(name: str, problems: list[str], detail: str) -> Check:
-    """Return a check that holds where there are no problems; `detail` is what was checked."""
+    """Return a check that holds if there are no problems; `detail` is what was checked."""
     return Check(name=name, ok=not problems, detail=some(problems) if problems else detail)
 
 

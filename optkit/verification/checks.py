@@ -18,10 +18,10 @@ VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece
 
 
 def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
-    """Check the files of an artifact; all but the digests believe config.json and the headers of
-    the weights, not optkit.json.
+    """Check the files of an artifact.
+    All but the digests believe config.json and the headers of the weights, not optkit.json.
 
-    Where the weights cannot be read, what stands on them is not checked. Raises MissingPackageError
+    If the weights cannot be read, what stands on them is not checked. Raises MissingPackageError
     for ONNX without the package `onnx`.
     """
     return (_digests(artifact), *model_files(format_of(artifact), artifact.directory).checks(), _tokenizer(artifact))

@@ -1,6 +1,4 @@
-"""What optkit's own session makes of a few texts if the model is an encoder, and how near an engine
-comes to it.
-"""
+"""What optkit makes of a few texts with an encoder, and how near an engine comes to it."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 the engine or optkit computes in.
 """
 ROUNDED_ACTIVATIONS = 1e-2
-"""The same where the inputs of layers are rounded to 8 bits: there a difference in the last place
+"""The same if the inputs of layers are rounded to 8 bits: there a difference in the last place
 grows from layer to layer.
 """
 
@@ -47,9 +45,7 @@ class EncoderReference:
 
 
 def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderReference:
-    """Return what a session makes of the sentences of the fixed text, padded to the longest of
-    them.
-    """
+    """Return what a session makes of the fixed text's sentences, padded to the longest."""
     texts = [sentence.strip() for sentence in re.split(r"(?<=[.;])\s", agreement.TEXT) if sentence.strip()]
     tokens, mask = session.tokenize(texts)
     pooling = pooling_for(session.directory, task)
@@ -57,7 +53,7 @@ def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderR
 
 
 def asked_of(reference: EncoderReference, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a worker is told beside where the model is."""
+    """Return what a worker is told beside the model's place."""
     return {
         "tokens": reference.tokens.tolist(),
         "mask": reference.mask.tolist(),
@@ -90,7 +86,7 @@ def _compare_embeddings(
     limit = ROUNDED_ACTIVATIONS if rounded else max(TOLERANCES.get(each, TOLERANCES["bfloat16"]) for each in dtypes)
     fields: dict[str, Any] = {
         "compared": f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens; agrees "
-        "where each cosine is within"
+        "if each cosine is within"
         f" {limit:g} of 1 ({because(dtypes, rounded)})"
     }
     if not found.isfinite().all():

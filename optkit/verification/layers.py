@@ -45,9 +45,7 @@ def linear_layers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
 
 
 def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
-    """Return a sentence for each thing that does not agree; raises ValueError for a format whose
-    layout is not known.
-    """
+    """Return a sentence per disagreement; raises ValueError for a format of unknown layout."""
     scheme_of = scheme_of_layers(checkpoint.quantization)
     stored = TensorBytes(checkpoint)
     problems: list[str] = []
@@ -69,8 +67,8 @@ def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
 
 
 def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None) -> list[str]:
-    """A `kv_cache_scheme` has one scale for the keys and one for the values of each attention;
-    without it there are none.
+    """A `kv_cache_scheme` has one scale for the keys and one for the values of each attention.
+    Without it there are none.
     """
     found = [name for name in checkpoint.tensors if name.endswith((f".{KEYS}", f".{VALUES}"))]
     if not scheme:

@@ -34,7 +34,7 @@ ALIGNMENT = 1 << 16
 system has.
 """
 PLAIN_WORDS = re.compile(r"Unsupported model IR version.*|Current official support for .*")
-"""What onnxruntime says of a version, without where in its source it says it."""
+"""What onnxruntime says of a version, without the place in its source."""
 
 
 class OnnxFiles(ModelFiles):
@@ -52,7 +52,7 @@ class OnnxFiles(ModelFiles):
 
 
 def check_onnx(directory: Path) -> tuple[Check, ...]:
-    """Check an ONNX directory; where its files are not whole, what stands on them is not checked.
+    """Check an ONNX directory; if its files are not whole, what stands on them is not checked.
 
     Raises MissingPackageError without the package `onnx`.
     """
@@ -78,8 +78,8 @@ def check_onnx(directory: Path) -> tuple[Check, ...]:
 
 
 def rounds_inputs(graph: OnnxFile) -> bool:
-    """Say whether operations round their inputs to 8 bits, in the graph or, where it allows that,
-    inside MatMulNBits.
+    """Say whether operations round their inputs to 8 bits.
+    They do so in the graph or, if it allows that, inside MatMulNBits.
     """
     return any(node.kind in ROUNDING or node.attributes.get("accuracy_level") == INSIDE for node in graph.nodes)
 
@@ -131,9 +131,7 @@ def _check_versions(found: OnnxDirectory) -> Check:
 
 
 def _refusal(ir_version: int, opset: int) -> str:
-    """Return what the installed onnxruntime says against a model of these versions with a single
-    node; empty where it opens it.
-    """
+    """Return what onnxruntime says against a one-node model of these versions; else empty."""
     import onnxruntime
     from onnx import TensorProto, helper
 

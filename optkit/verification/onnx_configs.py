@@ -15,7 +15,7 @@ ATTENTION = "GroupQueryAttention"
 CACHE_NAMES = ("past_key_names", "past_value_names", "present_key_names", "present_value_names")
 """Fields of genai_config.json that hold a pattern with %d in place of the layer."""
 OPTIONAL = ("attention_mask", "position_ids")
-"""Inputs that GenAI fills in where the graph has them, named by genai_config.json or not."""
+"""Inputs that GenAI fills in if the graph has them, named by genai_config.json or not."""
 ROTARY_TABLE = 7
 """Which input of that attention is its table of cosines, [positions, half of a head]."""
 
@@ -109,15 +109,13 @@ def _wrong_lengths(found: OnnxDirectory, model: Mapping[str, Any]) -> Iterator[s
 
 
 def _mapping(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object below a key; empty where there is none, or something else."""
+    """Return the object below a key; empty if there is none, or something else."""
     found = value.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def _size(ports: list[Port], axis: int) -> int | None:
-    """Return the size that all of the ports have there; None where there are none, or some say
-    nothing or something else.
-    """
+    """Return the size that all ports have there; None if there are none or they disagree."""
     sizes = {port.shape[axis] for port in ports}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if isinstance(size, int) else None

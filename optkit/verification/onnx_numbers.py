@@ -1,6 +1,4 @@
-"""Whether every float number in the initializers of an ONNX model is finite, read in pieces,
-without holding a weight.
-"""
+"""Whether every float in the initializers of an ONNX model is finite, read in pieces."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ and 4 bits have no infinities.
 
 
 def problems_of_numbers(model: ModelProto, directory: Path) -> tuple[int, int, list[str]]:
-    """Return how many tensors and float numbers were looked at, and a sentence for each tensor with
-    numbers that are none.
+    """Return how many tensors and float numbers were looked at.
+    A sentence goes with each tensor with numbers that are none.
 
     Infinities beside zeros alone are a mask, and no problem.
     """
@@ -69,9 +67,7 @@ def problems_of_numbers(model: ModelProto, directory: Path) -> tuple[int, int, l
 
 
 def _pieces(tensor: TensorProto, bits: FloatBits, directory: Path) -> Iterator[NDArray[Any]]:
-    """Yield the numbers of a tensor as unsigned integers, [numbers], at most `PIECE_BYTES` at a
-    time.
-    """
+    """Yield a tensor's numbers as unsigned integers, [numbers], `PIECE_BYTES` at most at a time."""
     import numpy as np
     from onnx import numpy_helper
 

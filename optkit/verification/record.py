@@ -27,17 +27,17 @@ class Verification(Frozen):
     schema_version: Literal[1] = Field(default=1, alias="schema")
     artifact_key: str
     files: str = ""
-    """Digest of the SHA-256 of every file; empty where an optkit wrote it that did not look at
+    """Digest of the SHA-256 of every file; empty if an optkit wrote it that did not look at
     them.
     """
     loading: tuple[Loading, ...]
 
 
 def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
-    """Return what engines made of this artifact; nothing where it was not verified, or another
-    artifact was.
+    """Return what engines made of this artifact.
+    Nothing if it was not verified, or another artifact was.
 
-    Raises ArtifactError where verification.json is damaged.
+    Raises ArtifactError if verification.json is damaged.
     """
     path = artifact.directory / VERIFICATION_JSON
     if not path.is_file():
@@ -51,8 +51,7 @@ def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
 
 
 def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:
-    """Store results beside those of other engines and other versions of them, and return all that
-    the artifact has now.
+    """Store results beside those of other engines and versions, and return all of the artifact's.
 
     A result takes the place of one of the same versions; that an engine could not be asked is kept
     only while nothing is known of it.

@@ -1,5 +1,5 @@
-"""The bytes of tensors straight from safetensors files, without torch
-(https://github.com/huggingface/safetensors#format).
+"""The bytes of tensors straight from safetensors files, without torch.
+Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations

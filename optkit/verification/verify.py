@@ -69,11 +69,11 @@ def verify_artifact(
     trust_remote_code: bool = False,
     progress: Progress,
 ) -> Verified:
-    """Check the files; where they are whole, open the artifact in each engine and compare.
+    """Check the files; if they are whole, open the artifact in each engine and compare.
 
     optkit opens it without its settings: other programs know nothing of them, and a quantized KV
     cache changes the logits. `pythons`: engine -> interpreter. Raises UsageError for an interpreter
-    that is not there, MissingPackageError where optkit itself cannot open the artifact for want of
+    that is not there, MissingPackageError if optkit itself cannot open the artifact for want of
     a package, ResourceError without memory.
     """
     interpreters = {engine: interpreter(engine, pythons) for engine in engines}
@@ -112,9 +112,7 @@ def verify_artifact(
 
 
 def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Check:
-    """Return whether decode steps, each with the state of those before it, compute what the whole
-    text at once does.
-    """
+    """Return whether decode steps, each with the state before it, compute what the whole text does."""
     limit = agreement.tolerance(reference.dtype, rounded_activations=rounded)
     said = (
         f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed "
@@ -244,7 +242,7 @@ def _judge(
 
 
 def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an engine is told beside config.json: how to attend, where its own choice would
+    """Return what an engine is told beside config.json: how to attend, if its own choice would
     leave something out unsaid.
     """
     return attention_options(config, {}) if engine is TRANSFORMERS and "attn_implementation" not in config else {}

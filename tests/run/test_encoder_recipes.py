@@ -67,7 +67,7 @@ def test_from_a_recipe_to_a_verified_artifact(
     assert "engine loads largest difference min cosine" in out
     assert "loading onnxruntime-genai: it generates text, and this artifact is an encoder that gives features" in out
     assert "embeddings (mean of the tokens, normalised) of 7 padded texts of up to" in out
-    assert "agrees where each cosine is within 0.01 of 1 (float32 and float32, rounded activations)" in out
+    assert "agrees if each cosine is within 0.01 of 1 (float32 and float32, rounded activations)" in out
     assert out.endswith("PASS 1 of 1 engines agree out")
     assert "| onnxruntime " in (desk / "out" / "scorecard.md").read_text(encoding="utf-8")
     loading = {

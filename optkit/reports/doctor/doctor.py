@@ -75,7 +75,7 @@ ENGINES = {
 """Name -> distribution, what to give to `pip install`, what it is for."""
 
 BUILDS = {"onnxruntime": RUNTIME_BUILDS, "onnxruntime-genai": GENAI_BUILDS}
-"""Engine -> its distributions, where any of several will do."""
+"""Engine -> its distributions, if any of several will do."""
 
 
 class Part(Frozen):
@@ -107,7 +107,7 @@ class Diagnosis(Frozen):
     python: str
     platform: str
     packages: dict[str, str | None]
-    """Version of each distribution; None where it is not installed."""
+    """Version of each distribution; None if it is not installed."""
     cpu: str
     cpu_cores: int
     cpu_features: tuple[str, ...]
@@ -136,9 +136,7 @@ class Diagnosis(Frozen):
 
 
 def diagnose(store: Path | None = None) -> Diagnosis:
-    """Return what is here and what is missing; imports torch to ask for devices, and tries kernels
-    out on tiny products.
-    """
+    """Return what is here and what is missing; imports torch and tries kernels on tiny products."""
     import huggingface_hub.constants as hub
 
     place = store or default_store()
@@ -181,7 +179,7 @@ def diagnose(store: Path | None = None) -> Diagnosis:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return which of `CPU_FEATURES` the CPU has; empty where the system does not say."""
+    """Return which of `CPU_FEATURES` the CPU has; empty if the system does not say."""
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     flags = set(found[1].split()) if found else set[str]()
@@ -263,7 +261,7 @@ def _backends() -> list[Part]:
 
 
 def _kernels() -> list[Part]:
-    """Return the fast kernels of this machine's devices; none where torch cannot be imported."""
+    """Return the fast kernels of this machine's devices; none if torch cannot be imported."""
     try:
         found = list(kernel_parts(find_compiler()))
     except (ImportError, OSError):
@@ -303,8 +301,8 @@ def _engine(name: str) -> Part:
 
 
 def _providers() -> str:
-    """Return what onnxruntime computes on, and what to install where there is an NVIDIA GPU that it
-    does not use.
+    """Return what onnxruntime computes on, and what to install.
+    That is for an NVIDIA GPU that it does not use.
     """
     found = providers()
     unused = driver_version() and "CUDA" not in found

@@ -36,9 +36,7 @@ class LinkRate(Frozen):
 
 
 def gpu_links() -> tuple[LinkRate, ...]:
-    """Return how fast all GPUs of this host sum a tensor through NCCL; raises UsageError where
-    there are not two.
-    """
+    """Return how fast all GPUs of this host sum a tensor by NCCL; UsageError for fewer than two."""
     import torch
 
     count = torch.cuda.device_count()
@@ -51,10 +49,9 @@ def gpu_links() -> tuple[LinkRate, ...]:
 def all_reduce_rates(
     processes: int, backend: str, sizes: Sequence[int] = SIZES, timeout_s: float = TIMEOUT_S
 ) -> tuple[LinkRate, ...]:
-    """Return the rates of an all-reduce over so many processes, by `nccl` (a GPU for each) or
-    `gloo` (on CPUs).
+    """Return the rates of an all-reduce over processes, by `nccl` (a GPU each) or `gloo` (on CPUs).
 
-    Raises ResourceError where the processes cannot exchange data, or what comes out is not the sum.
+    Raises ResourceError if the processes cannot exchange data, or what comes out is not the sum.
     """
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 

@@ -1,4 +1,4 @@
-"""Which fast kernels can run here: what optkit's layers and torch's attention fall back from where
+"""Which fast kernels can run here: what optkit's layers and torch's attention fall back from if
 they are missing.
 """
 
@@ -15,15 +15,15 @@ class KernelPart:
 
     name: str
     why_not: str | None
-    """None where it runs."""
+    """None if it runs."""
     without: str
-    """What happens where it does not."""
+    """What happens if it does not."""
     remedy: str = ""
 
 
 def kernel_parts(compiler: str | None) -> Iterator[KernelPart]:
-    """Yield every kernel for the CPU, and for the first GPU where torch sees one; tries tiny
-    products out. Imports torch.
+    """Yield every kernel for the CPU, and for the first GPU that torch sees.
+    Tries tiny products out; imports torch.
     """
     import torch
 

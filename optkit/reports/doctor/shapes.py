@@ -34,9 +34,7 @@ class ShapeProblem(Frozen):
 
 
 def shape_problems(shape: ModelShape) -> tuple[ShapeProblem, ...]:
-    """Return the matrices of a model whose sizes cost speed or refuse a kernel, those of all blocks
-    together.
-    """
+    """Return the matrices whose sizes cost speed or refuse a kernel, those of all blocks together."""
     found: dict[tuple[str, int, int], int] = {}
     for layer in (*layers_of(shape).values(), *_heads(shape)):
         key = (re.sub(r"\.\d+\.", ".*.", layer.name), layer.outputs, layer.inputs)
@@ -70,7 +68,7 @@ def _problems(name: str, outputs: int, inputs: int) -> Iterator[str]:
 
 
 def _heads(shape: ModelShape) -> Iterator[Layer]:
-    """Yield lm_head, or the embedding where that is lm_head too."""
+    """Yield lm_head, or the embedding if that is lm_head too."""
     own = [layer for name, layer in matrices_of(shape).items() if name.rpartition(".")[2] in HEADS]
     yield from own
     for name, info in shape.tensors.items():

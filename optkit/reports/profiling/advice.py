@@ -18,7 +18,7 @@ class Circumstances:
 
     device: str
     compiled: str | None
-    """Mode of `compile`, or `cuda_graphs`; None where torch runs the step operation by operation."""
+    """Mode of `compile`, or `cuda_graphs`; None if torch runs the step operation by operation."""
     quantized: bool
     """Packed or rounded weights."""
     dtype: str
@@ -102,7 +102,7 @@ def _attention(phase: Phase, known: Circumstances, share: float) -> str:
         return f"{what}, as plain products: try `- attention: sdpa`."
     if phase.name == "decode":
         return f"{what}, which is reading the KV cache: try `- kv_cache: int8`, a shorter context or a smaller batch."
-    return f"{what}: try `- attention: flash_attention_2` where it is installed, or shorter prompts."
+    return f"{what}: try `- attention: flash_attention_2` if it is installed, or shorter prompts."
 
 
 def _copies(phase: Phase, known: Circumstances, share: float) -> str:

@@ -1,6 +1,4 @@
-"""What an operation of torch, a kernel of a GPU or a node of ONNX Runtime does, as far as its name
-tells.
-"""
+"""What an operation of torch, a GPU kernel or an ONNX Runtime node does, judged by its name."""
 
 from __future__ import annotations
 

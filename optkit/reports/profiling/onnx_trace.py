@@ -1,5 +1,5 @@
-"""Trace prefill and decode of an ONNX session with ONNX Runtime's own profiler
-(https://onnxruntime.ai/docs/performance/tune-performance).
+"""Trace prefill and decode of an ONNX session with ONNX Runtime's own profiler.
+See https://onnxruntime.ai/docs/performance/tune-performance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN, NODE = "model_run", "_kernel_time"
 def trace_onnx_phases(session: OnnxSession, tokens: Tensor, new_tokens: int, directory: Path) -> dict[str, Traced]:
     """Return prefill and decode as ONNX Runtime saw them; writes PHASE.trace.json for each.
 
-    Raises EvalError on a GPU, whose kernels are not in that profile, and where ONNX Runtime GenAI
+    Raises EvalError on a GPU, whose kernels are not in that profile, and if ONNX Runtime GenAI
     generates.
     """
     if session.device != "cpu":
@@ -55,9 +55,7 @@ def trace_onnx_phases(session: OnnxSession, tokens: Tensor, new_tokens: int, dir
 
 @contextmanager
 def _profiled(session: OnnxSession, place: Path) -> Iterator[list[Path]]:
-    """Let a session of ONNX Runtime that keeps a profile compute meanwhile; the list gets the file
-    that it wrote.
-    """
+    """Let a session that keeps a profile compute meanwhile; the list gets the file that it wrote."""
     import onnxruntime
 
     opened = session.runner.opened
@@ -76,9 +74,7 @@ def _profiled(session: OnnxSession, place: Path) -> Iterator[list[Path]]:
 
 
 def _read(events: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], trace: Path) -> Traced:
-    """Return what happened in some calls of the graph, operation by operation; writes these events
-    to `trace`.
-    """
+    """Return what happened in some calls of the graph by operation; write the events to `trace`."""
     start, end = runs[0]["ts"], runs[-1]["ts"] + runs[-1]["dur"]
     inside = [event for event in events if start <= event["ts"] <= end]
     trace.write_text(json.dumps({"traceEvents": inside}), encoding="utf-8")

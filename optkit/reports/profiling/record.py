@@ -59,9 +59,7 @@ class Phase(Frozen):
 
     @property
     def hidden(self) -> bool:
-        """Whether a step is so few operations that its work must be done by kernels that are called
-        past torch.
-        """
+        """Whether a step is so few operations that kernels called past torch must do its work."""
         return self.idle >= HIDDEN and self.calls <= FEWEST * self.steps
 
     @property

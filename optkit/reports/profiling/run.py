@@ -61,11 +61,11 @@ def profile_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ProfileReport:
-    """Trace one request and return where its time goes; traces, and on CUDA a memory snapshot, are
-    written to `out`.
+    """Trace one request and return where its time goes.
+    Traces, and on CUDA a memory snapshot, are written to `out`.
 
     With `nvtx` nothing is traced here: ranges are marked for Nsight Systems. Raises UsageError for
-    `nvtx` without a GPU, EvalError for more tokens than the model has positions, SourceError where
+    `nvtx` without a GPU, EvalError for more tokens than the model has positions, SourceError if
     opening it would run code of others without `trust_remote_code`.
     """
     progress = progress or SilentProgress()

@@ -49,9 +49,7 @@ def time_phases(session: Session, tokens: Tensor, new_tokens: int) -> tuple[floa
 
 
 def _steps(session: Session, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-    """Return the steps of a request; on a GPU Python runs ahead of it, as where throughput is
-    measured.
-    """
+    """Return the steps of a request; on a GPU Python runs ahead, as when throughput is measured."""
     if session.device != "cpu" and isinstance(session, QueueingSession):
         return session.queue(tokens, new_tokens)
     return session.stream(tokens, new_tokens)
@@ -133,8 +131,8 @@ def snapshot_memory(session: Session, tokens: Tensor, new_tokens: int, path: Pat
 
 
 def mark_ranges(session: Session, tokens: Tensor, new_tokens: int) -> None:
-    """Answer once with NVTX ranges around phases, steps and operations, between cudaProfilerStart
-    and cudaProfilerStop, for Nsight.
+    """Answer once with NVTX ranges around phases, steps and operations, for Nsight.
+    All is between cudaProfilerStart and cudaProfilerStop.
     """
     stream = _steps(session, tokens, new_tokens)
     torch.cuda.profiler.start()

@@ -19,8 +19,8 @@ STORED = "stored"
 
 @dataclass(frozen=True)
 class Form:
-    """How the matrices of the decoder blocks are stored, and what they are multiplied in; all else
-    stays as `wide` says.
+    """How the matrices of the decoder blocks are stored, and what they are multiplied in.
+    All else stays as `wide` says.
     """
 
     name: str

@@ -71,8 +71,8 @@ def prefill_limit(work: Work, form: Form, device: Device, batch: int, prompt: in
 def phase_limit(
     work: Work, form: Form, device: Device, tokens: int, logits: int, moved: tuple[float, float], attention: int
 ) -> Limit:
-    """Return the limit of `tokens` tokens, `logits` of which go through lm_head, that move bytes of
-    weights and of the KV cache.
+    """Return the limit of `tokens` tokens, `logits` of which go through lm_head.
+    They move bytes of weights and of the KV cache.
     """
     flops = work.matrix_flops(form, tokens, logits)
     compute = sum(count / device.rate(arithmetic) for arithmetic, count in flops.items()) + attention / device.rate(
@@ -88,8 +88,8 @@ def gain(work: Work, form: Form, over: Form, device: Device, batch: int, context
 
 
 def compute_binds_from(work: Work, form: Form, device: Device, context: int) -> int | None:
-    """Return the smallest batch at which decoding is bound by arithmetic; None where it never is,
-    because the cache grows faster.
+    """Return the smallest batch at which decoding is bound by arithmetic.
+    None if it never is, because the cache grows faster.
 
     For a dense model it is W / (F B / R - K): W bytes of weights, F operations and K bytes of cache
     of a token, B bandwidth, R rate.
@@ -98,20 +98,18 @@ def compute_binds_from(work: Work, form: Form, device: Device, context: int) -> 
 
 
 def pays_until(work: Work, form: Form, over: Form, device: Device, context: int) -> int | None:
-    """Return the smallest batch at which a form is less than `WORTHWHILE` times as fast as another;
-    None where there is none.
+    """Return the smallest batch at which a form is less than `WORTHWHILE` times as fast as another.
+    None if there is none.
 
     Both read the same cache and (unless it rounds its inputs too) do the same operations, so the
-    gain falls with the batch: (W1 + n K) / (W2 + n K) while memory binds, to 1 where arithmetic
+    gain falls with the batch: (W1 + n K) / (W2 + n K) while memory binds, to 1 if arithmetic
     binds both, n >= W1 / (F B / R - K).
     """
     return _first(lambda batch: gain(work, form, over, device, batch, context) < WORTHWHILE)
 
 
 def most_sequences(work: Work, form: Form, device: Device, context: int) -> int:
-    """Return the largest batch whose weights and cache fit in the device's memory; 0 where the
-    weights alone do not.
-    """
+    """Return the largest batch whose weights and cache fit in memory; 0 if weights alone do not."""
     free = device.memory_bytes - work.stored_bytes(form)
     each = work.cache_bytes(form, 1, context)
     return max(0, int(free // each)) if each else (MOST_SEQUENCES if free >= 0 else 0)

@@ -12,10 +12,10 @@ from optkit.source.models import ModelSource, find_model, model_shape
 
 
 def work_of_model(name: str) -> Work:
-    """Return the work of a built-in model, a directory, a .gguf file or a hub id; reads no weight,
-    downloads headers alone.
+    """Return the work of a built-in model, a directory, a .gguf file or a hub id.
+    Reads no weight; downloads headers alone.
 
-    Raises SourceError where it is not there, is an ONNX model, or an encoder, which decodes
+    Raises SourceError if it is missing, is an ONNX model, or an encoder, which decodes
     nothing.
     """
     shape = shape_of_model(name)
@@ -29,9 +29,7 @@ def work_of_model(name: str) -> Work:
 
 
 def shape_of_model(name: str) -> ModelShape:
-    """Return config and tensors; raises SourceError where the model is not there, or is an ONNX
-    one.
-    """
+    """Return config and tensors; raises SourceError if the model is missing, or an ONNX one."""
     source = ModelSource(name=name)
     place = find_model(source)
     if isinstance(place, HubRepo):

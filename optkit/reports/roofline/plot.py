@@ -66,9 +66,7 @@ Scale: TypeAlias = Callable[[float], float]
 
 
 def _powers(values: Sequence[float]) -> tuple[Scale, list[float]]:
-    """Return a scale from 0 to 1 in powers of 2 around the values, and what stands beside its
-    lines.
-    """
+    """Return a scale from 0 to 1 in powers of 2 around the values, and its lines' labels."""
     low, high = math.floor(math.log2(min(values)) + 1e-9), math.ceil(math.log2(max(values)) - 1e-9)
     high = max(high, low + 1)
     return lambda value: (math.log2(value) - low) / (high - low), [

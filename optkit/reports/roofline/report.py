@@ -43,16 +43,16 @@ class FormLimits(Frozen):
     arithmetic: str
     """What the products of the decoder blocks are computed in."""
     decode: tuple[Cell, ...]
-    """New tokens per second, of all sequences together, where each has `prompt` tokens."""
+    """New tokens per second, of all sequences together, each with `prompt` tokens."""
     prefill: tuple[Cell, ...]
     """Prompt tokens per second."""
     compute_binds_from: int | None
-    """The smallest batch at which decoding is bound by arithmetic; None where it never is."""
+    """The smallest batch at which decoding is bound by arithmetic; None if it never is."""
     compared: bool
     """Whether it has fewer bits than the reference, so that it could gain."""
     pays_until: int | None
     """The smallest batch at which it decodes less than 1.1 times what the reference does; None
-    where there is none.
+    if there is none.
     """
     most_sequences: int
     """The largest batch whose weights and KV cache fit in the device's memory."""
@@ -78,9 +78,7 @@ class RooflineReport(Frozen):
 
 
 def default_forms(work: Work, device: Device) -> tuple[str, ...]:
-    """Return the forms that a device computes with; with the model's own where its weights are
-    quantized.
-    """
+    """Return the forms that a device computes with; the model's own too if it is quantized."""
     known = tuple(
         device.wide if name == "bf16" else name for name in DEFAULT_FORMS if name != "fp8" or "fp8" in device.rates
     )

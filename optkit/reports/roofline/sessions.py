@@ -19,8 +19,8 @@ NAMES = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16
 def session_limits(
     session: Session, work: Work, device: Device, batch: int, prompt: int, context: int
 ) -> tuple[Limit, Limit]:
-    """Return the limits of prefill (`batch` prompts of `prompt` tokens) and of a decode step with
-    `context` tokens in each sequence.
+    """Return the limits of prefill and of a decode step.
+    Prefill has `batch` prompts of `prompt` tokens, decoding `context` tokens in each sequence.
     """
     device = _together(device, len(set(devices_of(session))))
     form = parse_form(STORED, NAMES.get(str(getattr(session, "product_dtype", "float32")), "fp32"))
@@ -38,8 +38,6 @@ def session_limits(
 
 
 def _together(device: Device, count: int) -> Device:
-    """Return what so many devices can do where each has an equal share, as if they exchanged data
-    in no time.
-    """
+    """Return what devices with equal shares do, as if they exchanged data in no time."""
     rates = {name: rate * count for name, rate in device.rates.items()}
     return replace(device, bandwidth=device.bandwidth * count, rates=rates, memory_bytes=device.memory_bytes * count)

@@ -28,7 +28,7 @@ class Work:
     weights: tuple[Weights, ...]
     attention: tuple[AttentionLayer, ...]
     experts: int
-    """Experts of a layer; 0 where there are none."""
+    """Experts of a layer; 0 if there are none."""
     chosen: int
     """Experts that a token is sent to."""
     dtype: str
@@ -66,9 +66,7 @@ class Work:
         return batch * form.wide_bytes * sum(layer.cached(context) for layer in self.attention)
 
     def matrix_flops(self, form: Form, tokens: int, logits: int) -> dict[str, float]:
-        """Return what products are computed in -> operations, for `tokens` tokens of which `logits`
-        go through lm_head.
-        """
+        """Return dtype of products -> operations, for `tokens` tokens and `logits` through lm_head."""
         found: Counter[str] = Counter()
         for each in self.weights:
             if each.role == "rows":
@@ -79,8 +77,8 @@ class Work:
         return dict(found)
 
     def attention_flops(self, batch: int, queries: int, context: int) -> int:
-        """Return the operations of causal attention for `queries` new tokens behind `context`
-        others in each of `batch` sequences.
+        """Return the operations of causal attention for `queries` new tokens.
+        They follow `context` others in each of `batch` sequences.
         """
         return batch * sum(layer.flops(layer.pairs(queries, context)) for layer in self.attention)
 
@@ -100,7 +98,7 @@ class Work:
 def work_of(shape: ModelShape) -> Work:
     """Return the work of a model from config and tensors, of which no weight is read.
 
-    Raises SourceError where packed weights lie in a layout that is not known, or nothing makes
+    Raises SourceError if packed weights lie in a layout that is not known, or nothing makes
     logits.
     """
     weights = weights_of(shape)

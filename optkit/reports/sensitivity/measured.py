@@ -39,11 +39,10 @@ def measure_model(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> SensitivityReport:
-    """Return what quantizing each layer of a model alone would do to its predictions on a text, for
-    each choice.
+    """Return what quantizing each layer alone would do to a model's predictions, for each choice.
 
-    Raises UsageError where a choice fits no layer, SourceError for a quantized model and where the
-    text is too short.
+    Raises UsageError if a choice fits no layer, SourceError for a quantized model and if the text
+    is too short.
     """
     shelf = Store(store or default_store())
     progress = progress or SilentProgress()

@@ -15,7 +15,7 @@ def to_markdown(report: SensitivityReport) -> str:
         "",
         f"KL divergence from the model, in nats per token, that quantizing one layer alone ({report.rounding}) "
         "is predicted to cause."
-        f" {report.protocol}. The prediction is of second order: it holds where the numbers are small, well below 0.1.",
+        f" {report.protocol}. The prediction is of second order: it holds for small numbers, well below 0.1.",
         "",
         "![sensitivity](sensitivity.svg)",
         "",

@@ -81,9 +81,7 @@ def _axes(left: int, top: int, title: str, last_block: int, low: int, high: int)
 def _lines(
     layers: Iterable[LayerRow], place: int, left: int, top: int, colours: dict[str, str], low: int, high: int
 ) -> list[str]:
-    """Return the points of one panel, those of a kind joined by a thin line where a block has one
-    layer of it.
-    """
+    """Return the points of one panel, joined by a thin line if a block has one layer of the kind."""
     layers = sorted(layers, key=lambda row: row.block)
     last = max(row.block for row in layers)
     parts = []

@@ -73,7 +73,7 @@ def parse_choices(text: str) -> tuple[Choice, ...]:
             raise UsageError(
                 f"'{word}' is no form of a layer",
                 where="--choices",
-                why="A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 where left "
+                why="A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 if left "
                 "out), and a for zero points",
                 remedy="Write it as 4g64,3g32a,8",
             )
