@@ -9,7 +9,7 @@ from optkit_cli.tables import plain_table
 
 
 def attribution_view(scorecard: Scorecard) -> RenderableType | None:
-    """Return the table, None where one stage alone changed the numbers."""
+    """Return the table, None if one stage alone changed the numbers."""
     found = waterfall(scorecard.attribution)
     if found is None:
         return None

@@ -13,9 +13,7 @@ from optkit_cli.options import Command, json_option
 @click.argument("artifacts", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
 @json_option
 def command(artifacts: tuple[Path, ...], as_json: bool) -> None:
-    """Print the scorecards of several artifacts side by side; numbers of different protocols stand
-    in rows of their own.
-    """
+    """Print the scorecards of several artifacts side by side, each protocol in its own rows."""
     from optkit import pipeline
     from optkit_cli.compare_view import comparison_view
     from optkit_cli.output import print_json, show

@@ -26,7 +26,7 @@ class SideBySide:
     comparison: Comparison
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the artifacts as columns where they fit, else as lines below each metric."""
+        """Yield the artifacts as columns if they fit, else as lines below each metric."""
         wide = self._columns()
         yield wide if fits(wide, console, options) else self._blocks()
 

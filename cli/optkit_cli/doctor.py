@@ -19,9 +19,7 @@ from optkit_cli.options import Command, json_option, store_option
 @store_option
 @json_option
 def command(model: str | None, links: bool, store: Path | None, as_json: bool) -> None:
-    """Print versions, devices, memory, disk, and which stages, evals, engines and kernels can run
-    here.
-    """
+    """Print versions, devices, memory, disk, and which stages, evals, engines and kernels run."""
     from optkit.reports.doctor.doctor import diagnose
     from optkit.reports.doctor.gpu_links import gpu_links
     from optkit.reports.doctor.shapes import shape_problems

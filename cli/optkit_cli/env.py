@@ -50,9 +50,7 @@ def list_environments(as_json: bool) -> None:
 @name_argument
 @quiet_option
 def build(name: str, quiet: bool) -> None:
-    """Build the environment of library NAME now, for later runs without a network; nothing is done
-    where it is there.
-    """
+    """Build the environment of library NAME now, for later runs offline, unless it is there."""
     from optkit.backends.environments import Environments
     from optkit_cli.output import show
     from optkit_cli.progress import open_progress

@@ -26,7 +26,7 @@ from optkit_cli.options import (
     "--model",
     "unmodified",
     metavar="MODEL",
-    help="Where the model lies that the artifact was made from, if it is not found.",
+    help="Model that the artifact was made from, if it is not found.",
 )
 @retime_option
 @all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
@@ -42,8 +42,7 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Measure a model (built-in name, directory, .gguf file, hub id) or an artifact with the evals
-    of FILE.
+    """Measure a model (built-in, directory, .gguf file, hub id) or an artifact with FILE's evals.
 
     An artifact is measured beside its unmodified model. Exit status: as for `optkit run`, by the
     gates of FILE.

@@ -67,9 +67,7 @@ LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _d
 @click.argument("what", metavar="|".join(LISTS), type=click.Choice(list(LISTS)))
 @json_option
 def command(what: str, as_json: bool) -> None:
-    """List the stages, evals, recipes, data sets or models that optkit knows by name, plug-ins
-    included.
-    """
+    """List the stages, evals, recipes, data sets or models known by name, plug-ins included."""
     from optkit_cli.output import print_json, show
     from optkit_cli.tables import definition_list
 

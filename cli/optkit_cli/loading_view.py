@@ -16,7 +16,7 @@ STYLES = {"agrees": "green", "disagrees": "bold red", "refused": "bold red", "sk
 
 
 def loading_view(loading: Sequence[Loading]) -> list[RenderableType]:
-    """Return the table and what to say below it; nothing where the artifact was not verified."""
+    """Return the table and what to say below it; nothing if the artifact was not verified."""
     if not loading:
         return []
     columns = loading_columns(loading)

@@ -48,7 +48,7 @@ class Commands(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one command; None where there is none of that name."""
+        """Import one command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
         command: Command = import_module(f"optkit_cli.{cmd_name}").command
@@ -83,9 +83,7 @@ def optkit() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status; with `--json`, stdout is one document,
-    whatever happens.
-    """
+    """Run the command line and return its exit status; with `--json`, stdout is one document."""
     _quiet_libraries()
     words = sys.argv[1:] if arguments is None else list(arguments)
     invocation = Invocation()
@@ -109,7 +107,7 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
         status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
     except BaseException as caught:
         if isinstance(caught, SystemExit) and isinstance(caught.__context__, BrokenPipeError):
-            raise  # click's, where nobody reads stdout any more
+            raise  # click's, if nobody reads stdout any more
         # click hides which it was
         error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught
     if stopping.asked() and not isinstance(error, KeyboardInterrupt):
@@ -138,8 +136,8 @@ def _say_the_end(invocation: Invocation, stdout: int) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Keep the chatter of transformers and the hub away from our own lines, unless the user's
-    environment asks for it.
+    """Keep the chatter of transformers and the hub away from our own lines.
+    The user's environment can ask for it.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -57,9 +57,7 @@ class Group(click.Group):
         debug_option(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words before a command's name; an option of the command that stands there is
-        told its place.
-        """
+        """Read the words before a command's name; tell an option of the command its place."""
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -137,7 +135,7 @@ store_option = click.option(
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
     envvar="OPTKIT_STORE",
-    help="Where finished steps are kept [$OPTKIT_STORE, ~/.cache/optkit].",
+    help="Directory of finished steps [$OPTKIT_STORE, ~/.cache/optkit].",
 )
 retime_option = click.option(
     "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."

@@ -41,9 +41,7 @@ def _leave(document: str) -> None:
 
 
 def print_document(document: str) -> bool:
-    """Print a document on stdout, and return whether it arrived; nobody to read it is no error to
-    speak of.
-    """
+    """Print a document on stdout, and return whether it arrived; a closed pipe is no error."""
     try:
         document.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -58,8 +56,8 @@ def print_document(document: str) -> bool:
 
 
 def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bool) -> None:
-    """Print a scorecard, as scorecard.json holds it or as a table; `directory` is where the
-    artifact lies.
+    """Print a scorecard, as scorecard.json holds it or as a table.
+    The artifact lies in `directory`.
     """
     from optkit.scorecard import to_json
     from optkit_cli.scorecard_view import scorecard_view
@@ -83,9 +81,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def _console(**settings: Any) -> Console:
-    """Return a console that shows the control characters of texts; it sends its own for colours
-    alone.
-    """
+    """Return a console that shows the control characters of texts; it sends colours alone."""
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
 
@@ -111,7 +107,7 @@ def only_the_result_on_stdout() -> Iterator[int | None]:
     """Send whatever libraries print while they work to stderr: of Python, of C, and of the
     processes that they start.
 
-    Gives the descriptor of stdout itself, where there is one.
+    Gives the descriptor of stdout itself, if there is one.
     """
     try:
         kept = os.dup(1)

@@ -33,9 +33,7 @@ def command(
     as_json: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Print the steps of RECIPE, hit or miss, with the disk and memory that they will need;
-    computes nothing.
-    """
+    """Print RECIPE's steps, hit or miss, with the disk and memory they will need; compute nothing."""
     from optkit import pipeline
     from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import print_json, show

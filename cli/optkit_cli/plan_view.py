@@ -41,7 +41,7 @@ def _steps(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> list[RenderableType]:
-    """Return what the peak memory of steps is for, where they say it."""
+    """Return what the peak memory of steps is for, if they say it."""
     told = [step for step in plan.pending if step.cost.by_kind]
     lines = [
         f"{step.kind}: {', '.join(f'{name} {size_text(size)}' for name, size in step.cost.by_kind.items())}"

@@ -35,7 +35,7 @@ QUIET_KINETO = "99"
     type=click.Path(path_type=Path, file_okay=False),
     default="profile",
     show_default=True,
-    help="Where traces go.",
+    help="Directory for traces.",
 )
 @click.option(
     "--nvtx",

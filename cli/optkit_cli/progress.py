@@ -44,8 +44,8 @@ def open_progress(*, quiet: bool) -> SafePoints:
 
 @dataclass(frozen=True)
 class SafePoints:
-    """Says what another says, each word in one line; it is a point at which a run that is asked to
-    stop does so.
+    """Says what another says, each word in one line.
+    It is a point at which a run that is asked to stop does so.
     """
 
     to: Progress
@@ -114,21 +114,19 @@ class Pace:
 
     @property
     def share(self) -> str:
-        """`40%`; empty where nobody knows of how much."""
+        """`40%`; empty if nobody knows of how much."""
         return f"{self.done / self.total:.0%}" if self.total else ""
 
     @property
     def count(self) -> str:
-        """How far it is: `12/30 blocks`, or `12 blocks` where nobody knows of how many."""
+        """How far it is: `12/30 blocks`, or `12 blocks` if nobody knows of how many."""
         return " ".join(
             part for part in (f"{self.done}/{self.total}" if self.total else f"{self.done}", self.unit) if part
         )
 
     @property
     def left(self) -> str:
-        """`0:31 left` if it goes on like this; empty before the first step is done, and after the
-        last.
-        """
+        """`0:31 left` if it goes on like this; empty before the first step is done, and at the end."""
         remaining = self.total - self.done
         return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if self.done and remaining > 0 else ""
 

@@ -98,8 +98,8 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print the most tokens per second that MODEL can decode and prefill, for several forms of its
-    weights, and what binds.
+    """Print the most tokens per second that MODEL can decode and prefill, and what binds.
+    Several forms of its weights are compared.
 
     MODEL is a built-in name, a directory, a .gguf file or a hub id; its headers are read and
     nothing else. Limits follow from memory bandwidth and matrix rates alone: docs/measuring.md has

@@ -1,5 +1,5 @@
-"""A roofline on the terminal: the device, limits of decoding and of prompts, and where each form
-stops paying.
+"""A roofline on the terminal: the device, limits of decoding and of prompts, and the batch at which
+each form stops paying.
 """
 
 from __future__ import annotations

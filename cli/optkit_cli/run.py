@@ -31,7 +31,7 @@ from optkit_cli.options import (
     "--out",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where the artifact goes [artifacts/RECIPE].",
+    help="Directory of the artifact [artifacts/RECIPE].",
 )
 @retime_option
 @click.option(

@@ -59,12 +59,12 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
 
 @dataclass(frozen=True)
 class Numbers:
-    """The table: a line for each number where the terminal is wide enough, else two."""
+    """The table: a line for each number if the terminal is wide enough, else two."""
 
     scorecard: Scorecard
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the wide table where it fits, else the narrow one."""
+        """Yield the wide table if it fits, else the narrow one."""
         wide = self._table(narrow=False)
         yield wide if fits(wide, console, options) else self._table(narrow=True)
 
@@ -143,9 +143,7 @@ def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
 
 
 def _unclear_timings(scorecard: Scorecard) -> list[str]:
-    """Name the timings whose gate is open; repeats on a machine that does nothing else may close
-    it.
-    """
+    """Name the timings whose gate is open; repeats on an idle machine may close it."""
     timings = [row for row in scorecard.rows if row.metric.pairing in {"paired_turns", "independent"}]
     return list(
         dict.fromkeys(

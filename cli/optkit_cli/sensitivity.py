@@ -63,8 +63,8 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Predict how far quantizing each layer of MODEL alone moves its predictions, for several
-    forms, in one pass over a text.
+    """Predict how far quantizing each layer of MODEL alone moves its predictions.
+    Several forms are tried in one pass over a text.
 
     MODEL is a built-in name, a directory, a .gguf file or a hub id. Numbers are KL divergences in
     nats per token; their sum over layers is about what quantizing all of them does. The stage

@@ -13,9 +13,7 @@ from optkit_cli.options import Command, json_option
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
 @json_option
 def command(artifact: Path, as_json: bool) -> None:
-    """Print how ARTIFACT was made and its scorecard; an error follows if its files were changed
-    since, with --json alone.
-    """
+    """Print how ARTIFACT was made and its scorecard; fail if its files changed since."""
     from optkit.artifact import read_artifact
     from optkit.pipeline import read_scorecard
     from optkit_cli.output import print_scorecard

@@ -51,9 +51,7 @@ def command() -> None:
 @store_option
 @json_option
 def show_command(store: Path | None, as_json: bool) -> None:
-    """Print where the store is, how large, each step with its model, size and last use, and the
-    work that is not finished.
-    """
+    """Print the store's place, size, steps (model, size, last use) and unfinished work."""
     from optkit.store.contents import survey
     from optkit.store.store import Store, default_store
     from optkit_cli.output import print_json, show

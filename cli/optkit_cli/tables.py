@@ -1,4 +1,4 @@
-"""The one look of all tables: no lines, numbers to the right, colour only where it says something."""
+"""The one look of all tables: no lines, numbers to the right, colour only if it says something."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
 
 
 def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) -> Table:
-    """Return an empty table; each column is its head and its side, with so many columns of `space`
-    after it.
-    """
+    """Return an empty table; each column is head and side, with `space` columns after it."""
     table = Table(box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="dim")
     for head, side in columns:
         table.add_column(Text(head), justify=side)

@@ -41,8 +41,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
     metavar="ENGINE=PYTHON",
     type=EnginePython(),
     multiple=True,
-    help="Python that has the engine, where it is not ours [$OPTKIT_VLLM_PYTHON, "
-    "$OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
+    help="Python that has the engine, if it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
 )
 @click.option(
     "--tokens",
@@ -71,8 +70,7 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Check the files of ARTIFACT, open it in every engine that is installed, and compare logits
-    with optkit's own.
+    """Check ARTIFACT's files, open it in each installed engine and compare its logits with ours.
 
     The result is kept in the artifact's scorecard. Exit status: 0 every check holds and every
     engine that could be asked agrees, 3 a check failed, or an engine does not open it or disagrees.

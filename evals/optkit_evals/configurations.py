@@ -33,7 +33,7 @@ def measure_each(
     where: str,
     remedy: str,
 ) -> list[Metric]:
-    """Return the rows of all configurations. Raises ResourceError where memory runs out in each of
+    """Return the rows of all configurations. Raises ResourceError if memory runs out in each of
     them, and what `measure` raises.
     """
     found: list[Metric] = []

@@ -22,8 +22,8 @@ SLICES = 5
 
 
 class Divergence(WindowedText, Eval):
-    """KL(baseline || model) of the next token, mean and 99th percentile, and how often both put the
-    same token first.
+    """KL(baseline || model) of the next token, mean and 99th percentile.
+    Also how often both put the same token first.
 
     Counted are the positions whose next token perplexity counts. Intervals are over windows, whose
     neighbours correlate; that of the agreement is at least as wide as if each token were tried
@@ -46,8 +46,9 @@ class Divergence(WindowedText, Eval):
         return model.forward(1, self.window) + 2 * model.logits(self.window) + SLICES * SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Compare; raises EvalError without a baseline, for other tokens or another vocabulary, for
-        NaN logits; see `WindowedText.cut`.
+        """Compare.
+        Raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits;
+        see `WindowedText.cut`.
         """
         baseline = context.baseline
         if baseline is None:
@@ -100,10 +101,10 @@ class Divergence(WindowedText, Eval):
 
 
 def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple[list[float], float]:
-    """Return the KL divergence in nats at each predicted position of a window, int64 [sequence],
-    and the fraction of equal top tokens.
+    """Return the KL divergence in nats and the equal top tokens of a window, int64 [sequence].
+    The divergence is that of each predicted position, the other a fraction.
 
-    Raises EvalError where a divergence is not finite.
+    Raises EvalError if a divergence is not finite.
     """
     import torch
 

@@ -22,8 +22,8 @@ LOW = 0.01
 
 
 class Embedding(SentenceText, Eval):
-    """Cosine similarity of each sentence's embedding to the baseline's, rank correlation of
-    similarities, agreement on neighbours.
+    """Cosine similarity of each sentence's embedding to the baseline's.
+    Also rank correlation of similarities and agreement on neighbours.
 
     `spearman_cosine` ranks the similarities of all pairs of sentences, as benchmarks of semantic
     similarity do; `recall_at_10` is the share of the 10 sentences nearest to one, by the baseline's
@@ -45,8 +45,9 @@ class Embedding(SentenceText, Eval):
     }
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
-        """Compare; raises EvalError without a baseline, for other tokens or embeddings of another
-        size, for NaN; see `SentenceText`.
+        """Compare.
+        Raises EvalError without a baseline, for other tokens or embeddings of another size, for
+        NaN; see `SentenceText`.
         """
         baseline: EncoderSession | None = context.baseline
         if baseline is None:
@@ -120,9 +121,7 @@ class Embedding(SentenceText, Eval):
 
 
 def pairwise(embeddings: Tensor) -> Tensor:
-    """Return the similarities of all pairs, float [n (n - 1) / 2], of normalised embeddings, [n,
-    hidden].
-    """
+    """Return all pairs' similarities, float [n (n - 1) / 2], of normalised embeddings, [n, hidden]."""
     import torch
 
     rows, columns = torch.triu_indices(len(embeddings), len(embeddings), 1)
@@ -130,17 +129,15 @@ def pairwise(embeddings: Tensor) -> Tensor:
 
 
 def spearman(left: Tensor, right: Tensor) -> float:
-    """Return Spearman's rank correlation of two rows of numbers; equal numbers share the mean of
-    their ranks.
-    """
+    """Return Spearman's rank correlation of two rows of numbers; ties share their mean rank."""
     import torch
 
     return float(torch.corrcoef(torch.stack([_ranks(left), _ranks(right)]))[0, 1])
 
 
 def neighbour_recall(ours: Tensor, theirs: Tensor, neighbours: int = NEIGHBOURS) -> list[float]:
-    """Return, for each of the embeddings [n, hidden], the share of its nearest others by the second
-    that are nearest by the first, too.
+    """Return the share of each embedding's nearest neighbours that both agree on.
+    Both are [n, hidden]; the shares are relative to the second's neighbours.
     """
     near = []
     for embeddings in (ours, theirs):

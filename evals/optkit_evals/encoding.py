@@ -53,8 +53,8 @@ class Cell:
 
 
 class Encoding(TimedEval):
-    """Latency of encoding (median and 95th percentile), sequences per second, peak memory, for each
-    batch size and sequence length.
+    """Latency of encoding (median and 95th percentile), sequences per second, peak memory.
+    For each batch size and sequence length.
 
     Timed is what a server does for texts that are tokenized already: the whole model, and for an
     encoder that gives features the pooling.
@@ -96,10 +96,9 @@ class Encoding(TimedEval):
         return max(model.forward(cell.batch, cell.length) for cell in self.cells())
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:
-        """Measure; a configuration that does not fit into memory is marked and the next one
-        measured.
+        """Measure; a configuration that does not fit into memory is marked, and the next one runs.
 
-        Raises EvalError where the model has too few positions, ResourceError where memory runs out
+        Raises EvalError if the model has too few positions, ResourceError if memory runs out
         in every configuration.
         """
         if self.longest_sequence() > session.positions:
@@ -132,9 +131,7 @@ class Encoding(TimedEval):
             return measure_each(self.cells(), measure, session, context, "encoding", "Lower batch_sizes or lengths")
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns as those of one measurement, and warn where the turns lie
-        far apart.
-        """
+        """Return the metrics of all turns as one measurement's; warn if the turns lie far apart."""
         found = super().pool(turns, context)
         for metric in found:
             low, high = metric.interval or (metric.value, metric.value)

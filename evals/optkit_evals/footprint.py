@@ -43,8 +43,9 @@ class Footprint(Eval):
         return {"weights_bytes": shape.size_bytes, "size_bytes": shape.size_bytes}
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
-        """Count; raises EvalError where the layout of quantized weights is not known, SourceError
-        where a file is damaged.
+        """Count.
+        Raises EvalError if the layout of quantized weights is not known, SourceError if a file is
+        damaged.
         """
         directory = Path(session.directory)
         format = Format.of(directory)

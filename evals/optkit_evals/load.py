@@ -61,16 +61,16 @@ class Load(TimedEval):
     step, by transformers' own engine with its paged KV cache; torch models without compile,
     speculative and quantized KV caches."""
     first_token_limit_s: Duration = 1.0
-    """A request counts for goodput where its first token came within this time of its arrival."""
+    """A request counts for goodput if its first token came within this time of its arrival."""
     inter_token_limit_s: Duration = 0.2
-    """And where the mean time between its tokens was at most this."""
+    """And if the mean time between its tokens was at most this."""
     repeats: Several = 8
     """Times that the requests are served, each time with other moments of arrival; shared among the
     turns.
     """
 
     def turns(self) -> int:
-        """Return `processes`, or `repeats` where these are fewer."""
+        """Return `processes`, or `repeats` if these are fewer."""
         return min(self.processes, self.repeats)
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
@@ -90,8 +90,9 @@ class Load(TimedEval):
         )
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises EvalError where the model has too few positions, or the engine of
-        transformers does not take this model.
+        """Measure.
+        Raises EvalError if the model has too few positions, or transformers' engine does not take
+        it.
         """
         if self.longest_sequence() > session.positions:
             raise EvalError(
@@ -131,9 +132,7 @@ class Load(TimedEval):
         return served
 
     def _warm_up(self, session: Session, context: EvalContext) -> None:
-        """Answer once at each size of a batch that may come, so that nothing is compiled or
-        allocated later.
-        """
+        """Answer once at each batch size that may come, so that nothing is compiled later."""
         if self.batching == "continuous":
             few = poisson_requests(session, 1e6, self.batch, self.prompt, context.seed)
             with context.progress.task("warming up", 0, "requests") as task:

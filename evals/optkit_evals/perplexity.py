@@ -26,8 +26,8 @@ LARGEST_LOSS = 700.0
 
 
 class Perplexity(WindowedText, Eval):
-    """exp of the mean loss of a token; its interval is that of the mean over windows, whose
-    neighbours correlate.
+    """exp of the mean loss of a token.
+    Its interval is that of the mean over windows, whose neighbours correlate.
     """
 
     kind: ClassVar[str] = "perplexity"
@@ -41,7 +41,7 @@ class Perplexity(WindowedText, Eval):
         return model.forward(1, self.window) + model.logits(self.window) + SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises EvalError where a logit is NaN, and as `WindowedText.cut` does."""
+        """Measure; raises EvalError if a logit is NaN, and as `WindowedText.cut` does."""
         windows = self.cut(session, context)
         losses: list[float] = []
         with context.progress.task("perplexity", len(windows.tokens), "windows") as task:
@@ -64,8 +64,8 @@ class Perplexity(WindowedText, Eval):
 
 
 def window_loss(session: Session, window: Tensor) -> float:
-    """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence]; raises
-    EvalError where it is not finite.
+    """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence].
+    Raises EvalError if it is not finite.
     """
     import torch
 

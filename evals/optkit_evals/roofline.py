@@ -36,8 +36,8 @@ FORMULAS = (
 
 
 class Roofline(Throughput):
-    """All that throughput measures, and each number of prefill and decode beside its limit on this
-    device: share of bandwidth, MFU.
+    """All that throughput measures, prefill and decode beside their limits on this device.
+    That is the share of bandwidth, and MFU.
 
     The device is measured once and kept. List this eval or `throughput`, not both: their rows have
     the same names.
@@ -53,8 +53,8 @@ class Roofline(Throughput):
         return {**super().circumstances(device), "roof": roof_generation(device)}
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises what `throughput` raises, and SourceError where the work of the model
-        cannot be counted.
+        """Measure.
+        Raises what `throughput` raises, and SourceError if the work of the model cannot be counted.
         """
         device, roof = measured_device(session.device, progress=context.progress)
         work = work_of(Checkpoint(session.directory).shape)
@@ -94,16 +94,14 @@ def _rows(cell: Cell, rows: dict[str, Metric], prefill: Limit, decode: Limit) ->
 
 
 def _limit(name: str, measured: Metric, limit: Limit) -> Metric:
-    """Return a limit, which has no error; its ratio to the baseline's is what the change could gain
-    at most.
+    """Return a limit, which has no error.
+    Its ratio to the baseline's is what the change could gain at most.
     """
     return _row(name, measured, limit.tokens_per_s, ()).model_copy(update={"pairing": "exact", "failure": ""})
 
 
 def _share(name: str, measured: Metric, limit: Limit, least_s: float) -> Metric:
-    """Return the share of a measured time that was needed at least, with the samples of what was
-    measured.
-    """
+    """Return the share of a measured time that was needed at least, with its samples."""
     return _row(
         name,
         measured,

@@ -31,7 +31,7 @@ class Sensitivity(WindowedText, Eval):
 
     The errors are those of the artifact's own weights; what they do is predicted from gradients of
     the unmodified model's predictions (see `optkit.algorithms.sensitivity`), so the artifact is not
-    run. Where the sum is far from the measured divergence, the errors are too large for the
+    run. If the sum is far from the measured divergence, the errors are too large for the
     prediction, or something else than the rounding of weights is at work (rounded activations, the
     KV cache). An adapter beside the weights is refused: that of one layer makes up for what others
     do, and so the sum says nothing about it.
@@ -53,8 +53,8 @@ class Sensitivity(WindowedText, Eval):
     """Layers to list, those that cost most."""
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Predict; raises EvalError without a baseline and as `quantized_alone` and
-        `WindowedText.cut` do.
+        """Predict.
+        Raises EvalError without a baseline and as `quantized_alone` and `WindowedText.cut` do.
         """
         import torch
 
@@ -89,7 +89,7 @@ class Sensitivity(WindowedText, Eval):
 
 def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, QuantizedLayer]:
     """Return the quantized layers of a checkpoint that is otherwise as it was before. Raises
-    EvalError where it is not.
+    EvalError if it is not.
     """
     from optkit.kernels.formats import quantized_layers
 

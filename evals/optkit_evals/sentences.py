@@ -47,9 +47,7 @@ class SentenceText(TextSource):
     """Sentences that are encoded together, those of like lengths; the shorter ones are padded."""
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too
-        few sentences.
-        """
+        """Refuse a tokenizer that cannot be opened or is another model's, and too few sentences."""
         counts = TokenCounts.of(place)
         if self.is_local(place.data):
             self._taken(split_sentences(self.documents(place.data)))
@@ -57,9 +55,7 @@ class SentenceText(TextSource):
         counts.check_ids(text, MOST_CHECKED, place.vocabulary)
 
     def _taken(self, found: list[str]) -> list[str]:
-        """Return those sentences that are measured on, the short ones first; raises EvalError where
-        there are too few.
-        """
+        """Return the sentences measured on, short ones first; raises EvalError for too few."""
         if len(found) < self.sentences:
             raise EvalError(
                 f"the text has {len(found):,} different sentences and {self.sentences:,} are asked for",
@@ -73,8 +69,8 @@ class SentenceText(TextSource):
         )
 
     def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
-        """Return the sentences as tokens; raises EvalError where the text was calibrated on, or has
-        too few.
+        """Return the sentences as tokens.
+        Raises EvalError if the text was calibrated on, or has too few.
         """
         text = self if self.revision else self.pinned(context.data)
         taken = self._taken(split_sentences(text.documents(context.data)))

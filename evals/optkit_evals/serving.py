@@ -45,7 +45,7 @@ class Served:
     arrival_s: float
     token_times_s: tuple[float, ...]
     tokens: tuple[int, ...] = ()
-    """What was generated, where the engine says it at the end."""
+    """What was generated, if the engine says it at the end."""
 
     @property
     def first_token_s(self) -> float:
@@ -77,8 +77,8 @@ def poisson_requests(session: Session, rate: float, count: int, prompt: int, see
 
 
 def serve_static(session: Session, requests: Sequence[Request], new_tokens: int, most: int, task: Task) -> list[Served]:
-    """Serve what has arrived, up to `most` requests, in one batch; those that arrive meanwhile wait
-    until all of it has ended.
+    """Serve what has arrived, up to `most` requests, in one batch.
+    Those that arrive meanwhile wait until all of it has ended.
     """
     import torch
 
@@ -103,7 +103,7 @@ def serve_continuously(
     """Serve with transformers' continuous batching: a request joins those under way at the next
     step, with a paged KV cache.
 
-    Raises EvalError where the session is no torch model as transformers opens it, or the engine
+    Raises EvalError if the session is no torch model as transformers opens it, or the engine
     stops.
     """
     with _engine(session, requests, new_tokens, most) as manager:
@@ -139,9 +139,7 @@ def serve_continuously(
 
 @contextmanager
 def _engine(session: Any, requests: Sequence[Request], new_tokens: int, most: int) -> Iterator[Any]:
-    """Run transformers' engine on the session's model, with the attention that the model has, in
-    its paged form.
-    """
+    """Run transformers' engine on the session's model, with its own attention in paged form."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     refuse_other_engines(session)
@@ -172,9 +170,7 @@ def _engine(session: Any, requests: Sequence[Request], new_tokens: int, most: in
 
 
 def refuse_other_engines(session: Any) -> None:
-    """Raise EvalError for a session whose settings transformers' engine would leave out without a
-    word.
-    """
+    """Raise EvalError for a session whose settings transformers' engine would silently ignore."""
     from optkit.model.carried_state import keeps_keys_and_values
 
     why = ""

@@ -28,8 +28,8 @@ UNITS = {
 
 
 class Speculation(WindowedText, TimedEval):
-    """Decode speed on text, tokens for each forward pass, the share of proposed tokens kept, and
-    agreement with plain greedy decoding.
+    """Decode speed on text, tokens per forward pass, the share of proposed tokens kept.
+    Also agreement with plain greedy decoding.
 
     What is kept depends on the text: random prompts, as `throughput` has them, say nothing about
     speculative decoding.
@@ -50,7 +50,7 @@ class Speculation(WindowedText, TimedEval):
     """Tokens generated after each prompt."""
 
     def turns(self) -> int:
-        """Return `processes`, or `windows` where these are fewer."""
+        """Return `processes`, or `windows` if these are fewer."""
         return min(self.processes, self.windows or self.processes)
 
     def longest_sequence(self) -> int:
@@ -96,8 +96,8 @@ class Speculation(WindowedText, TimedEval):
         return [_metric(name, samples, trials.get(name, ()), protocol) for name, samples in found.items() if samples]
 
     def _agreement(self, session: Any, prompt: Tensor, index: int, context: EvalContext) -> float:
-        """Return 1 where the tokens are those of decoding one by one, else 0, with a word on how
-        near the model's choice was there.
+        """Return 1 if the tokens are those of decoding one by one, else 0.
+        A word on how near the model's choice was there goes with it.
         """
         proposed = session.generate(prompt, self.new_tokens)
         with session.token_by_token():

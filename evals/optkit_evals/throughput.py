@@ -75,8 +75,8 @@ class Repeats:
 
 
 class Throughput(TimedEval):
-    """Prefill and decode tokens per second, time to first token, inter-token latency, peak memory,
-    energy, achieved bandwidth.
+    """Prefill and decode tokens per second, time to first token, inter-token latency.
+    Also peak memory, energy and achieved bandwidth.
     """
 
     kind: ClassVar[str] = "throughput"
@@ -137,7 +137,7 @@ class Throughput(TimedEval):
         return {"python": python, **versions}
 
     def check(self, device: str) -> None:
-        """Raise MissingPackageError, before anything runs, where the engine is not installed."""
+        """Raise MissingPackageError, before anything runs, if the engine is not installed."""
         if self.engine == "vllm":
             from optkit_evals.vllm_engine import check_vllm
 
@@ -171,7 +171,7 @@ class Throughput(TimedEval):
         """Measure. A configuration that does not fit into memory is marked and the next one
         measured.
 
-        Raises EvalError where the model has too few positions, ResourceError where memory runs out
+        Raises EvalError if the model has too few positions, ResourceError if memory runs out
         in every configuration.
         """
         if self.longest_sequence() > session.positions:
@@ -228,9 +228,7 @@ class Throughput(TimedEval):
         ]
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns as those of one measurement, and warn where the turns lie
-        far apart.
-        """
+        """Return the metrics of all turns as one measurement's; warn if the turns lie far apart."""
         context.notes[:] = _together(context.notes)
         found = super().pool(turns, context)
         for cell in self.cells():
@@ -295,9 +293,7 @@ class Throughput(TimedEval):
         return Repeats(tuple(calm), peak, settling, used_j)
 
     def _more(self, timings: Sequence[Timing], calm: Sequence[Timing], repeats: int, limit_s: float) -> bool:
-        """Say whether another repeat is due, of those that others left alone; not beyond the limits
-        of all together.
-        """
+        """Say whether another repeat free of others is due, within the limits of all together."""
         if len(timings) >= MOST_REPEATS * repeats or (
             len(timings) >= repeats and sum(each.total_s for each in timings) >= limit_s
         ):
@@ -327,9 +323,7 @@ class Throughput(TimedEval):
         return found + [_metric(name, cell, value, protocol) for name, value in counts.items() if value is not None]
 
     def _protocol(self, session: Session, seed: int) -> str:
-        """Say how it was measured, in the same words for both models and all engines of torch or
-        ONNX Runtime.
-        """
+        """Say how it was measured, in the same words for both models and all engines."""
         environment = describe_environment(session.device)
         gpu = session.device != "cpu"
         threads = f", {environment['cpu_threads']} threads" if not gpu and "cpu_threads" in environment else ""

@@ -96,8 +96,8 @@ def _event(device: str) -> Event:
 
 
 def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_s: float, task: Task) -> WarmUp:
-    """Let the session answer at least `runs` times and until the running mean stands still; not
-    longer than `limit_s` beyond those.
+    """Let the session answer at least `runs` times and until the running mean stands still.
+    Not longer than `limit_s` beyond those.
     """
     times: list[float] = []
     least = max(runs, 2)

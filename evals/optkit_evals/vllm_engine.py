@@ -47,8 +47,8 @@ class Asked:
 
 
 def check_vllm(device: str) -> None:
-    """Raise MissingPackageError where the Python that is to have vLLM has none; UsageError where
-    there is no such Python.
+    """Raise MissingPackageError if the Python that is to have vLLM has none.
+    Raises UsageError if there is no such Python.
     """
     python, versions = vllm_versions()
     if versions.keys().isdisjoint(BUILDS):
@@ -67,11 +67,11 @@ def vllm_versions() -> tuple[str, dict[str, str]]:
 
 
 def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answers]:
-    """Return what vLLM made of each configuration of the model that a session has open; its
-    version, dtype and kernels are noted.
+    """Return what vLLM made of each configuration of the model that a session has open.
+    Its version, dtype and kernels are noted.
 
-    Warns where the weights are packed and no kernel for packed weights computes. Raises EvalError
-    with vLLM's own words, or with its last lines where its process died.
+    Warns if the weights are packed and no kernel for packed weights computes. Raises EvalError
+    with vLLM's own words, or with its last lines if its process died.
     """
     python = interpreter("vllm", {})
     adapter = read_adapter(session.directory)
@@ -129,9 +129,7 @@ def _note(said: Mapping[str, Any]) -> str:
 
 
 def _memory_fraction(device: str) -> float:
-    """Return the share of a GPU's memory that vLLM may take, which counts what is in use; 0 on a
-    CPU.
-    """
+    """Return the share of a GPU's memory for vLLM, which counts what is in use; 0 on a CPU."""
     if device == "cpu":
         return 0.0
     import torch

@@ -40,8 +40,8 @@ anything runs.
 
 
 def slices(positions: int, vocabulary: int) -> Iterator[slice]:
-    """Yield neighbouring positions, about equally many at once, whose float32 logits have at most
-    `SLICE_BYTES`.
+    """Yield neighbouring positions, about equally many at once.
+    Their float32 logits have at most `SLICE_BYTES`.
     """
     count = -(-positions // max(1, SLICE_BYTES // (4 * vocabulary)))
     for index in range(count):
@@ -73,9 +73,7 @@ class WindowedText(CutText):
         return self.window
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse a tokenizer that cannot be opened or is another model's, and a text that has too
-        few windows.
-        """
+        """Refuse a tokenizer that cannot be opened or is another model's, and too few windows."""
         counts = TokenCounts.of(place)
         text = TrainingText.model_validate(
             {**self.identity(), "field": self.field, "packing": "joined", "bos": self.bos}
@@ -92,8 +90,9 @@ class WindowedText(CutText):
         )
 
     def cut(self, session: Session, context: EvalContext) -> Windows:
-        """Return the windows; raises EvalError where the text was calibrated on, is too short, or
-        the model's positions are too few.
+        """Return the windows.
+        Raises EvalError if the text was calibrated on, is too short, or the model's positions are
+        too few.
         """
         text = self if self.revision else self.pinned(context.data)
         if self.window > session.positions:
@@ -147,8 +146,8 @@ class WindowedText(CutText):
 
 
 def refuse_calibrated(text: TextSource, passages: Sequence[str], context: EvalContext) -> None:
-    """Raise EvalError where the weights were calibrated on the passages that are measured, by the
-    text's name or by what stands in it.
+    """Raise EvalError if the weights were calibrated on the passages that are measured.
+    They are known by the text's name or by what stands in it.
     """
     if found := shared_with(text, passages, context.calibrated_on):
         raise EvalError(

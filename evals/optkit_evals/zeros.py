@@ -13,8 +13,8 @@ PLACES = 4
 
 
 def share_of_zeros(checkpoint: Checkpoint) -> float | None:
-    """Return the share of weights of the decoder blocks' linear layers that are 0; None where none
-    of them is stored as floats.
+    """Return the share of weights of the decoder blocks' linear layers that are 0.
+    None if none of them is stored as floats.
     """
     from safetensors import safe_open
 

@@ -1,5 +1,5 @@
-"""What the weights of an ONNX graph take, and how many weights they stand for, counted from its
-initializers.
+"""What the weights of an ONNX graph take, and how many weights they stand for.
+Both are counted from its initializers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def _matrix(node: Node, tensor: Initializer) -> int:
 
 
 def _codes(name: str) -> Callable[[Node, Initializer], int]:
-    """Return how many codes a tensor holds, of as many bits as the attribute says where they lie in
-    bytes.
-    """
+    """Return how many codes a tensor holds, of the attribute's bits if they lie in bytes."""
 
     def weights(node: Node, tensor: Initializer) -> int:
         narrow = _integer(node, name, 4) if BITS[tensor.dtype] == 8 else BITS[tensor.dtype]
@@ -84,7 +82,7 @@ def onnx_layer_sizes(graph: OnnxFile) -> dict[str, LayerSize]:
     """Return tensor -> what it takes with what belongs to it; each initializer counts once, whoever
     reads it.
 
-    Raises EvalError where quantized weights lie in a layout that is not known.
+    Raises EvalError if quantized weights lie in a layout that is not known.
     """
     tensors = graph.initializers
     found: dict[str, LayerSize] = {}
@@ -129,9 +127,7 @@ def _is_plain(node: Node, tensor: Initializer) -> bool:
 
 
 def _scales_by_name(name: str) -> set[str]:
-    """Return what ONNX Runtime's quantizer calls the scale and zero point of weights that a
-    MatMulInteger reads.
-    """
+    """Return what ONNX Runtime's quantizer calls the scale and zero of a MatMulInteger's weights."""
     base = name.removesuffix("_quantized")
     return {f"{base}_scale", f"{base}_zero_point"} if base != name else set()
 
