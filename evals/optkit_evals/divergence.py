@@ -23,7 +23,7 @@ SLICES = 5
 
 class Divergence(WindowedText, Eval):
     """KL(baseline || model) of the next token, mean and 99th percentile.
-    Also how often both put the same token first.
+    It also counts how often both put the same token first.
 
     Counted are the positions whose next token perplexity counts. Intervals are over windows, whose
     neighbours correlate; that of the agreement is at least as wide as if each token were tried

@@ -23,7 +23,7 @@ LOW = 0.01
 
 class Embedding(SentenceText, Eval):
     """Cosine similarity of each sentence's embedding to the baseline's.
-    Also rank correlation of similarities and agreement on neighbours.
+    It also gives the rank correlation of similarities and the agreement on neighbours.
 
     `spearman_cosine` ranks the similarities of all pairs of sentences, as benchmarks of semantic
     similarity do; `recall_at_10` is the share of the 10 sentences nearest to one, by the baseline's

@@ -54,7 +54,7 @@ class Cell:
 
 class Encoding(TimedEval):
     """Latency of encoding (median and 95th percentile), sequences per second, peak memory.
-    For each batch size and sequence length.
+    Each batch size and sequence length has its own rows.
 
     Timed is what a server does for texts that are tokenized already: the whole model, and for an
     encoder that gives features the pooling.

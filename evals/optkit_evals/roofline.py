@@ -37,7 +37,7 @@ FORMULAS = (
 
 class Roofline(Throughput):
     """All that throughput measures, prefill and decode beside their limits on this device.
-    That is the share of bandwidth, and MFU.
+    It gives the share of bandwidth, and the model FLOPs utilization (MFU).
 
     The device is measured once and kept. List this eval or `throughput`, not both: their rows have
     the same names.

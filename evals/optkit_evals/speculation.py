@@ -29,7 +29,7 @@ UNITS = {
 
 class Speculation(WindowedText, TimedEval):
     """Decode speed on text, tokens per forward pass, the share of proposed tokens kept.
-    Also agreement with plain greedy decoding.
+    It also gives the agreement with plain greedy decoding.
 
     What is kept depends on the text: random prompts, as `throughput` has them, say nothing about
     speculative decoding.

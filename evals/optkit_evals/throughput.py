@@ -76,7 +76,7 @@ class Repeats:
 
 class Throughput(TimedEval):
     """Prefill and decode tokens per second, time to first token, inter-token latency.
-    Also peak memory, energy and achieved bandwidth.
+    It also gives peak memory, energy and achieved bandwidth.
     """
 
     kind: ClassVar[str] = "throughput"

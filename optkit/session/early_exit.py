@@ -1,9 +1,8 @@
 """A draft that is the model itself without its last layers: proposals cost its first layers and its
 head, and no memory.
 
-cache     layers 1..N: t0 t1 t2 t3 | p1 p2     the proposals' keys and values, taken out again
-before the model checks them
-          the others:  t0 t1 t2 t3
+cache     layers 1..N: t0 t1 t2 t3 | p1 p2     the proposals' keys and values,
+          the others:  t0 t1 t2 t3               taken out again before the model checks them
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Trainee:
     """What matrices were multiplied in: `bf16` or `fp32`."""
     recomputed: bool
     adapter_elements: int | None
-    """Numbers of adapters beside frozen weights; None where all weights are trained."""
+    """Numbers of adapters beside frozen weights; None if all weights are trained."""
     teacher: ModelShape | None
     """A teacher that computed beside it."""
     frozen_head: bool = False
@@ -94,7 +94,7 @@ def account(
 
 
 def _speed(result: TrainingResult, trainee: Trainee, device: str, devices: int) -> SpeedRecord | None:
-    """Return the speed; None where the operations of the model cannot be counted."""
+    """Return the speed; None if the operations of the model cannot be counted."""
     try:
         flops = step_flops(
             trainee.shape,

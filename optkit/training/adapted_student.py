@@ -47,9 +47,9 @@ def adapt(
 ) -> AdaptedStudent:
     """Put adapters beside the layers of a student.
 
-    zeros: share of zeros from which a layer keeps them, None where none does; origin: the model
+    zeros: share of zeros from which a layer keeps them, None if none does; origin: the model
     whose lost weights they begin with.
-    Raises StageError where that one has other layers, and for both at once.
+    Raises StageError if that one has other layers, and for both at once.
     """
     config = inject_(student.model, form)
     sparse = [] if zeros is None else keep_zeros_(student.model, zeros)

@@ -66,9 +66,7 @@ class AdapterForm:
 
 
 def targets(names: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Return the last names of layers where these mean no others of the model's, else all names in
-    full.
-    """
+    """Return the last names of layers if these mean no others of the model's, else full names."""
     last = {name.rpartition(".")[2] for name in names}
     meant = {
         name
@@ -79,7 +77,7 @@ def targets(names: Mapping[str, Any], model: nn.Module) -> list[str]:
 
 
 class WhileLearning(nn.Module):
-    """Dropout where gradients are wanted: a student is in evaluation mode throughout, and judged
+    """Dropout when gradients are wanted: a student is in evaluation mode throughout, and judged
     without.
     """
 
@@ -93,8 +91,8 @@ class WhileLearning(nn.Module):
 
 
 class SparseLora(LoraLinear):
-    """peft's layer where the zeros of the base stay zeros: what is added to the weight is masked at
-    every step, not at the end alone.
+    """peft's layer in which the zeros of the base stay zeros: what is added to the weight is masked
+    at every step, not at the end alone.
     """
 
     kept: Tensor
@@ -127,13 +125,13 @@ class SparseLora(LoraLinear):
 
 
 def inject_(model: nn.Module, form: AdapterForm) -> LoraConfig:
-    """Put adapters beside layers of a model, which alone want a gradient then; returns peft's
-    configuration of them.
+    """Put adapters beside layers of a model; they alone want a gradient then.
+    Returns peft's configuration of them.
     """
     config = form.config(model)
     inject_adapter_in_model(
         config, nn.ModuleDict({"student": model})
-    )  # peft rewrites what it is asked for where it sees a model of experts
+    )  # peft rewrites what it is asked for if it sees a model of experts
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     for _, module in adapted(model):
@@ -150,8 +148,8 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def keep_zeros_(model: nn.Module, share: float) -> list[str]:
-    """Let the zeros stay zeros of weights of which at least a share is zero; returns the layers'
-    names.
+    """Let the zeros stay zeros of weights of which at least a share is zero.
+    Returns the layers' names.
     """
     names = []
     for name, module in adapted(model):
@@ -174,8 +172,8 @@ class Origin:
     """Parameter of the student -> tensor."""
 
     def weight(self, name: str, shape: tuple[int, int]) -> Tensor:
-        """Return the weight of a layer, float32 [out, in]. Raises StageError where it has another
-        shape or is not there.
+        """Return the weight of a layer, float32 [out, in]. Raises StageError if it has another
+        shape or is missing.
         """
         tensor = self.tensors[f"{name}.weight"]
         info = self.checkpoint.tensors.get(tensor)
@@ -193,11 +191,11 @@ class Origin:
 
 @torch.no_grad()
 def start_from_errors_(model: nn.Module, origin: Origin) -> dict[str, float]:
-    """Let each adapter begin as the best product of its rank for what the base lost of the origin's
-    weight, by SVD.
+    """Let each adapter begin as the best product of its rank for what the base lost.
+    That is of the origin's weight, by SVD.
 
     That is one round of LoftQ (arXiv:2310.08659); there the base is quantized anew after each, here
-    it stays as it is. Where nothing was lost, an adapter begins as any other. Returns the share of
+    it stays as it is. If nothing was lost, an adapter begins as any other. Returns the share of
     the square of the error that each takes away. Raises StageError for a base that is no
     approximation of the origin.
     """
@@ -238,8 +236,8 @@ def merge_(model: nn.Module) -> None:
 
 
 def write_adapter(model: nn.Module, config: LoraConfig, target: Path, dtype: torch.dtype) -> int:
-    """Write the adapters of a model into a new directory as peft does; returns how many layers have
-    one. Raises ResourceError.
+    """Write the adapters of a model into a new directory as peft does.
+    Returns how many layers have one. Raises ResourceError.
     """
     tensors: dict[str, Tensor] = {}
     layers = dict(adapted(model))
@@ -256,7 +254,7 @@ def write_adapter(model: nn.Module, config: LoraConfig, target: Path, dtype: tor
 
 
 def _whole(number: float) -> float:
-    """Return the same number, without a fraction where there is none: older readers expect an
+    """Return the same number, without a fraction if there is none: older readers expect an
     integer.
     """
     return int(number) if float(number).is_integer() else number

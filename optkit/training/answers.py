@@ -72,8 +72,7 @@ class KnownTeacher:
         batch_size: int,
         progress: Progress,
     ) -> None:
-        """Ask a teacher about the rows of int64 [sequences, s] that were never answered, and keep
-        its `count` likeliest tokens.
+        """Ask a teacher about new rows of int64 [sequences, s], keep its `count` likeliest tokens.
 
         A run that is killed keeps what it asked so far. Raises ResourceError on a full disk.
         """

@@ -26,9 +26,7 @@ class Budget:
     """Whom messages are about."""
 
     def refuse_nothing_left(self, sequences: int) -> None:
-        """Raise StageError where the texts have too few sequences to hold some out and train on
-        others.
-        """
+        """Raise StageError if the texts have too few sequences to hold out and to train on."""
         if sequences <= self.held_out:
             raise StageError(
                 f"the texts give {sequences:,} sequences of {self.sequence_length:,} tokens, and "
@@ -41,7 +39,7 @@ class Budget:
     def steps(self, sequences: int) -> int:
         """Return how many optimizer steps are made of so many sequences to train on.
 
-        Raises StageError where they are too few.
+        Raises StageError if they are too few.
         """
         step_tokens = self.sequences_per_step * self.sequence_length
         once = sequences * self.sequence_length
@@ -59,8 +57,8 @@ class Budget:
         return steps
 
     def least_sequences(self, written: int = 0) -> int:
-        """Return how many sequences of the texts are enough, those held out among them, beside
-        `written` further ones to train on.
+        """Return how many sequences of the texts are enough, beside `written` further ones.
+        Those held out are among them.
         """
         step_tokens = self.sequences_per_step * self.sequence_length
         steps = max(1, -(-(self.tokens or 1) // step_tokens))

@@ -1,9 +1,9 @@
-"""Where a training can go on: weights, optimizer, random numbers and position, written as a draft,
-then renamed; the last two are kept.
+"""Checkpoints from which a training goes on: weights, optimizer, random numbers and position,
+written as a draft, then renamed; the last two are kept.
 
 PLACE/step-00000120/weights.safetensors     trainable parameters
-PLACE/step-00000120/best.safetensors        those with the least held-out loss, where they are
-others PLACE/step-00000120/optimizer.safetensors   the state of the optimizer, `NUMBER.NAME`
+PLACE/step-00000120/best.safetensors        those with the least held-out loss, if others
+PLACE/step-00000120/optimizer.safetensors   the state of the optimizer, `NUMBER.NAME`
 PLACE/step-00000120/random.safetensors      the states of the random number generators
 PLACE/step-00000120/state.json              everything else, written last
 """
@@ -43,8 +43,8 @@ class Saved:
 
 
 def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
-    """Write a checkpoint and let go of all but the last two of this training, and of what another
-    or a killed run left.
+    """Write a checkpoint and delete all but the last two of this training.
+    What another or a killed run left is deleted too.
 
     Raises ResourceError on a full disk; the ones before stay good.
     """
@@ -74,9 +74,7 @@ def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
 
 
 def load(place: Path, digest: str) -> Saved | None:
-    """Return the newest whole checkpoint of this very training (same digest), None where there is
-    none.
-    """
+    """Return the newest whole checkpoint of this training (same digest), None if there is none."""
     for directory in _found(place):
         try:
             state = json.loads((directory / STATE).read_text(encoding="utf-8"))
@@ -91,17 +89,15 @@ def load(place: Path, digest: str) -> Saved | None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's random number generators, that of the CPU and that of the
-    device.
-    """
+    """Return the states of torch's random number generators, the CPU's and the device's."""
     return {"cpu": torch.get_rng_state()} | (
         {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     )
 
 
 def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put torch's random number generators back to a state; of several processes each its own
-    device's to that of the first.
+    """Put torch's random number generators back to a state.
+    Of several processes each puts its own device's to that of the first.
     """
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
@@ -113,7 +109,7 @@ def _found(place: Path) -> list[Path]:
 
 
 def _digest(directory: Path) -> str | None:
-    """Return what decided a checkpoint; None where it cannot be read."""
+    """Return what decided a checkpoint; None if it cannot be read."""
     try:
         return str(json.loads((directory / STATE).read_text(encoding="utf-8"))["digest"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -145,8 +141,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] |
 
 
 def _flat(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by `NUMBER.NAME` (bitsandbytes nests them deeper),
-    and its other values.
+    """Return the tensors of an optimizer's state by `NUMBER.NAME`, and its other values.
+    (bitsandbytes nests them deeper.)
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}

@@ -1,9 +1,11 @@
 """Quantized layers in a safetensors file: the codes that a training begins with and ends with, for
 processes to hand on.
 
-NAME.codes   uint8 [out, in] NAME.scales  float32 [out, groups] NAME.zeros   uint8 [out, groups]
+NAME.codes   uint8 [out, in]
+NAME.scales  float32 [out, groups]
+NAME.zeros   uint8 [out, groups]
 metadata     `grids`: {NAME: [bits, group_size, symmetric, dtype of the scales in the artifact]},
-and `facts`, both JSON
+             and `facts`, both JSON
 """
 
 from __future__ import annotations

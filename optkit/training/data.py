@@ -18,8 +18,8 @@ from optkit.training.budget import Budget
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Sequences of equal length, cut one after the other from texts; none of the held-out ones is
-    ever trained on.
+    """Sequences of equal length, cut one after the other from texts.
+    None of the held-out ones is ever trained on.
     """
 
     tokens: Tensor
@@ -83,10 +83,10 @@ def read_texts(
     trust_remote_code: bool = False,
     where: str = "training",
 ) -> TrainingData:
-    """Cut texts into sequences, the rest of each text left out, and hold some of them out, evenly
-    spread over all.
+    """Cut texts into sequences, and hold some of them out, evenly spread over all.
+    The rest of each text is left out.
 
-    Raises SourceError for a text that cannot be read, StageError where nothing would be left to
+    Raises SourceError for a text that cannot be read, StageError if nothing would be left to
     train on.
     """
     tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
@@ -105,7 +105,7 @@ def read_texts(
 
 def split(tokens: Tensor, places: Sequence[str], held_out: int, seed: int, where: str) -> TrainingData:
     """Hold out `held_out` of int64 [sequences, sequence_length], evenly spread. Raises StageError
-    where nothing would be left.
+    if nothing would be left.
     """
     total, length = tokens.shape
     Budget(length, 1, held_out, where=where).refuse_nothing_left(total)

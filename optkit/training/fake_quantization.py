@@ -1,9 +1,10 @@
-"""Layers that compute with the weights which their codes will stand for, and learn the weights
-behind them: quantization-aware training.
+"""Quantization-aware training: layers that compute with the weights which their codes stand for.
+They learn the weights behind the codes.
 
     rounded = (clamp(round(w / s) + z, 0, 2^bits - 1) - z) * s
-    d rounded / d w = 1 where nothing was clamped, else 0          straight through (arXiv:1308.3432)
-    d rounded / d s = code - z - w / s where nothing was clamped, else code - z             LSQ (arXiv:1902.08153)
+    d rounded / d w = 1 if nothing was clamped, else 0    straight through (arXiv:1308.3432)
+    d rounded / d s = code - z - w / s if nothing was clamped, else code - z
+                                                          LSQ (arXiv:1902.08153)
 
 Scales are learned by their logarithm, so that a step of AdamW changes each by the same share; s is
 rounded to the dtype that it is stored in before anything is computed with it. The codes at the end
@@ -36,7 +37,7 @@ they would be between two.
 
 
 class FakeQuantized(nn.Module):
-    """A linear layer whose weight is on a grid at each call, its inputs too where `rounds_inputs`."""
+    """A linear layer whose weight is on a grid at each call, its inputs too if `rounds_inputs`."""
 
     zeros: Tensor
     base: Tensor
@@ -50,8 +51,8 @@ class FakeQuantized(nn.Module):
         scales: Scales,
         rounds_inputs: bool = False,
     ) -> None:
-        """weight: float32 [out, in]; `start` are the codes that it begins with (not where scales
-        are recomputed).
+        """weight: float32 [out, in]; `start` are the codes that it begins with (not if scales are
+        recomputed).
         """
         super().__init__()
         self.rounds_inputs = rounds_inputs
@@ -117,8 +118,8 @@ class _InputRounding(torch.autograd.Function):
 
 
 def within_cells(weight: Tensor, start: QuantizedWeight) -> Tensor:
-    """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`; the
-    outermost codes have no outer edge.
+    """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`.
+    The outermost codes have no outer edge.
     """
     rows, groups = start.scales.shape
     scales, zeros = (each.to(weight.device, weight.dtype).unsqueeze(-1) for each in (start.scales, start.zeros))

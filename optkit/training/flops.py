@@ -1,18 +1,17 @@
-"""The operations of a training step, by the published formulas, and what share of a device's rate
-they are.
+"""The operations of a training step, by published formulas, and their share of a device's rate.
 
 A multiply and an add are two operations. N is the weights of the matrices that a token meets,
 lm_head among them and the tables of which it reads one row not; of experts, those that it is sent
 to.
 
-    forward             2 N, and 2 (query width + value width) for each pair of a query and a key that it may
-                        see (causal)
-    backward            2 N for the gradients of inputs, 2 N for those of weights that are trained, and twice
-                        the attention of the forward
-    recomputed          the blocks' forward once more, with gradient checkpointing; lm_head stands behind the
-                        blocks (torch leaves out
-                        what follows the last input that a gradient needs: one matrix of each block)
-    teacher             its own forward
+    forward       2 N, and 2 (query width + value width) for each pair of a query and a key that it
+                  may see (causal)
+    backward      2 N for the gradients of inputs, 2 N for those of weights that are trained, and
+                  twice the attention of the forward
+    recomputed    the blocks' forward once more, with gradient checkpointing; lm_head stands behind
+                  the blocks (torch leaves out what follows the last input that a gradient needs:
+                  one matrix of each block)
+    teacher       its own forward
 
 So a step is 3 times a forward (6 N), with gradient checkpointing nearly 4 times (8 N); of frozen
 weights 4 N, and 6 N' for N' of adapters. Model FLOPs utilization (PaLM, arXiv:2204.02311, appendix
@@ -58,7 +57,7 @@ class StepFlops:
 
     @property
     def model(self) -> float:
-        """What the mathematics of the student needs: 3 times its forward where all of it is
+        """What the mathematics of the student needs: 3 times its forward if all of it is
         trained.
         """
         return self.forward + self.backward
@@ -91,7 +90,7 @@ class StepFlops:
 def forward_flops(shape: ModelShape, length: int) -> ForwardFlops:
     """Return what one sequence of `length` tokens costs, all of which get logits.
 
-    Raises SourceError where packed weights lie in a layout that is not known, or nothing makes
+    Raises SourceError if packed weights lie in a layout that is not known, or nothing makes
     logits.
     """
     weights = weights_of(shape)

@@ -22,14 +22,14 @@ SMALLEST_REST = 1e-6
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of -log p(target) over positions; logits: float [n, v], targets: int64 [n],
-    `IGNORED` where there is none.
+    `IGNORED` if there is none.
     """
     return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the sum of T^2 KL(teacher || student) over positions; both float [n, v], softened by
-    the temperature T.
+    """Return the sum of T^2 KL(teacher || student) over positions.
+    Both are float [n, v], softened by the temperature T.
 
     T^2 keeps the size of the gradients (Hinton et al. 2015, https://arxiv.org/abs/1503.02531). The
     teacher gets no gradient.
@@ -67,12 +67,12 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def top_divergence(logits: Tensor, top: Tensor, indices: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return `divergence` for a teacher of whom the likeliest tokens are known, all others as one
-    outcome together.
+    """Return `divergence` for a teacher of whom the likeliest tokens are known.
+    All others are one outcome together.
 
     logits: float [n, v]; top: the teacher's log-probabilities at that temperature, float [n, k], of
     the tokens int64 `indices` [n, k].
-    Never more than the divergence over all tokens, and the same where k is v - 1.
+    Never more than the divergence over all tokens, and the same if k is v - 1.
     """
     scaled = logits.float() / temperature
     ours = scaled.gather(-1, indices) - scaled.logsumexp(-1, keepdim=True)
@@ -83,8 +83,8 @@ def top_divergence(logits: Tensor, top: Tensor, indices: Tensor, temperature: fl
 
 
 def top_of(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities, float32 [n, count], and the tokens, int64 [n, count], of the
-    likeliest tokens of float [n, v].
+    """Return the log-probabilities, float32 [n, count], and the likeliest tokens, int64 [n, count].
+    They are those of float [n, v].
     """
     scaled = logits.float() / temperature
     top, indices = scaled.topk(count, dim=-1)
@@ -92,24 +92,22 @@ def top_of(logits: Tensor, count: int, temperature: float = 1.0) -> tuple[Tensor
 
 
 def _rest(known: Tensor) -> Tensor:
-    """Return the log-probability [n] of what is outside of the tokens with log-probabilities float
-    [n, k].
-    """
+    """Return the log-probability [n] of all tokens outside those given, float [n, k]."""
     inside = known.logsumexp(-1).clamp(max=-SMALLEST_REST)
     return (-torch.expm1(inside)).log()
 
 
 def hidden_distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the mean square of the difference in shares of the teacher's mean square; float [b, s,
-    width] both.
+    """Return the mean square of the difference in shares of the teacher's mean square.
+    Both are float [b, s, width].
     """
     theirs = theirs.float()
     return (ours.float() - theirs).square().mean() / theirs.square().mean().clamp_min(1e-12)
 
 
 def attention_divergence(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the mean KL(teacher || student) of attention, float [b, heads, s, s] both, averaged
-    over heads, whose numbers may differ.
+    """Return the mean KL(teacher || student) of attention, float [b, heads, s, s] both.
+    It is averaged over heads, whose numbers may differ.
     """
     student, teacher = (each.float().mean(1).clamp_min(1e-12).log() for each in (ours, theirs))
     return functional.kl_div(student, teacher, log_target=True, reduction="sum") / ours[:, 0, :, 0].numel()

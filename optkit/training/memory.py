@@ -113,7 +113,7 @@ class Blocks:
     """Queries and keys have norms of their own."""
     kept_of_mlp: int
     chosen: int
-    """Experts that a token is sent to; 1 where there are none."""
+    """Experts that a token is sent to; 1 if there are none."""
     eager: bool
     """Attention is matrix products, whose weights are kept for each query and key."""
     capped: bool
@@ -140,9 +140,7 @@ class Blocks:
 
 
 def predicted_memory(shape: ModelShape, setup: Setup) -> MemoryKinds:
-    """Return the bytes by kind at the moment of a step when most are in use, on each of the
-    devices.
-    """
+    """Return the bytes by kind when most of a step's are in use, on each of the devices."""
     moments = [_loss_is_known(shape, setup), _last_block_goes_back(shape, setup), _gradients_are_there(shape, setup)]
     moments += [_is_divided(shape, setup)] if setup.divided > 1 else []
     return max(moments, key=lambda kinds: kinds.total)
@@ -204,8 +202,8 @@ def _loss_is_known(shape: ModelShape, setup: Setup) -> MemoryKinds:
 
 
 def _last_block_goes_back(shape: ModelShape, setup: Setup) -> MemoryKinds:
-    """What all blocks kept is there still; with gradient checkpointing, what they were given, and
-    this block computes again.
+    """What all blocks kept is there still.
+    With gradient checkpointing that is what they were given, and this block computes again.
     """
     blocks = blocks_of(shape)
     head = _head_elements(shape)
@@ -266,7 +264,7 @@ def _teacher_widths(setup: Setup) -> int:
 
 
 def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
-    """Return the gradients that are there when the loss is known: lm_head's, and all of them where
+    """Return the gradients that are there when the loss is known: lm_head's, and all of them if
     a step has several passes.
     """
     all_of_them = WIDE * _trained(shape, setup) // setup.divided

@@ -17,7 +17,7 @@ class MemoryKinds(Frozen):
     teacher: int = 0
     """The teacher's weights, and what its forward keeps."""
     best_weights: int = 0
-    """The best so far, where they lie in the memory that is trained in."""
+    """The best so far, if they lie in the memory that is trained in."""
     gradients: int = 0
     optimizer: int = 0
     """States: two numbers for each trained one, and what a step needs besides."""

@@ -33,15 +33,15 @@ class Targets(Protocol):
     """What a teacher says about some sequences, b * s positions one after the other."""
 
     hidden_states: Sequence[Tensor]
-    """Of the embedding and of each block, float [b, s, teacher's width]; empty where they were not
+    """Of the embedding and of each block, float [b, s, teacher's width]; empty if they were not
     asked for.
     """
     attentions: Sequence[Tensor]
-    """Of each block, float [b, heads, s, s]; empty where they were not asked for."""
+    """Of each block, float [b, heads, s, s]; empty if they were not asked for."""
 
     def divergence(self, logits: Tensor, positions: slice, temperature: float) -> Tensor:
-        """Return the sum of T^2 KL(teacher || student) over positions, for the student's logits
-        float [positions, v].
+        """Return the sum of T^2 KL(teacher || student) over positions.
+        The student's logits are float [positions, v].
         """
         ...
 
@@ -131,9 +131,7 @@ class Objective(nn.Module):
         return torch.stack([hidden_distance(*pair) for pair in _paired(projected, theirs)]).mean()
 
     def _projections(self, teacher_width: int | None) -> nn.ModuleList:
-        """Return a matrix for each block from the student's width to the teacher's, where they
-        differ.
-        """
+        """Return a matrix for each block from the student's width to the teacher's, if they differ."""
         config = self.student.config.get_text_config(decoder=True)
         width = int(config.hidden_size)
         if not self.weights.hidden or teacher_width in (None, width):
@@ -143,9 +141,7 @@ class Objective(nn.Module):
 
 
 def _paired(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return each of the student's blocks with the one of the teacher at the same share of the
-    depth.
-    """
+    """Return each of the student's blocks with the teacher's at the same share of the depth."""
     return [(each, theirs[round((index + 1) * len(theirs) / len(ours)) - 1]) for index, each in enumerate(ours)]
 
 
@@ -155,10 +151,10 @@ Compute = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 def in_parts(
     compute: Compute, hidden: Tensor, at_once: int, parameters: Sequence[nn.Parameter]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums of what `compute` returns for float [n, h] taken `at_once` positions at a
-    time: (loss with a gradient, numbers).
+    """Return the sums of what `compute` returns for float [n, h], `at_once` positions at a time.
+    They are a loss with a gradient, and numbers.
 
-    Where a gradient is wanted it is taken right after each part, so that only one part's logits are
+    If a gradient is wanted it is taken right after each part, so that only one part's logits are
     ever held. `parameters` are all trainable ones that `compute` uses.
     """
     if not torch.is_grad_enabled():

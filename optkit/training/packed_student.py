@@ -80,7 +80,7 @@ class _Dequantized:
 def open_packed_student(directory: Path, device: str, progress: Progress, trust_remote_code: bool = False) -> Student:
     """Open a quantized checkpoint on the device in float32; nothing in it wants a gradient.
 
-    Raises StageError for a form of weights that gradients have no way through, SourceError where
+    Raises StageError for a form of weights that gradients have no way through, SourceError if
     weights and model do not fit.
     """
     checkpoint = Checkpoint(directory)
@@ -93,7 +93,7 @@ def open_packed_student(directory: Path, device: str, progress: Progress, trust_
 
 
 def _layers(checkpoint: Checkpoint) -> list[QuantizedLayer | FourBitLayer]:
-    """Return the quantized layers; raises StageError where nobody here reads them."""
+    """Return the quantized layers; raises StageError if nobody here reads them."""
     method = str((checkpoint.quantization or {}).get("quant_method"))
     found: list[QuantizedLayer | FourBitLayer] = []
     found += four_bit_layers(checkpoint) if method == FOUR_BITS else (quantized_layers(checkpoint) or {}).values()

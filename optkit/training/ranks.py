@@ -34,9 +34,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows that this process computes of those of a forward pass; all shares are
-        equally large.
-        """
+        """Return this process's rows of those of a forward pass; all shares are equally large."""
         return list(rows)
 
     def deal(self, rows: Sequence[int]) -> list[int]:
@@ -44,14 +42,12 @@ class Ranks:
         return list(rows)
 
     def prepare(self, objective: Objective) -> nn.Module:
-        """Return the module to call in place of the objective; its parameters are then those to be
-        trained.
-        """
+        """Return the module to call in place of the objective; its parameters are to be trained."""
         return objective
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Return a context for a forward and a backward pass, `last` for the one that completes the
-        gradients of a step.
+        """Return a context for a forward and a backward pass.
+        `last` is for the one that completes the gradients of a step.
         """
         return nullcontext()
 
@@ -72,14 +68,14 @@ class Ranks:
         return number
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of which this process holds a part; every process has to ask for it at
-        the same time.
+        """Return a tensor of which this process holds a part.
+        Every process has to ask for it at the same time.
         """
         return tensor
 
     def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return what this process holds, beside a parameter, of a tensor of its shape that every
-        process has the whole of.
+        """Return what this process holds, beside a parameter, of a tensor of its shape.
+        Every process has the whole of that tensor.
         """
         return whole
 
@@ -96,9 +92,7 @@ class Ranks:
 
 
 class Group(Ranks):
-    """One process of several, each with a copy of the model (`ddp`) or a part of each weight
-    (`fsdp`).
-    """
+    """One of several processes, with a copy of the model (`ddp`) or a part of each weight (`fsdp`)."""
 
     def __init__(self, parallel: Parallel) -> None:
         self.parallel = parallel
@@ -204,9 +198,7 @@ class Group(Ranks):
                 module._buffers[leaf] = buffer.cpu() if buffer is not None else None
 
     def _shard(self, objective: Objective) -> nn.Module:
-        """Divide each block's weights, and together those outside of the blocks, among the
-        processes (FSDP2).
-        """
+        """Divide each block's weights, and those outside the blocks, among the processes (FSDP2)."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -246,8 +238,8 @@ def current(parallel: Parallel) -> Ranks:
 
 
 def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return copies of whole tensors on the CPU at the first process, nothing at the others; one at
-    a time is gathered.
+    """Return copies of whole tensors on the CPU at the first process, nothing at the others.
+    One at a time is gathered.
     """
     found = {}
     for name, tensor in tensors.items():

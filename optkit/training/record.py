@@ -16,7 +16,7 @@ MOST_POINTS = 200
 MOST_JUDGED = 100
 """Held-out losses that are kept, beside the first and the least."""
 KEY = "training"
-"""Where a report's details hold the record."""
+"""The key of the record in a report's details."""
 
 
 class Point(Frozen):
@@ -27,7 +27,7 @@ class Point(Frozen):
     tokens: int
     """Trained on up to its end."""
     loss: float
-    """Mean over tokens; nats per token where it is a cross-entropy or a divergence."""
+    """Mean over tokens; nats per token if it is a cross-entropy or a divergence."""
     learning_rate: float
 
 
@@ -57,7 +57,7 @@ class SpeedRecord(Frozen):
     peak_tflops_per_s: float | None = None
     """That rate."""
     peak: str = ""
-    """What the device's rate is, and from where."""
+    """What the device's rate is, and its source."""
 
 
 class TrainingRecord(Frozen):
@@ -78,9 +78,9 @@ class TrainingRecord(Frozen):
     predicted: MemoryKinds | None = None
     """Peak memory of a device, as the plan said it."""
     peak_bytes: int | None = None
-    """The measured peak of a device, the largest of all; None where it cannot be told."""
+    """The measured peak of a device, the largest of all; None if it cannot be told."""
     energy_j: float | None = None
-    """Of all devices, where they tell, and one run made all steps."""
+    """Of all devices, if they tell, and one run made all steps."""
 
     def details(self) -> dict[str, Any]:
         """Return what belongs into a report's details."""
@@ -93,9 +93,7 @@ class TrainingRecord(Frozen):
 
 
 def fewer(judged: Sequence[Judged], most: int = MOST_JUDGED) -> tuple[Judged, ...]:
-    """Return about `most` held-out losses, evenly spread; the first, the least and the last are
-    among them.
-    """
+    """Return about `most` held-out losses, evenly spread, with the first, the least and the last."""
     stride, least = -(-len(judged) // most), min(judged, key=lambda each: each.loss)
     spread = judged[::-1][::stride]
     return tuple(each for each in judged if each in (judged[0], least) or each in spread)

@@ -1,9 +1,10 @@
 """A directory that several trainings can use: what a teacher said or wrote, kept for the next
 student.
 
-PLACE/about.json    what it is, for `optkit store show` PLACE/in_use        locked (flock) by the
-processes that read or write here; `optkit store prune` leaves it then PLACE/at_work       locked by
-the one that writes
+PLACE/about.json    what it is, for `optkit store show`
+PLACE/in_use        locked (flock) by the processes that read or write here;
+                    `optkit store prune` leaves it then
+PLACE/at_work       locked by the one that writes
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Speed:
     """Tokens of a sequence."""
     devices: int = 1
     peak: Device | None = None
-    """What each of the devices can do; None where nobody knows."""
+    """What each of the devices can do; None if nobody knows."""
     arithmetic: str = "fp32"
     """What products are computed in: a key of `Device.rates`."""
 
@@ -46,9 +46,7 @@ class Speed:
 
     @property
     def model_flops_utilization(self) -> float | None:
-        """Share of the device's rate that the student's mathematics was; None where the rate is not
-        known.
-        """
+        """Share of the device's rate that the student's mathematics was; None if unknown."""
         return self.model_tflops_per_s * TERA / self.peak.rate(self.arithmetic) if self.peak else None
 
     @property
@@ -78,7 +76,5 @@ class Speed:
 
 
 def peak_of(device: str) -> Device | None:
-    """Return the datasheet of a GPU, else what a device was measured to reach before (`optkit
-    roofline`); None without either.
-    """
+    """Return a GPU's datasheet, else the measured roof (`optkit roofline`); None without either."""
     return (datasheet_of(device_name(device)) if device != "cpu" else None) or kept_device(device)

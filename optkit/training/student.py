@@ -34,8 +34,8 @@ class Student:
 
 
 def open_student(directory: Path, device: str, trust_remote_code: bool = False) -> Student:
-    """Open a checkpoint on the device with float32 weights that all want a gradient; without
-    dropout, experts unfused.
+    """Open a checkpoint on the device with float32 weights that all want a gradient.
+    It has no dropout, and its experts are unfused.
 
     Raises SourceError for a quantized checkpoint, NaN, Inf, and weights that do not fit the model.
     """
@@ -47,7 +47,7 @@ def open_student(directory: Path, device: str, trust_remote_code: bool = False) 
 
 
 def _tie_(model: PreTrainedModel) -> None:
-    """Let lm_head be the embedding where config.json says so and the checkpoint holds both, alike:
+    """Let lm_head be the embedding if config.json says so and the checkpoint holds both, alike:
     transformers opens them as one then.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -58,10 +58,10 @@ def _tie_(model: PreTrainedModel) -> None:
 
 
 def write_student(student: Student, target: Path, trusted: bool = False) -> int:
-    """Write a student as a checkpoint with the dtypes of the one that it was; returns how many
-    tensors are others now.
+    """Write a student as a checkpoint with the dtypes of the one that it was.
+    Returns how many tensors are others now.
 
-    Raises StageError where a weight does not fit its dtype, ResourceError on a full disk.
+    Raises StageError if a weight does not fit its dtype, ResourceError on a full disk.
     """
     trained: dict[str, Tensor] = {}
     for name, tensor in student.model.state_dict(keep_vars=True).items():
@@ -81,9 +81,7 @@ def write_student(student: Student, target: Path, trusted: bool = False) -> int:
 
 
 def cast_back(name: str, tensor: Tensor, before: Tensor) -> Tensor:
-    """Return a trained tensor on the CPU in the dtype that it had; raises StageError where it would
-    not be finite there.
-    """
+    """Return a trained tensor on the CPU in its former dtype; StageError if it is not finite there."""
     cast = tensor.to("cpu", before.dtype)
     if cast.is_floating_point() and not all_finite(cast):
         raise StageError(
@@ -109,7 +107,7 @@ class ZerosStay:
     weight: nn.Parameter
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """Return the gradient, 0 where the weight is."""
+        """Return the gradient, 0 for weights of 0."""
         return gradient.masked_fill(self.weight.detach() == 0, 0)
 
 
@@ -144,9 +142,7 @@ def checkpoint_activations_(model: PreTrainedModel) -> None:
 
 
 def _evaluated(layer: nn.Module, checkpoint: Callable[..., Any], compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a layer that has to be in training mode to be computed again, and that drops nothing
-    inside.
-    """
+    """Run a layer that has to be in training mode to be computed again. It drops nothing inside."""
 
     def evaluate(*given: Any) -> Any:
         layer.training = False

@@ -20,8 +20,8 @@ class Teacher(Protocol):
     """Whoever says what the student should have said."""
 
     def targets(self, rows: Sequence[int], tokens: Tensor) -> Targets:
-        """Return what it says about int64 [b, s] on the student's device, which are these rows of
-        the data.
+        """Return what it says about int64 [b, s] on the student's device.
+        These are the given rows of the data.
         """
         ...
 

@@ -1,5 +1,5 @@
-"""A causal language model as two functions, so that the logits of all positions are never held
-together: tokens -> hidden -> logits.
+"""A causal language model as two functions: tokens -> hidden -> logits.
+So the logits of all positions are never held together.
 """
 
 from __future__ import annotations
