@@ -18,8 +18,7 @@ name_argument = click.argument("name", metavar="NAME")
     cls=Group, context_settings=CONTEXT_SETTINGS, short_help="Environments of other quantizers: list, build, remove."
 )
 def command() -> None:
-    """Show, build and remove the environments in which `backend: NAME` runs other people's
-    quantizers.
+    """Show, build and remove the environments in which `backend: NAME` runs others' quantizers.
 
     A recipe that names a backend builds its environment when it is needed. Each holds one library
     with its own versions of everything but torch, which it shares with optkit. They lie in
@@ -30,8 +29,8 @@ def command() -> None:
 @command.command("list", cls=Command, short_help="Show every library, and what is built.")
 @json_option
 def list_environments(as_json: bool) -> None:
-    """Show every library that can be a backend: versions, size and place of its environment, and
-    whether it is in use.
+    """Show every library that can be a backend.
+    The list has versions, size and place of its environment, and whether it is in use.
     """
     from optkit.backends.environments import Environments
     from optkit.backends.libraries import LIBRARIES

@@ -18,9 +18,7 @@ from optkit.processes.worker import one_line
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a command did not end well: what stderr says of it, and what the document of `--json`
-    says.
-    """
+    """Why a command did not end well, for stderr and for the document of `--json`."""
 
     kind: str
     """The class of an optkit error, else UsageError, Interrupted, Terminated, ResourceError,

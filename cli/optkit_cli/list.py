@@ -30,9 +30,7 @@ def _evals() -> dict[str, str]:
 
 
 def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
-    """Return a class's summary, or why it cannot be loaded: one broken plug-in must not hide the
-    others.
-    """
+    """Return a class's summary, or why it cannot be loaded: a broken plug-in hides no others."""
     from optkit.recipe.registry import summary
 
     try:

@@ -1,5 +1,5 @@
-"""The loading table on the terminal: which engines open an artifact, and how near they come to what
-optkit measured.
+"""The loading table on the terminal.
+It says which engines open an artifact, and how near they come to what optkit measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`optkit`: the group that finds a command, and the entry point that turns what happens into an
-exit status.
-"""
+"""`optkit`: the group that finds a command, and the entry point that returns an exit status."""
 
 from __future__ import annotations
 

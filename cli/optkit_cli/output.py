@@ -69,8 +69,8 @@ def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bo
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and lines: as wide as the terminal, else `WIDTH` columns of plain text without
-    spaces at the ends of lines.
+    """Print tables and lines as wide as the terminal.
+    Elsewhere they are `WIDTH` columns of plain text without spaces at the ends of lines.
     """
     if sys.stdout is not None and sys.stdout.isatty():
         console = _console(highlight=False)
@@ -104,8 +104,8 @@ def plain_text(*parts: RenderableType, width: int = WIDTH) -> str:
 
 @contextlib.contextmanager
 def only_the_result_on_stdout() -> Iterator[int | None]:
-    """Send whatever libraries print while they work to stderr: of Python, of C, and of the
-    processes that they start.
+    """Send whatever libraries print while they work to stderr.
+    That is of Python, of C, and of the processes that they start.
 
     Gives the descriptor of stdout itself, if there is one.
     """

@@ -56,8 +56,8 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> None:
-    """Trace one request to a model or an artifact, with the artifact's settings: prefill and decode
-    apart.
+    """Trace one request to a model or an artifact, prefill and decode apart.
+    The artifact's settings are applied.
 
     Writes prefill.trace.json and decode.trace.json for ui.perfetto.dev, on a GPU also memory.pickle
     for docs.pytorch.org/memory_viz, and prints time by kind of operation, the kernels that take

@@ -1,6 +1,4 @@
-"""How a running command says that it is getting on: bars on a terminal, plain lines elsewhere,
-always on stderr.
-"""
+"""Progress of a running command, always on stderr: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ WORTH_A_LINE_S = 1.0
 
 
 def open_progress(*, quiet: bool) -> SafePoints:
-    """Return what suits stderr: bars on a terminal, lines elsewhere, nothing but warnings when
-    `quiet`.
-    """
+    """Return stderr's progress: bars on a terminal, else lines; only warnings when `quiet`."""
     if quiet:
         return SafePoints(WarningsOnly(sys.stderr))
     from rich.console import Console
@@ -131,8 +127,8 @@ class Pace:
         return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if self.done and remaining > 0 else ""
 
     def ending(self, failed: bool) -> str:
-        """Return the last line: `gptq  30/30 blocks  in 4:12`; that what it left is kept is said by
-        whoever kept it.
+        """Return the last line: `gptq 30/30 blocks in 4:12`.
+        That what it left is kept is said by whoever kept it.
         """
         return f"{self.label}  {self.count}  {'stopped after' if failed else 'in'} {clock_text(self.elapsed_s)}"
 

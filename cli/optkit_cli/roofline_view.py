@@ -1,6 +1,4 @@
-"""A roofline on the terminal: the device, limits of decoding and of prompts, and the batch at which
-each form stops paying.
-"""
+"""A roofline on the terminal: the device, its limits, and where each form stops paying."""
 
 from __future__ import annotations
 

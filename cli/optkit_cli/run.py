@@ -1,5 +1,5 @@
-"""`optkit run`: make the artifact of a recipe, measure it beside the unmodified model, and print
-the scorecard.
+"""`optkit run`: make the artifact of a recipe, and measure it beside the unmodified model.
+The scorecard is printed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def command(
     quiet: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Run RECIPE (a file, or a name from `optkit list recipes`): make the artifact, measure it,
-    print the scorecard.
+    """Make the artifact of RECIPE, measure it and print the scorecard.
+    RECIPE is a file, or a name from `optkit list recipes`.
 
     What was finished before is not done again. Exit status: 0 all gates pass, 3 a gate failed, 4 a
     gate is inconclusive.

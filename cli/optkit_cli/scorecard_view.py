@@ -1,6 +1,4 @@
-"""A scorecard on the terminal: how the artifact was made, the numbers beside the baseline's, their
-protocols, the verdict.
-"""
+"""A scorecard on the terminal: how it was made, numbers, protocols, the verdict."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The sensitivity of a model's layers on the terminal: sums, kinds of layers, and the layers that
-suffer most.
-"""
+"""The sensitivity of layers on the terminal: sums, kinds, and the layers that suffer most."""
 
 from __future__ import annotations
 

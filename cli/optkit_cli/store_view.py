@@ -81,9 +81,7 @@ def _work(works: Sequence[StoredWork]) -> Table:
 
 
 def _fields(fields: Mapping[str, Any]) -> str:
-    """Return the fields that tell two steps of a kind apart at a glance: numbers and words, not
-    lists and mappings.
-    """
+    """Return the fields that tell two steps of a kind apart: numbers and words, no lists."""
     shown = {
         name: value
         for name, value in fields.items()

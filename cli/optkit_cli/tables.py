@@ -26,9 +26,7 @@ def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) 
 
 
 def definition_list(pairs: Sequence[tuple[Text | str, Text | str]]) -> Table:
-    """Return two columns without a head: a word and what it stands for, the second wrapped below
-    itself.
-    """
+    """Return two columns without a head: a word, and its meaning wrapped below itself."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column()

@@ -1,5 +1,5 @@
-"""`optkit verify`: whether an artifact is whole, and whether other programs open it and compute the
-same.
+"""`optkit verify`: whether an artifact is whole.
+It also checks whether other programs open it and compute the same.
 """
 
 from __future__ import annotations

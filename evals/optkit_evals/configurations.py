@@ -1,5 +1,5 @@
-"""Measure one configuration after another: one that does not fit into memory fails in every row
-that the others have.
+"""Measure one configuration after another.
+One that does not fit into memory fails in every row that the others have.
 """
 
 from __future__ import annotations

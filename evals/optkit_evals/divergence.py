@@ -1,6 +1,4 @@
-"""How far a model's predictions moved from the baseline's: KL divergence and top-1 agreement on the
-same tokens.
-"""
+"""KL divergence from the baseline's predictions, and top-1 agreement, on the same tokens."""
 
 from __future__ import annotations
 

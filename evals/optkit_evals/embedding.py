@@ -1,5 +1,5 @@
-"""How far a model's embeddings moved from the baseline's: cosine similarity to them, and what that
-does to rankings and neighbours.
+"""How far a model's embeddings moved from the baseline's: their cosine similarity.
+It also says what that does to rankings and neighbours.
 """
 
 from __future__ import annotations

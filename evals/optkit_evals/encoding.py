@@ -1,6 +1,4 @@
-"""How fast an encoder encodes: latency of a call, sequences per second and peak memory, for batches
-and lengths.
-"""
+"""How fast an encoder encodes: latency, sequences per second and peak memory, by batch and length."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ PRUNED = 0.2
 
 
 class Footprint(Eval):
-    """What the model takes on disk: bytes of all files and of weights, bits per weight overall and
-    of the quantized layers.
+    """What the model takes on disk: bytes of all files and of weights.
+    It also gives bits per weight, overall and of the quantized layers.
 
     Of a pruned float checkpoint also the share of zeros, which saves no bytes.
     """

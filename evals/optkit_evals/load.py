@@ -33,8 +33,8 @@ keep up.
 
 
 class Load(TimedEval):
-    """Latencies and goodput while requests arrive at a rate: time to first token (with waiting),
-    between tokens, requests in time.
+    """Latencies and goodput while requests arrive at a rate.
+    It gives time to first token (with waiting), between tokens, and requests in time.
 
     Goodput counts the requests whose first token and mean time between tokens kept the limits
     (DistServe, https://arxiv.org/abs/2401.09670).

@@ -1,5 +1,5 @@
-"""Perplexity on a text: exp of the mean negative log likelihood of a token, by the protocol of the
-GPTQ paper.
+"""Perplexity on a text: exp of the mean negative log likelihood of a token.
+The protocol is that of the GPTQ paper.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How near a model comes to the limit of its device: what throughput measures, and beside it what
-bandwidth and arithmetic would allow.
+"""How near a model comes to the limit of its device.
+Beside what throughput measures stands what bandwidth and arithmetic would allow.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which layers of a quantized artifact cost the most: the divergence that the error of each layer's
-weights causes by itself.
+"""Which layers of a quantized artifact cost the most.
+It predicts the divergence that the error of each layer's weights causes by itself.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LARGEST_CHANGE = 0.02
 
 
 class Sensitivity(WindowedText, Eval):
-    """The divergence that each quantized layer's error causes alone, predicted to second order: the
-    sum, and the layers that cost most.
+    """The divergence that each quantized layer's error causes alone, predicted to second order.
+    It gives the sum, and the layers that cost most.
 
     The errors are those of the artifact's own weights; what they do is predicted from gradients of
     the unmodified model's predictions (see `optkit.algorithms.sensitivity`), so the artifact is not

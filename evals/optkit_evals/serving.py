@@ -1,5 +1,5 @@
-"""Serve requests that arrive at moments of their own: in batches that end together, or with
-transformers' continuous batching.
+"""Serve requests that arrive at moments of their own.
+They run in batches that end together, or with transformers' continuous batching.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Served:
 
 
 def poisson_requests(session: Session, rate: float, count: int, prompt: int, seed: int) -> list[Request]:
-    """Return seeded requests of random tokens that arrive as a Poisson process: independent, `rate`
-    of them in a second on average.
+    """Return seeded requests of random tokens that arrive as a Poisson process.
+    They are independent, `rate` of them in a second on average.
     """
     clock = random.Random(seed)
     moment = 0.0
@@ -100,8 +100,8 @@ def serve_static(session: Session, requests: Sequence[Request], new_tokens: int,
 def serve_continuously(
     session: Any, requests: Sequence[Request], new_tokens: int, most: int, task: Task
 ) -> list[Served]:
-    """Serve with transformers' continuous batching: a request joins those under way at the next
-    step, with a paged KV cache.
+    """Serve with transformers' continuous batching and a paged KV cache.
+    A request joins those under way at the next step.
 
     Raises EvalError if the session is no torch model as transformers opens it, or the engine
     stops.

@@ -1,5 +1,5 @@
-"""What speculative decoding does on a text: how many proposed tokens are kept, how fast it is, and
-that the output is the model's own.
+"""What speculative decoding does on a text.
+It says how many proposed tokens are kept, how fast it is, and that the output is the model's own.
 """
 
 from __future__ import annotations

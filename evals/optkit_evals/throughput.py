@@ -1,5 +1,5 @@
-"""How fast a model answers: prefill and decode apart, latencies, peak memory, energy and the
-bandwidth that decoding reaches.
+"""How fast a model answers: prefill and decode apart, latencies and peak memory.
+It also measures energy, and the bandwidth that decoding reaches.
 """
 
 from __future__ import annotations
@@ -157,9 +157,7 @@ class Throughput(TimedEval):
         return max(cell.prompt + cell.new_tokens for cell in self.cells())
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what the largest configuration needs: a prompt, the logits of its last tokens,
-        keys and values.
-        """
+        """Return what the largest configuration needs: a prompt, its last logits, keys and values."""
         return max(
             model.forward(cell.batch, cell.prompt)
             + 2 * model.logits(cell.batch)

@@ -1,5 +1,5 @@
-"""Time one model's answers, token by token: warm-up until it has settled, then repeats until the
-interval is narrow.
+"""Time one model's answers, token by token.
+After a warm-up until it has settled come repeats until the interval is narrow.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_
 
 
 def wants_more(timings: Sequence[Timing], repeats: int, error: float, limit_s: float) -> bool:
-    """Say whether another repeat is due: fewer than `repeats`, or the standard error of a mean is
-    more than the fraction `error` of it.
+    """Say whether another repeat is due.
+    It is if there were fewer than `repeats`, or a mean's relative standard error is above `error`.
 
     Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats
     excepted. How many there are depends on how they differ within a turn alone, so that the

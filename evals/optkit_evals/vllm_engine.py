@@ -59,8 +59,8 @@ def check_vllm(device: str) -> None:
 
 
 def vllm_versions() -> tuple[str, dict[str, str]]:
-    """Return the whole path of the Python that has vLLM, and what decides its speed there: package
-    -> version.
+    """Return the whole path of the Python that has vLLM, and what decides its speed there.
+    That is package -> version.
     """
     python = interpreter("vllm", {})
     return python, versions_in(python, (*BUILDS, "torch", "transformers"))

@@ -1,5 +1,5 @@
-"""The tokens that a text eval measures on: a joined text, cut into windows that do not overlap, by
-the protocol of the GPTQ paper.
+"""The tokens that a text eval measures on: a joined text, cut into windows that do not overlap.
+The protocol is that of the GPTQ paper.
 
     text    t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9            window 4
     window  t0 t1 t2 t3   t4 t5 t6 t7   (t8 t9 dropped)

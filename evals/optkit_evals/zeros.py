@@ -1,5 +1,5 @@
-"""How much of a float checkpoint is 0, from some rows of each linear layer: reading all weights
-would take minutes of a large model.
+"""How much of a float checkpoint is 0, from some rows of each linear layer.
+Reading all weights of a large model would take minutes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Choose one option for each item so that the costs are least and the sizes fit a budget: the
-multiple-choice knapsack, solved exactly.
+"""Choose one option for each item so that costs are least and sizes fit a budget.
+This is the multiple-choice knapsack, solved exactly.
 
 The Lagrangian relaxation gives a lower bound (Sinha and Zoltners 1979); a dynamic program over
 partial choices, with those that are dominated or cannot beat the best known answer left out (Dyer,
@@ -33,8 +33,7 @@ class _Partial:
 
 
 def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: int) -> list[int]:
-    """Return the index of the option of each item: the least sum of costs whose sum of sizes is at
-    most `budget`.
+    """Return each item's option: the least sum of costs whose sum of sizes is at most `budget`.
 
     costs, sizes: one row per item, one entry per option. Raises ValueError if even the smallest
     options do not fit.

@@ -1,5 +1,4 @@
-"""AWQ: scales of the input channels of linear layers under which rounding costs their outputs the
-least.
+"""AWQ: input channel scales under which rounding costs the outputs of linear layers the least.
 
 Lin et al. 2024, arXiv:2306.00978: weights that meet large activations are multiplied by s before
 they are rounded and their inputs are divided by it, so that their errors shrink. What differs: the
@@ -159,8 +158,7 @@ def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
 
 
 def _descend(readers: Sequence[_Costed], start: Tensor, sharing: Tensor) -> Tensor:
-    """Return log s, float [in], with a low bound of the error: span^2 sum_i(cost_i / s_i^2), summed
-    over groups and rows.
+    """Return log s, float [in], with a low bound of the error, sum_i(span^2 cost_i / s_i^2).
 
     The span of a group is that of its weights times s, so the bound's logarithm is convex in log s.
     """

@@ -1,5 +1,4 @@
-"""The inner loops of GPTQ and of coordinate descent as Triton kernels: all inputs of a block in one
-launch.
+"""The inner loops of GPTQ and of coordinate descent as Triton kernels, one launch per block.
 
 Outputs do not depend on each other, so each program takes a few of them and walks over the inputs
 of the block one after another; the same loops in torch launch about ten small kernels for each

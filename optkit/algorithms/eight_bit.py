@@ -1,5 +1,4 @@
-"""Numbers of 8 bits with scales, E4M3 floats or integers: a value is `code * scale`, and a tile of
-values shares its scale.
+"""E4M3 floats or 8-bit integers with scales: a value is `code * scale`; tiles share a scale.
 
 compressed-tensors 0.19 keeps weights so in the formats float-quantized and int-quantized;
 `weight_scale` is
@@ -114,8 +113,8 @@ def round_inputs(rows: Tensor, numbers: NumberFormat, group: int | None = None) 
 def rounded_inputs(
     inputs: Tensor, numbers: NumberFormat, group: int | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Return activations, float [..., in], as they are once rounded: with the given scale, float
-    [1], else as `round_inputs` does.
+    """Return activations, float [..., in], as they are once rounded.
+    The scale is given, float [1], else found as in `round_inputs`.
     """
     rows = inputs.flatten(0, -2).float()
     if scale is not None:

@@ -1,6 +1,4 @@
-"""GPTQ for weights of 8 bits: round one input at a time, and let the inputs that are left make up
-for each error (arXiv:2210.17323).
-"""
+"""GPTQ for 8 bits: round one input at a time, compensate in those left (arXiv:2210.17323)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""GPTQ: round the weights of a linear layer one input at a time, and let the inputs that are left
-make up for each error.
+"""GPTQ: round the weights one input at a time, and compensate each error in the inputs left.
 
 Frantar et al. 2022, arXiv:2210.17323, with static groups: scales are chosen before the first weight
 is rounded, so the order of the inputs leaves no trace in the stored weights and kernels need no

@@ -1,5 +1,4 @@
-"""The grid that weights are rounded to: integer codes, one scale and one zero point per group of
-inputs.
+"""The grid that weights are rounded to: integer codes, a scale and a zero per group of inputs.
 
 A weight of group g is `(code - zero[g]) * scale[g]`. Codes are unsigned, 0 .. 2^bits - 1, in every
 format; a symmetric grid has the zero point 2^(bits - 1) everywhere, so its values reach from
@@ -39,9 +38,7 @@ class Grid:
         return weight.view(len(weight), -1, self.group_size or weight.shape[-1])
 
     def stored(self, scales: Tensor) -> Tensor:
-        """Return the scales as they will be read back: rounded to `scale_dtype`, but never to 0 or
-        infinity.
-        """
+        """Return the scales as read back: rounded to `scale_dtype`, never to 0 or infinity."""
         limits = torch.finfo(self.scale_dtype)
         # Subnormal numbers serve (below 6.1e-5 float16 has no others), except those of float32:
         # processors may take them for 0.

@@ -1,5 +1,4 @@
-"""Orthogonal rotations of any size: a randomized Hadamard matrix if one is known, applied without
-ever being formed.
+"""Orthogonal rotations of any size, randomized Hadamard if one is known, never formed.
 
 A Hadamard matrix spreads every coordinate over all others, so that rotated weights have no outliers
 (QuaRot, arXiv:2404.00456). Sizes factor into a power of two (Sylvester, by the fast Walsh-Hadamard
@@ -27,8 +26,8 @@ CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Rotation:
-    """The orthogonal matrix `diag(signs) (small x sylvester)`, of `size` rows: `small` beside a
-    Hadamard matrix of a power of two.
+    """The orthogonal matrix `diag(signs) (small x sylvester)`, of `size` rows.
+    `sylvester` is a Hadamard matrix of a power of two.
     """
 
     signs: Tensor
@@ -45,9 +44,7 @@ class Rotation:
         return self.signs.numel()
 
     def apply(self, vectors: Tensor) -> Tensor:
-        """float [..., size] -> the same shape and dtype: each vector times the matrix, computed in
-        float64.
-        """
+        """float [..., size] -> the same shape and dtype: times the matrix, computed in float64."""
         flat = vectors.reshape(-1, self.size)
         rotated = torch.empty_like(flat)
         step = max(1, CHUNK_ELEMENTS // self.size)
@@ -86,9 +83,7 @@ def random_rotation(size: int, seed: int) -> Rotation:
 
 
 def walsh_hadamard(vectors: Tensor) -> Tensor:
-    """float [..., 2^k] -> the same shape: times the orthonormal Hadamard matrix of Sylvester, in k
-    turns of sums and differences.
-    """
+    """float [..., 2^k] -> the same shape, times Sylvester's orthonormal Hadamard matrix."""
     size = vectors.shape[-1]
     if size & (size - 1):
         raise ValueError(f"{size} is no power of two")
@@ -130,8 +125,8 @@ def _multiples(odd: int, size: int) -> list[int]:
 
 
 def _quadratic_character(count: int) -> Tensor | None:
-    """Return float64 [count, count]: 1 if the difference of two elements of the field is a
-    square, -1 if not, 0 if they are equal.
+    """Return float64 [count, count] of differences in the field: 1 for squares, -1 for others.
+    Equal elements have 0.
 
     None if there is no field of that many elements, or if its degree over the prime field is
     above 3.

@@ -1,6 +1,4 @@
-"""The Hessian of a linear layer's squared output error: the sum of x x^T over the inputs x that it
-saw.
-"""
+"""The Hessian of a linear layer's squared output error: the sum of x x^T over its inputs x."""
 
 from __future__ import annotations
 

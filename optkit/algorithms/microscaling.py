@@ -1,5 +1,4 @@
-"""Weights as 4-bit floats (E2M1) in small blocks with a scale each: MXFP4 and NVFP4, as
-compressed-tensors 0.19 stores them.
+"""MXFP4 and NVFP4: 4-bit floats (E2M1) in scaled blocks, as compressed-tensors 0.19 stores them.
 
     mxfp4-pack-quantized (OCP Microscaling Formats 1.0, 2023): blocks of 32 inputs, scales are powers of two
         weight_packed        uint8 [out, in / 2]: two codes a byte, the even input in the low half
@@ -98,8 +97,8 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -
 
 
 def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:
-    """Return float32 [1]: the global scale that weights share (kernels that fuse layers ask for
-    one), from their largest weight.
+    """Return float32 [1], the global scale that weights share, from their largest weight.
+    Kernels that fuse layers ask for one scale.
     """
     largest = torch.stack([weight.abs().max().float() for weight in weights]).max()
     reach = LARGEST * E4M3_LARGEST

@@ -43,8 +43,8 @@ def packed_length(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Pack unsigned codes, uint8 [rows, columns] below 2^bits, along `dim`: int32 [rows, words]
-    (dim 1) or [words, columns] (dim 0).
+    """Pack unsigned codes, uint8 [rows, columns] below 2^bits, along `dim`.
+    The words are int32 [rows, words] (dim 1) or [words, columns] (dim 0).
     """
     if dim == 0:
         return pack(codes.T, bits, 1).T.contiguous()

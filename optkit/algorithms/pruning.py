@@ -1,5 +1,5 @@
-"""Which weights of a linear layer become 0: a score for each weight, and masks that keep the
-highest, unstructured or n of every m.
+"""Which weights of a linear layer become 0: a score for each, and masks of the highest.
+Masks are unstructured or n of every m.
 
 A mask is bool, True for a weight that stays. Magnitude: |w|. Wanda (Sun et al. 2023,
 arXiv:2306.11695): |w| times the norm of its input. Wanda compares the weights of one output;
@@ -18,8 +18,8 @@ PRUNED = 0.2
 
 
 class InputSquares:
-    """Sums the squares of a layer's inputs, in float32 on their device: the diagonal of its
-    Hessian, which is all that Wanda needs.
+    """Sums the squares of a layer's inputs, in float32 on their device.
+    That is the diagonal of its Hessian, all that Wanda needs.
     """
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu") -> None:

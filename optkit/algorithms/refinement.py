@@ -1,5 +1,4 @@
-"""Improve a quantized weight in place of the first answer: better scales for its codes, then better
-codes for its scales.
+"""Improve a quantized weight: better scales for its codes, then better codes for its scales.
 
 Both steps lower the squared error of the layer's outputs, tr((W - Q) H (W - Q)^T). Tensors are
 transposed here, [in, out], so that what belongs to one input lies together in memory.
@@ -55,8 +54,8 @@ def _refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) 
 
 
 def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> None:
-    """Move every code, input after input, to the best one while all others stay: one sweep of
-    coordinate descent (QuantEase).
+    """Move every code, input after input, to the best one while all others stay.
+    This is one sweep of coordinate descent (QuantEase).
 
     codes, target, scales, zeros: float [in, out] (scales and zeros repeated over their group);
     hessian: float [in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.

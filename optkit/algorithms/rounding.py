@@ -1,6 +1,4 @@
-"""Round to nearest (RTN): each weight to the closest point of its group's grid, without looking at
-any data.
-"""
+"""Round to nearest (RTN): each weight to the closest point of its group's grid, without data."""
 
 from __future__ import annotations
 

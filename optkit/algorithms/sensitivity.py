@@ -1,5 +1,4 @@
-"""How far a change of a layer's weights moves a model's predictions: KL divergence to second order,
-by the Fisher information.
+"""The KL divergence that a change of weights causes, to second order (Fisher information).
 
 For a small change the divergence of next-token distributions, summed over positions, is 1/2 E[<G,
 dW>^2]: dW is the change of the weight and G the gradient of sum_t v_t . z_t, with the

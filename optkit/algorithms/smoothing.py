@@ -1,5 +1,4 @@
-"""SmoothQuant: move the outliers of activations into the weights, so that both can be rounded to 8
-bits (arXiv:2211.10438).
+"""SmoothQuant: move outliers of activations into the weights, for 8 bits (arXiv:2211.10438).
 
 Input channel j of a layer is divided by s_j and column j of its weight multiplied by it. The paper
 has s_j = max|X_j|^alpha / max|W_j|^(1 - alpha). `search_smoothing` starts from the best alpha and

@@ -1,5 +1,4 @@
-"""SparseGPT: prune a linear layer one input at a time, and let the inputs that are left make up for
-each weight that goes.
+"""SparseGPT: prune one input at a time, and compensate each weight in the inputs left.
 
 Frantar and Alistarh 2023, arXiv:2301.00774. The mask is chosen for BLOCK inputs at once
 (unstructured) or for m inputs (n:m), by the squared weight over the diagonal of the inverse

@@ -1,3 +1,1 @@
-"""What every room uses and what knows nothing of models: frozen classes, atomic files, statistics,
-limits.
-"""
+"""What every room uses and knows nothing of models: frozen classes, files, statistics, limits."""

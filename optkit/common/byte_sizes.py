@@ -14,9 +14,7 @@ LARGEST = 1e15
 
 
 def size_bytes(written: int | str) -> int:
-    """Return the bytes of a size, e.g. `20 GiB`; raises ValueError if it is none, or not above
-    zero.
-    """
+    """Return the bytes of a size, e.g. `20 GiB`; raises ValueError if it is not above zero."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(written))
     if found is None or found[2].lower() not in UNITS:
         raise ValueError(f"'{written}' is no size: write 20 GiB, 500 MB or a number of bytes")

@@ -1,5 +1,5 @@
-"""Types of the fields of stages and evals, with limits: what cannot be meant is refused where it is
-written, not hours later.
+"""Types of the fields of stages and evals, with limits.
+What cannot be meant is refused where it is written, not hours later.
 """
 
 from __future__ import annotations

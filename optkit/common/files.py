@@ -1,5 +1,5 @@
-"""Files of others: regular ones alone are read, and whatever is malformed in one is said as the
-file's fault.
+"""Files of others.
+Regular ones alone are read, and whatever is malformed in one is said as the file's fault.
 
 A named pipe would hang, a device never ends, and a parser that meets what it does not expect raises
 anything. Each format has one function that reads it into typed data, inside `reading`.
@@ -83,8 +83,8 @@ def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO
 
 
 def check_kinds(directory: Path) -> None:
-    """Raise SourceError for a pipe, socket or device in a directory: whoever reads a file of that
-    name would wait for ever.
+    """Raise SourceError for a pipe, socket or device in a directory.
+    Whoever reads a file of that name would wait for ever.
     """
     with os.scandir(directory) as entries:
         odd = [

@@ -1,5 +1,5 @@
-"""The files that optkit itself leaves beside the weights of an artifact: they say how it was made
-and measured, and deploy nothing.
+"""The files that optkit itself leaves beside the weights of an artifact.
+They say how it was made and measured, and deploy nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def is_own(relative: PurePath | str) -> bool:
 
 
 def without_home(text: str) -> str:
-    """Return a text for others: what lies in the user's home directory begins with `~`, which does
-    not say whose it is.
+    """Return a text for others, in which the user's home directory is `~`.
+    That does not say whose it is.
     """
     home = str(Path.home())
     return text.replace(f"{home}/", "~/") if home != "/" else text

@@ -1,6 +1,4 @@
-"""Uncertainty of measured numbers: means with t intervals, ratios, shares and quantiles with
-theirs, all of 95%.
-"""
+"""Uncertainty of measured numbers: 95% intervals of means, ratios, shares and quantiles."""
 
 from __future__ import annotations
 
@@ -98,8 +96,8 @@ def neighbours_estimate(samples: Sequence[float], least: float = -math.inf, most
 
 
 def neighbours_half_width(samples: Sequence[float], correlation: float = NEIGHBOURS) -> float:
-    """Return half of the interval of the mean of samples of which neighbours correlate: that of t,
-    times what correlation adds.
+    """Return half of the interval of the mean of samples of which neighbours correlate.
+    It is that of t, times what correlation adds.
 
     They are taken as a process in which each depends on the one before it (AR(1)). Its correlation
     is estimated from eight samples on, with Marriott and Pope's correction of the bias
@@ -196,8 +194,8 @@ def exact_ratio(value: float, baseline: float) -> Estimate:
 
 
 def paired_log_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """Return exp of the mean difference of paired log samples, e.g. window losses on the same
-    tokens -> ratio of perplexities.
+    """Return exp of the mean difference of paired log samples.
+    From window losses on the same tokens it makes the ratio of perplexities.
 
     Raises ValueError for fewer than two pairs.
     """

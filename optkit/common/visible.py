@@ -1,5 +1,5 @@
-"""Text of others on a terminal: control characters are shown and never sent, so that none moves the
-cursor or begins a line.
+"""Text of others on a terminal.
+Control characters are shown and never sent, so that none moves the cursor or begins a line.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""Devices: what they can do at most, by datasheet and measured, and what they do now: memory,
-clocks, energy.
-"""
+"""Devices: what they can do at most, and what they do now (memory, clocks, energy)."""

@@ -1,6 +1,4 @@
-"""How much of the cores that this process may run on others used meanwhile, so that spoiled timings
-are known.
-"""
+"""How much of this process's cores others used meanwhile, so that spoiled timings are known."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What devices can do at most, from the makers' datasheets: memory bandwidth and dense matrix
-rates, without sparsity.
+"""What devices can do by the makers' datasheets: bandwidth and dense matrix rates.
 
 Rates are those with float32 sums if a datasheet tells two. Datasheets that give rates with 2:4
 sparsity alone are halved.

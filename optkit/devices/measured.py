@@ -1,5 +1,4 @@
-"""Measure a device's roof with torch: bandwidth of reading and copying, rates of matrix products
-for each dtype it has.
+"""Measure a device's roof with torch: bandwidth, and rates of matrix products for each dtype.
 
 Kernels alone are timed: on CUDA by events around a group of calls, on CPUs by the clock. Buffers
 are several times as large as the last cache, so nothing that is read was in one; matrices hold
@@ -155,9 +154,7 @@ def _floats8(device: str) -> Calls:
 
 
 def _best(calls: Calls, device: str) -> Rate:
-    """Return the rate of the fastest of several calls: the median of its repeats, with their
-    quartiles.
-    """
+    """Return the rate of the fastest of several calls, the median of its repeats, with quartiles."""
     found = [_rate(call, amount, device) for call, amount in calls]
     return max(found, key=lambda each: each.value)
 

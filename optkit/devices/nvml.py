@@ -1,6 +1,4 @@
-"""What NVIDIA's management library says of a GPU: clocks, what slows it down, energy, processes; it
-comes with the driver.
-"""
+"""What NVIDIA's management library says of a GPU; it comes with the driver."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ def slowdowns(readings: Sequence[Reading]) -> list[str]:
 
 
 def described(readings: Sequence[Reading], largest_mhz: int | None) -> str:
-    """Return e.g. `1,980 MHz (of 1,980), memory 3,201 MHz, 41 to 48 °C, up to 412 W`; empty if
-    nothing is known.
-    """
+    """Return e.g. `1,980 MHz (of 1,980), memory 3,201 MHz, 41 to 48 °C, up to 412 W`, or nothing."""
     clocks = [each.sm_mhz for each in readings if each.sm_mhz is not None]
     memory = [each.memory_mhz for each in readings if each.memory_mhz is not None]
     heat = [each.temperature_c for each in readings if each.temperature_c is not None]

@@ -1,6 +1,4 @@
-"""The most memory in use while something ran: what torch allocated on a GPU, how much of the
-process was resident on a CPU.
-"""
+"""The most memory in use while something ran: torch's on a GPU, the resident size on a CPU."""
 
 from __future__ import annotations
 

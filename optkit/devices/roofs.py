@@ -1,6 +1,4 @@
-"""The measured roof of a device, and its file: measured once for each device, driver and
-version of torch.
-"""
+"""The measured roof of a device and its file, once per device, driver and version of torch."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class Roof(Frozen):
 
     @property
     def unsteady(self) -> str:
-        """What spread by more than `WIDE_SPREAD` while it was measured, e.g. `reading by 38%, int8
-        by 20%`; empty if nothing did.
+        """What spread by more than `WIDE_SPREAD` while it was measured; empty if nothing did.
+        For example `reading by 38%, int8 by 20%`.
         """
         everything = {"reading": self.reading, "copying": self.copying, **self.products}
         return ", ".join(
@@ -73,8 +71,7 @@ class KeptRoof(Frozen):
 def measured_device(
     device: str, cache: Path | None = None, progress: Progress | None = None, again: bool = False
 ) -> tuple[Device, Roof]:
-    """Return the roof of a device (`cpu`, `cuda`, `cuda:1`) that is here: kept from an earlier
-    measurement, else measured now.
+    """Return the roof of a device here (`cpu`, `cuda:1`), kept from before or measured now.
 
     `cache` is optkit's own directory if None; `again` measures whatever is kept. Raises
     UsageError for a GPU that torch does not see, ResourceError without memory.

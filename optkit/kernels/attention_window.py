@@ -1,5 +1,4 @@
-"""Let a model that sees everything see its newest tokens alone, and the first few: attention sinks
-(StreamingLLM, arXiv:2309.17453).
+"""Let a model see its newest and its first tokens alone (StreamingLLM, arXiv:2309.17453).
 
 Unlike there, tokens keep the positions that they have in the text, so a text may not be longer than
 the model's positions.
@@ -58,8 +57,8 @@ def visible(past: int, count: int, window: int, sinks: int) -> Tensor:
 
 
 def kept_tokens(length: int, window: int, sinks: int) -> Tensor:
-    """Return the tokens of `length` that are kept for those to come: the first `sinks`, and with
-    them `window - 1` in all; int64.
+    """Return the tokens of `length` that are kept for those to come, int64.
+    They are the first `sinks`, and with them `window - 1` in all.
     """
     tokens = torch.arange(length)
     return tokens if length < window else torch.cat([tokens[:sinks], tokens[length - (window - 1 - sinks) :]])

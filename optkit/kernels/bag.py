@@ -105,8 +105,8 @@ class BagLinear(nn.Module):
 
 
 def _rows(weight: PackedWeight) -> Tensor:
-    """Return the rows of an embedding table: codes of one input along the outputs, then scale 1 and
-    offset -2^(bits - 1).
+    """Return the rows of an embedding table.
+    A row has codes of one input along the outputs, then scale 1 and offset -2^(bits - 1).
     """
     codes, per_byte = weight.grouped_codes().T.contiguous(), 8 // weight.bits
     packed = codes[:, ::per_byte]
@@ -137,8 +137,8 @@ def _bag(bits: int, rows: Tensor, indices: Tensor, starts: Tensor, weights: Tens
 
 @cache
 def _indices(inputs: int) -> Tensor:
-    """int32 [BAG_ROWS * inputs]: every row of the table, for each row of activations; shared by all
-    layers of one width.
+    """int32 [BAG_ROWS * inputs]: every row of the table, for each row of activations.
+    All layers of one width share it.
     """
     return torch.arange(inputs, dtype=torch.int32).repeat(BAG_ROWS)
 

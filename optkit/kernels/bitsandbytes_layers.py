@@ -1,5 +1,4 @@
-"""4-bit layers of a bitsandbytes checkpoint as float weights, without bitsandbytes: for trainings
-beside them.
+"""4-bit layers of bitsandbytes as float weights, without the library, to train beside them.
 
 How they lie is in `optkit.formats.bitsandbytes`. transformers opens such a model to run it, with
 bitsandbytes' own kernels.
@@ -42,8 +41,8 @@ class FourBitLayer(StoredLayer):
         return int(outputs), int(inputs)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in] as bitsandbytes computes it: each code's value times the scale of
-        its block, rounded to the stored dtype.
+        """Return float [out, in] as bitsandbytes computes it.
+        Each code's value times the scale of its block is rounded to the stored dtype.
 
         Raises SourceError if a tensor is missing.
         """

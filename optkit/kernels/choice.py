@@ -67,8 +67,8 @@ def first_among_equals(times: Sequence[float]) -> int:
 
 
 def seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
-    """Return the shortest time that the layer takes; on a CPU, of one thread: how long threads wait
-    for each other says what else runs.
+    """Return the shortest time that the layer takes, on a CPU of one thread.
+    How long threads wait for each other says what else runs.
     """
     with torch.inference_mode(), one_thread():
         layer(rows)

@@ -1,5 +1,5 @@
-"""Layers of a compressed-tensors checkpoint: each is of one of the `config_groups`, whose `format`
-says what its tensors mean.
+"""Layers of a compressed-tensors checkpoint, each of one of the `config_groups`.
+A group's `format` says what its tensors mean.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def _is_ours(group: Mapping[str, Any]) -> bool:
 
 
 def _group_of(name: str, groups: Sequence[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
-    """Return the group of a layer: the one that names it in full, else by a pattern (`re:...`),
-    else by its class.
-    """
+    """Return a layer's group: one that names it, else by a pattern (`re:...`), else by class."""
     targets = [(str(target), group) for group in groups for target in group.get("targets") or (CLASS,)]
     for matches in (_is_name, _is_pattern, _is_class):
         if named := next((group for target, group in targets if matches(target, name)), None):

@@ -1,5 +1,5 @@
-"""Layers of 8-bit weights: compressed-tensors' formats "float-quantized" and "int-quantized" (see
-`optkit.algorithms.eight_bit`).
+"""Layers of 8-bit weights, formats "float-quantized" and "int-quantized" of compressed-tensors.
+See `optkit.algorithms.eight_bit`.
 """
 
 from __future__ import annotations

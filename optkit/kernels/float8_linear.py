@@ -1,5 +1,5 @@
-"""Linear layers of 8-bit floats (E4M3): on the 8-bit matrix product of NVIDIA GPUs since Ada,
-elsewhere with weights widened at each call.
+"""Linear layers of 8-bit floats (E4M3).
+NVIDIA GPUs since Ada have an 8-bit matrix product; elsewhere weights are widened at each call.
 
 The product of codes is taken first and scales are applied to it, if a whole row has one scale:
 `Float8Linear`. Weights in blocks, or inputs that are not rounded, are dequantized: `WidenedLinear`.

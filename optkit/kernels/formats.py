@@ -1,5 +1,4 @@
-"""The quantization methods whose checkpoints optkit opens with layers of its own: `quant_method` ->
-the layers of a checkpoint.
+"""The quantization methods that optkit opens with layers of its own, by `quant_method`.
 
 A method is a function that returns the quantized layers of a checkpoint
 (`optkit.kernels.stored.QuantizedLayer`), or None if the checkpoint asks for something beyond

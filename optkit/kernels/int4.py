@@ -1,5 +1,5 @@
-"""Linear layers on torch's own int4 kernels (tinygemm): bfloat16 activations, on x86 CPUs and on
-NVIDIA GPUs since Ampere.
+"""Linear layers on torch's own int4 kernels (tinygemm), with bfloat16 activations.
+They run on x86 CPUs and on NVIDIA GPUs since Ampere.
 
 A weight is `(code - 8) * scale + zero` with bfloat16 scales and zeros [groups, out, 2], zero = (8 -
 zero point) * scale. The kernels read codes in tiles whose layout differs by device; `_read_codes`
@@ -151,9 +151,7 @@ def _half_bytes(packed: Tensor, *tiles: int) -> Tensor:
 
 @cache
 def _places_in_cuda_tile(device: torch.device) -> Tensor:
-    """int64 [8 * 128]: where in memory each code of a tile is, found by packing the digits of its
-    index.
-    """
+    """int64 [8 * 128]: the place in memory of each code of a tile, from the digits of its index."""
     tile_outputs, tile_inputs = CUDA_TILE
     indices = torch.arange(tile_outputs * tile_inputs, device=device).view(tile_outputs, tile_inputs)
     found = torch.zeros(indices.numel(), dtype=torch.int64, device=device)

@@ -37,8 +37,8 @@ def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -
 def packed_weight(
     words: Tensor, scales: Tensor, zeros: Tensor | None, group_of_input: Tensor | None, bits: int, inputs: int
 ) -> PackedWeight:
-    """Return the weight without what says nothing: zero points that all are 2^(bits - 1), inputs
-    that are grouped in order.
+    """Return the weight without what says nothing.
+    That is zero points that all are 2^(bits - 1), and inputs that are grouped in order.
     """
     if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
         zeros = None

@@ -87,8 +87,8 @@ def coded_cache(
     window: int | None = None,
     sinks: int = 0,
 ) -> CacheFactory:
-    """Return what makes an empty coded cache for a model: `codes` of keys and values, one pair for
-    all layers or one for each.
+    """Return what makes an empty coded cache for a model.
+    `codes` of keys and values are one pair for all layers or one for each.
 
     A `window` is for models without windows of their own (`attention_window.see_window_`).
 

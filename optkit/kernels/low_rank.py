@@ -1,6 +1,4 @@
-"""LoRA beside layers that stay as they are: `base(x) + scale * B (A x)`, whatever kernel computes
-the base.
-"""
+"""LoRA beside layers that stay: `base(x) + scale * B (A x)`, whatever kernel computes the base."""
 
 from __future__ import annotations
 

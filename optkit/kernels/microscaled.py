@@ -1,5 +1,5 @@
-"""Layers of 4-bit floats in blocks: compressed-tensors' formats "mxfp4-pack-quantized" and
-"nvfp4-pack-quantized", weights only.
+"""Weights in blocks of 4-bit floats, as compressed-tensors has them.
+The formats are "mxfp4-pack-quantized" and "nvfp4-pack-quantized".
 
 No kernel of torch multiplies with E2M1 weights and wider activations, so they are dequantized at
 each call (see `optkit.algorithms.microscaling`); what is kept has the size that it has on disk.
@@ -106,8 +106,8 @@ class MicroscaledLayer(StoredLayer):
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """int64 [256]: the float32 values of the two codes of each byte, the low half first; one lookup
-    for both is four times faster.
+    """int64 [256]: the float32 values of the two codes of each byte, the low half first.
+    One lookup for both is four times faster.
     """
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1).view(torch.int64).view(-1)
@@ -115,8 +115,8 @@ def _pairs(device: torch.device) -> Tensor:
 
 @cache
 def _scales(device: torch.device, stored: torch.dtype) -> Tensor:
-    """float32 [256]: the scale of each byte, E8M0 or E4M3; looked up 15 times faster than torch's
-    CPU converts E4M3.
+    """float32 [256]: the scale of each byte, E8M0 or E4M3.
+    It is looked up 15 times faster than torch's CPU converts E4M3.
     """
     each = torch.arange(256, device=device).to(torch.uint8)
     return exponent_scales(each) if stored == torch.uint8 else each.view(stored).float()

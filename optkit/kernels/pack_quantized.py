@@ -1,5 +1,5 @@
-"""Layers of integers packed along the inputs: compressed-tensors' format "pack-quantized" (see
-`optkit.algorithms.packing`).
+"""Layers of integers packed along the inputs, compressed-tensors' format "pack-quantized".
+See `optkit.algorithms.packing`.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class QuantizedLayer(Protocol):
         ...
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the module on the device, and what computes in it: `int4: {layers} use ...`,
-        `{layers}` to be filled with a count.
+        """Return the module on the device, and what computes in it.
+        For example `int4: {layers} use ...`, with `{layers}` to be filled with a count.
 
         Raises SourceError if its tensors do not fit each other.
         """

@@ -147,9 +147,7 @@ def _check_patterns(config: Mapping[str, Any]) -> None:
 
 
 def pattern_value(patterns: Mapping[str, Value], name: str, usual: Value) -> Value:
-    """Return what peft takes for a layer: the value of the first pattern that is the end of its
-    name, else the usual one.
-    """
+    """Return peft's value for a layer, by the first pattern that ends its name, else the usual."""
     return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), usual)
 
 

@@ -29,9 +29,7 @@ class AttentionLayer:
     """How many tokens back it sees, itself included; None: all."""
 
     def pairs(self, queries: int, context: int) -> int:
-        """Return how many query-key pairs causal attention has: `queries` new tokens behind
-        `context` others, one sequence.
-        """
+        """Return causal attention's query-key pairs: `queries` new tokens behind `context` others."""
         last = context + queries
         if self.window is None or last <= self.window:
             return _triangle(last) - _triangle(context)
@@ -39,9 +37,7 @@ class AttentionLayer:
         return _triangle(context + rising) - _triangle(context) + (queries - rising) * self.window
 
     def flops(self, pairs: int) -> int:
-        """Return the operations of so many pairs: a multiply and an add for each channel, for
-        scores and for values.
-        """
+        """Return the operations of so many pairs: two per channel, for scores and for values."""
         return 2 * (self.query_width + self.value_width) * pairs
 
     def cached(self, context: int) -> int:

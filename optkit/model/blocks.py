@@ -1,5 +1,4 @@
-"""The decoder blocks of a model: where they are, what each of them is called with, and running one
-of them alone.
+"""The decoder blocks of a model: finding them, recording their calls, and running one alone.
 
 The base model decides per block what it passes (a sliding or a full attention mask, local or global
 rotary embeddings), so the arguments of every block are recorded, by running the model with blocks

@@ -1,5 +1,5 @@
-"""Which files of a model directory are the model's: what really lies in it, and of that the kinds
-that travel with weights.
+"""Which files of a model directory are the model's.
+They really lie in it, and are of the kinds that travel with weights.
 
 A link that leads out of the directory would publish a file of its owner, and so would a file that
 merely happens to lie there.

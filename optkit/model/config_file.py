@@ -127,8 +127,8 @@ def _no_size(key: str, value: Any, least: int, most: int) -> str:
 
 
 def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raise SourceError if a config.json asks for what its tensors cannot be: more layers or
-    words than they have, another width.
+    """Raise SourceError if a config.json asks for what its tensors cannot be.
+    It may ask for more layers or words than they have, or another width.
     """
     text = text_config(config)
     sizes = {size for shape in shapes.values() for size in shape}

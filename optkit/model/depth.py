@@ -1,5 +1,4 @@
-"""A model with fewer decoder blocks: what its tensors are called, and what config.json says of each
-block.
+"""A model with fewer decoder blocks: its tensors' names, and its config.json.
 
 No torch is needed.
 """
@@ -106,8 +105,8 @@ def _varies(values: Sequence[Any]) -> bool:
 
 
 def _sparse_blocks(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """Return the keys that say which blocks have experts if every n-th has: the others are named
-    one by one (Qwen's MoE).
+    """Return the keys that say which blocks have experts if every n-th has.
+    The others are named one by one (Qwen's MoE).
     """
     step, dense = text.get("decoder_sparse_step"), text.get("mlp_only_layers") or []
     if not isinstance(step, int) or step <= 1:

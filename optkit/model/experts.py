@@ -1,5 +1,6 @@
-"""Take fused experts apart: transformers 5 holds the experts of a block in two 3-D parameters,
-checkpoints hold one matrix per projection.
+"""Take fused experts apart.
+transformers 5 holds the experts of a block in two 3-D parameters, checkpoints hold one matrix per
+projection.
 
 Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each
 fused module becomes a list of experts made of Linears, named as on disk (`experts.3.w1` for
@@ -23,8 +24,8 @@ FUSED_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Expert(nn.Module):
-    """One feed-forward expert: `down(gate([first; second](x)))`, with one input projection less if
-    the model has no gate.
+    """One feed-forward expert: `down(gate([first; second](x)))`.
+    It has one input projection less if the model has no gate.
     """
 
     def __init__(self, inputs: dict[str, nn.Linear], down: tuple[str, nn.Linear], gate: Gate) -> None:

@@ -1,6 +1,4 @@
-"""What stands behind the decoder blocks: from the hidden states that leave the last of them to the
-logits.
-"""
+"""What stands behind the decoder blocks: from the last hidden states to the logits."""
 
 from __future__ import annotations
 

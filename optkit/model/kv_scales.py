@@ -32,8 +32,8 @@ class KvScales:
 
 
 def attention_layers(tensors: Iterable[str]) -> list[str]:
-    """Return the names of the attention layers, in order of their blocks, e.g.
-    `model.layers.0.self_attn`, as far as names tell.
+    """Return the names of the attention layers, in order of their blocks, as far as names tell.
+    For example `model.layers.0.self_attn`.
     """
     found = {match[1] for name in tensors if (match := PROJECTION.match(name))}
     return sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])

@@ -1,5 +1,5 @@
-"""How a packed linear layer lies on disk, format by format: the tensors that it must have, from the
-words of config.json alone.
+"""How a packed linear layer lies on disk, format by format.
+The words of config.json alone say which tensors it must have.
 
 Written from the readers' side (compressed-tensors 0.19, gptqmodel 7, AutoAWQ 0.2.9, bitsandbytes
 0.50) and not from the writers in `optkit.stages`, so that one checks the other. Shapes are
@@ -97,24 +97,18 @@ def naive_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, L
 
 
 def mxfp8_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """compressed-tensors `mxfp8-quantized`: float8 with the exponent of a power of two for 32
-    inputs.
-    """
+    """compressed-tensors `mxfp8-quantized`: float8 with a power of two as scale for 32 inputs."""
     return _one_code_each(words, layer, "F8_E4M3", ("U8", "F8_E8M0"))
 
 
 def nvfp4(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """compressed-tensors `nvfp4-pack-quantized`: two FP4 codes a byte, float8 scales under one
-    float32 scale.
-    """
+    """compressed-tensors `nvfp4-pack-quantized`: two FP4 codes a byte, float8 scales and a float32."""
     scalar = Leaf(("F32",), ((1,), ()))
     return _fp4(words, layer, ("F8_E4M3",)) | {"weight_global_scale": scalar}
 
 
 def mxfp4(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """compressed-tensors `mxfp4-pack-quantized`: two FP4 codes a byte, the exponent of a power of
-    two for 32 inputs.
-    """
+    """compressed-tensors `mxfp4-pack-quantized`: two FP4 codes a byte, a power of 2 for 32 inputs."""
     return _fp4(words, layer, ("U8", "F8_E8M0"))
 
 
@@ -145,9 +139,7 @@ def awq(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
 
 
 def bitsandbytes_4bit(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
-    """bitsandbytes `Linear4bit`: two codes a byte in one column; sizes in the JSON of
-    `quant_state`.
-    """
+    """bitsandbytes `Linear4bit`: two codes a byte in one column; `quant_state` has the sizes."""
     kind = words.get("bnb_4bit_quant_type", "fp4")
     state = f"weight.quant_state.bitsandbytes__{kind}"
     bytes_of_state = layer.shape(state, 1)

@@ -1,6 +1,4 @@
-"""Which layers a quantizer, or pruning, takes: all of the decoder blocks but routers, narrowed by
-patterns.
-"""
+"""Which layers quantizers and pruning take: the decoder blocks' but routers, by patterns."""
 
 from __future__ import annotations
 
@@ -61,8 +59,8 @@ def stacks(names: Iterable[str]) -> list[list[str]]:
 
 
 def scaled_together(names: Iterable[str]) -> list[list[list[str]]]:
-    """Return the `stacks` of a block with those behind one norm together, as far as names tell: all
-    experts' gate and up are.
+    """Return the `stacks` of a block with those behind one norm together, as far as names tell.
+    All experts' gate and up are.
     """
     found: dict[str, list[list[str]]] = {}
     for stack in stacks(names):
@@ -79,9 +77,7 @@ def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
 
 
 def layers_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the linear layers of the decoder blocks as far as names and shapes tell: what
-    `Skeleton.linears` finds, without torch.
-    """
+    """Return the decoder blocks' linear layers by names and shapes, as `Skeleton.linears` does."""
     return {name: layer for name, layer in matrices_of(shape).items() if shape.block(f"{name}.weight")}
 
 

@@ -1,5 +1,5 @@
-"""Which tensor of the checkpoint holds which parameter of the model: every one on both sides is
-accounted for, or it is an error.
+"""Which tensor of the checkpoint holds which parameter of the model.
+Every one on both sides is accounted for, or it is an error.
 
 The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the
 model), by the prefix of the base model (old GPT-2 files have no `transformer.`) and by tied weights
@@ -39,9 +39,7 @@ def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str,
 
 
 def with_base_prefix(name: str, prefix: str, known: Mapping[str, object] | set[str]) -> str:
-    """Return the name as `known` has it: with the prefix of the base model added or removed, or as
-    it is.
-    """
+    """Return the name as `known` has it, with or without the prefix of the base model."""
     if name in known or not prefix:
         return name
     candidates = (f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
@@ -129,8 +127,8 @@ def _tie(found: dict[str, str], model: PreTrainedModel) -> None:
 
 
 def is_ignorable(name: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor holds no weight of this model: a buffer that the code computes now, or a
-    part that it never reads.
+    """Whether a tensor holds no weight of this model.
+    It may be a buffer that the code computes now, or a part that it never reads.
     """
     return any(
         re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))

@@ -42,8 +42,8 @@ class Left:
         return tensor
 
     def spread(self, narrowed: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-        """Return what is left in the shape that the tensor had: 0 in place of what was removed,
-        pooled heads as often as they were.
+        """Return what is left in the shape that the tensor had.
+        0 stands for what was removed, and pooled heads are as often there as they were.
         """
         for dim, axis in enumerate(axes):
             if self.touches((axis,)):

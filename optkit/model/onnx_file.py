@@ -1,5 +1,4 @@
-"""Read model.onnx without its weights: graph, initializers, and whether the external data that they
-lie in is whole.
+"""Read model.onnx without its weights: the graph, initializers, and whether their data is whole.
 
 ONNX IR specification: https://github.com/onnx/onnx/blob/main/docs/IR.md, external data:
 .../docs/ExternalData.md

@@ -19,8 +19,8 @@ is not known.
 
 @dataclass(frozen=True)
 class Reader:
-    """How an operation reads quantized weights: the inputs that are packed, those beside them, and
-    the weights in a packed tensor.
+    """How an operation reads quantized weights.
+    It names the inputs that are packed, those beside them, and the weights in a packed tensor.
     """
 
     packed: tuple[int, ...]

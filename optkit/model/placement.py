@@ -50,8 +50,8 @@ def stored_units(shape: ModelShape) -> tuple[Unit, ...]:
 
 
 def place_by_room(units: Sequence[Unit], room: Room) -> dict[str, Place]:
-    """Return where each unit goes: what is outside the blocks first, then the blocks in order; what
-    does not fit to the next place.
+    """Return each unit's place: what is outside the blocks first, then the blocks in order.
+    What does not fit goes to the next place.
 
     If not everything fits, room for the largest tensor that lies elsewhere is left on the device
     that computes. Raises StageError without even that.

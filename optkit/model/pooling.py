@@ -1,5 +1,5 @@
-"""How the features of tokens become the embedding of a text: what a directory of
-sentence-transformers says, without that library.
+"""How the features of tokens become the embedding of a text.
+A directory of sentence-transformers says so, and is read without that library.
 
 modules.json lists what computes an embedding, e.g. Transformer, Pooling, Normalize;
 1_Pooling/config.json says what the pooling takes

@@ -1,6 +1,4 @@
-"""The `quantization_config` of config.json: the types that every reader of it relies on, whatever
-its method.
-"""
+"""The types that every reader of config.json's `quantization_config` relies on."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ BY_PATTERN = "dynamic"
 
 
 def wrong_in_quantization(config: Mapping[str, Any], way: str = "quantization_config") -> Iterator[str]:
-    """Yield what is wrong with a `quantization_config`, or a group of it: each key that is null or
-    left out is right.
-    """
+    """Yield what is wrong with a `quantization_config` or its group; null and missing keys pass."""
     for key, value in config.items():
         place = f"`{way}.{key}` in config.json is {shown(value)}, not"
         if value is None:

@@ -98,8 +98,8 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
 def _norms_of(
     layers: Iterable[str], norms: Iterable[str], entered: Mapping[str, Tensor], left: Mapping[str, Tensor]
 ) -> set[str]:
-    """Return the norms of what these layers make: those of queries and keys, if they are as wide as
-    the stream.
+    """Return the norms of what these layers make.
+    Those are norms of queries and keys, if they are as wide as the stream.
     """
     return {
         norm

@@ -1,5 +1,4 @@
-"""Which layers are routers, which decide where tokens go, are tiny, and are best left in full
-precision.
+"""Which layers are routers, which decide where tokens go and are best left in full precision.
 
 No torch is needed to tell.
 """
@@ -47,8 +46,8 @@ def _is_called_router(name: str) -> bool:
 
 
 def _experts(shape: ModelShape) -> Iterator[tuple[str, str, int]]:
-    """Yield the module that holds experts, the experts, and how many these are: modules in a list,
-    or one tensor for all of them.
+    """Yield the module that holds experts, the experts, and how many these are.
+    They are modules in a list, or one tensor for all of them.
     """
     lists: dict[tuple[str, str], set[int]] = {}
     config = text_config(shape.config)

@@ -1,6 +1,4 @@
-"""What the `quantization_config` of config.json says of each layer: plain, or packed in which
-layout.
-"""
+"""What the `quantization_config` of config.json says of each layer: plain, or packed how."""
 
 from __future__ import annotations
 

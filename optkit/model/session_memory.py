@@ -52,9 +52,7 @@ class SessionMemory:
 
     @cached_property
     def opening(self) -> int:
-        """Most main memory while it is opened: packed weights lie there as the file has them and as
-        kernels want them.
-        """
+        """Most main memory while it is opened: packed weights as in the file and as in the kernels."""
         copied = self._is_packed or self.weights != self.shape.size_bytes
         return self.shape.size_bytes + (self.weights if copied else 0)
 

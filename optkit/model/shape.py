@@ -1,5 +1,5 @@
-"""The shape of a model: its config and the dtype and shape of every tensor, known without reading a
-weight and without torch.
+"""The shape of a model: its config, and the dtype and shape of every tensor.
+It is known without reading a weight and without torch.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ModelShape:
 
     @cached_property
     def _decoder(self) -> str | None:
-        """The list of the decoder blocks: the largest of as many as config.json says; None if
-        there is one list, or none fits.
+        """The list of the decoder blocks, the largest of as many as config.json says.
+        None if there is one list, or none fits.
         """
         members: dict[str, set[int]] = {}
         sizes: Counter[str] = Counter()
@@ -119,9 +119,7 @@ class ModelShape:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, what sees
-        images.
-        """
+        """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, vision."""
         return sum(info.size_bytes for name, info in self.tensors.items() if self.block(name) is None)
 
 

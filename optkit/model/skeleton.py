@@ -1,5 +1,5 @@
-"""A causal language model without its weights: built on the meta device, with the real weights of
-one part of it at a time.
+"""A causal language model without its weights.
+It is built on the meta device, with the real weights of one part of it at a time.
 
 skeleton = Skeleton(Checkpoint(directory))
 inputs = skeleton.capture_inputs(tokens, "cpu", batch_size=8)
@@ -41,9 +41,7 @@ Projection: TypeAlias = "nn.Linear | Conv1D"
 
 @dataclass(frozen=True)
 class _Slot:
-    """One place of a parameter or buffer: its full name, the module that has it, and the name
-    there.
-    """
+    """A place of a parameter or buffer: its full name, the module that has it, and the name there."""
 
     name: str
     owner: nn.Module
@@ -88,8 +86,8 @@ class Skeleton:
         self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
 
     def tensor_name(self, parameter: str) -> str:
-        """Return the tensor of the checkpoint that holds a parameter of the model, e.g.
-        `model.layers.0.mlp.up_proj.weight`.
+        """Return the tensor of the checkpoint that holds a parameter of the model.
+        For example `model.layers.0.mlp.up_proj.weight`.
         """
         return self.tensor_names[parameter]
 

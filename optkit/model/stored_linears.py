@@ -1,5 +1,4 @@
-"""The linear layers of the decoder blocks of a checkpoint, packed or not, as far as names and
-shapes tell.
+"""The linear layers of a checkpoint's decoder blocks, packed or not, by names and shapes.
 
 No torch is needed.
 """

@@ -1,6 +1,4 @@
-"""What a model is for, from its config.json: it generates text, or it encodes text into features or
-labels.
-"""
+"""What a model is for, from its config.json: text generation, or encoding to features or labels."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def task_of(config: Mapping[str, Any]) -> Task | None:
 
 
 def loader_of(config: Mapping[str, Any]) -> str:
-    """Return the class of transformers that opens a model as what its architecture says, e.g.
-    `AutoModelForCausalLM`.
-    """
+    """Return transformers' class that opens a model's architecture, e.g. `AutoModelForCausalLM`."""
     if task_of(config) is Task.FEATURES:
         return "AutoModel"
     return f"AutoModel{next((head for head in HEADS if architecture_of(config).endswith(head)), 'ForCausalLM')}"

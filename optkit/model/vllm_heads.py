@@ -1,5 +1,4 @@
-"""Models that transformers opens and vLLM cannot run, because it takes another size of heads than
-config.json says.
+"""Models that vLLM cannot run, because it takes another size of heads than config.json says.
 
 No torch is needed.
 """

@@ -1,5 +1,5 @@
-"""The weights of a model by what a token does with them, in bytes and in elements, counted from its
-files' headers.
+"""The weights of a model by what a token does with them, in bytes and in elements.
+The headers of its files are counted.
 """
 
 from __future__ import annotations

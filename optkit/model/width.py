@@ -1,5 +1,4 @@
-"""How wide a model's parts are, which axis of which tensor is as wide, and a narrower model's
-config.json.
+"""The widths of a model's parts, which axes have them, and a narrower model's config.json.
 
 No torch is needed.
 

@@ -1,5 +1,5 @@
-"""Producers that can absorb the scales of input channels: which norm or linear layer makes the
-input of which linear layers, found by running them.
+"""Producers that can absorb the scales of input channels.
+Running the layers shows which norm or linear layer makes the input of which.
 
 A linear layer computes the same from `x / s` with the columns of its weight multiplied by `s`. What
 made x takes the division: a norm in its weight, a linear layer in its output rows. Neither names
@@ -66,8 +66,8 @@ class Wiring:
 
 
 def fold_groups(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> Wiring:
-    """Find what can be folded in a loaded block; hidden: float [batch, sequence, hidden], a few
-    dozen tokens suffice, with their call.
+    """Find what can be folded in a loaded block.
+    hidden: float [batch, sequence, hidden], a few dozen tokens suffice, with their call.
 
     The weights are as before when it returns. Raises StageError if there are too few tokens for
     every expert to get one.

@@ -43,8 +43,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a producer's outputs cannot be scaled: how they reach the layers at which that showed,
-    the last of them most clearly.
+    """Why a producer's outputs cannot be scaled.
+    It says how they reach the layers at which that showed, the last of them most clearly.
     """
 
     reason: str
@@ -252,8 +252,8 @@ class _Signal:
 
 
 def _may_produce(module: nn.Module, output: object) -> bool:
-    """Whether a module has a weight whose outputs can be scaled: a linear layer, or a vector of one
-    number for each output channel.
+    """Whether a module has a weight whose outputs can be scaled.
+    That is a linear layer, or a vector of one number for each output channel.
     """
     weight = module._parameters.get("weight")
     if weight is None or not isinstance(output, Tensor) or not output.is_floating_point():

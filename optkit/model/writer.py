@@ -1,5 +1,6 @@
-"""Write a model directory: shards of safetensors that are streamed to disk, the index, config.json
-and the files that hold no weights.
+"""Write a model directory.
+Shards of safetensors are streamed to disk, then come the index, config.json and the files without
+weights.
 
 Names and index are those of transformers' `save_pretrained`, so that anything that opens a
 checkpoint opens ours.

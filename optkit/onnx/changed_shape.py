@@ -96,9 +96,7 @@ def optimized_shape(shape: ModelShape, folded: bool, float16: bool) -> ModelShap
 
 
 def rounding_bytes(shape: ModelShape, left: ModelShape, algorithm: str) -> int:
-    """Return the memory of rounding in blocks: the widest slice of a matrix, then the written
-    model, opened.
-    """
+    """Return the memory of rounding in blocks: the widest slice, then the written model, opened."""
     widest = max((min(each.elements, SLICE_ELEMENTS) for each in _matrices_and_head(shape)), default=0)
     return LIBRARY_BYTES + max(widest * BYTES_OF_A_WEIGHT[algorithm], round(left.size_bytes * OPENED))
 

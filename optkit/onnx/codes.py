@@ -10,8 +10,7 @@ from optkit.onnx.model_file import ModelFile
 
 
 def in_bytes(codes: Tensor, bits: int, fill: int = 0) -> Tensor:
-    """Pack uint8 [rows, count] along the rows, the first code in the lowest bits: uint8 [rows,
-    ceil(count * bits / 8)].
+    """Pack uint8 [rows, count] along the rows, low bits first: uint8 [rows, ceil(count bits / 8)].
 
     `fill` stands in the rest of the last byte.
     """

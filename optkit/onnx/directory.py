@@ -1,6 +1,4 @@
-"""An ONNX directory: model.onnx, its external data, and the files beside it that say how it is run;
-no weights are read.
-"""
+"""An ONNX directory: model.onnx, its external data and configs, without reading weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a graph wants for a prompt, whatever else it has as inputs: masks, positions, token types,
-an empty KV cache.
-"""
+"""What a graph wants for a prompt: masks, positions, token types, an empty KV cache."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ HEAD = "/lm_head/MatMulNBits"
 
 
 def drop_idle_zero_points(model: ir.Model) -> None:
-    """Take zero points that all are 2^(bits - 1) from each MatMulNBits: they say what their absence
-    says.
+    """Take zero points that all are 2^(bits - 1) from each MatMulNBits.
+    They say what their absence says.
     """
     for node in model.graph:
         if node.op_type == "MatMulNBits" and len(node.inputs) > 3 and node.inputs[3] is not None:

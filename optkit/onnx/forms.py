@@ -85,9 +85,7 @@ def unfit(layer: str, why: str) -> StageError:
 
 
 def head_group_size(inputs: int, bits: int) -> int:
-    """Return how many inputs of an lm_head that is rounded share a scale: as many as are asked for
-    and divide them.
-    """
+    """Return how many inputs of a rounded lm_head share a scale: as many as asked for that divide."""
     return gcd(inputs, HEAD_GROUP_SIZES[bits])
 
 

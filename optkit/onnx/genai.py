@@ -26,8 +26,8 @@ class GenaiModel:
     """An ONNX directory that ONNX Runtime GenAI has opened."""
 
     def __init__(self, directory: OnnxDirectory, device: str = "cpu", threads: int | None = None) -> None:
-        """Open it on `cpu`, `cuda` or `cuda:1`; `threads`: those within one operation, torch's own
-        number if None.
+        """Open it on `cpu`, `cuda` or `cuda:1`.
+        `threads`: those within one operation, torch's own number if None.
 
         Of genai_config.json all is in force but the provider, the threads and the token that ends a
         text. Raises SourceError if it is missing or GenAI refuses the model, MissingPackageError
@@ -100,8 +100,8 @@ def _config(directory: OnnxDirectory, device: str, threads: int) -> dict[str, An
 
 
 def _show(directory: OnnxDirectory, folder: Path, config: dict[str, Any]) -> None:
-    """Fill a folder that GenAI opens in place of the directory: it refuses paths that lead out of
-    the one that holds its config.
+    """Fill a folder that GenAI opens in place of the directory.
+    GenAI refuses paths that lead out of the one that holds its config.
     """
     for path in directory.directory.iterdir():
         if path.name != GENAI_CONFIG:

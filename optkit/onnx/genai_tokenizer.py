@@ -1,5 +1,5 @@
-"""Whether ONNX Runtime GenAI cuts a text into the tokens that transformers does: its tokenizer is
-its own, and reads tokenizer.json anew.
+"""Whether ONNX Runtime GenAI cuts a text into the tokens that transformers does.
+Its tokenizer is its own, and reads tokenizer.json anew.
 
 Run as `python -P -m optkit.onnx.genai_tokenizer DIRECTORY` it reads a text from stdin and writes
 GenAI's tokens as JSON.

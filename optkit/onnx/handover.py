@@ -1,5 +1,5 @@
-"""A checkpoint as the model that ONNX Runtime GenAI's builder reads: float layers, and layers that
-hold the very codes of a quantized one.
+"""A checkpoint as the model that ONNX Runtime GenAI's builder reads.
+It has float layers, and layers that hold the codes of a quantized one.
 
 The builder makes a MatMulNBits (com.microsoft) of a layer that has these attributes, K =
 `in_features`, N = `out_features`:

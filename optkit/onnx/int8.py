@@ -138,8 +138,8 @@ def quantize_static(
     percentile: float,
     task: Task,
 ) -> None:
-    """Leave the model in `target` as QDQ: quantized and dequantized again before each product,
-    which ONNX Runtime fuses.
+    """Leave the model in `target` as QDQ.
+    Values are quantized and dequantized before each product, which ONNX Runtime fuses.
 
     `tokens`: int64 [samples, sequence]. Products stay float, so that only what enters them is
     rounded. Raises StageError for a graph that takes no tokens.

@@ -1,6 +1,4 @@
-"""The matrix multiplications of a graph: which have weights, which is lm_head, and MatMulNBits in
-their place.
-"""
+"""The matrix products of a graph: which have weights, which is lm_head, and MatMulNBits."""
 
 from __future__ import annotations
 
@@ -129,8 +127,8 @@ def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
 
 
 def fold_transposes_(model: ModelFile, writer: ModelWriter, shared: bool = False) -> None:
-    """Store weights as they are read if nothing but a Transpose reads them: ONNX Runtime would
-    turn them at every start.
+    """Store weights as they are read if nothing but a Transpose reads them.
+    ONNX Runtime would transpose them at every start.
 
     `shared`: those that others read as well, too, which then lie there twice.
     """

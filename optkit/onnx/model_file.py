@@ -1,5 +1,4 @@
-"""An ONNX model that is being changed: its graph in memory, its weights on disk, read and written
-one at a time.
+"""An ONNX model that is being changed: its graph in memory, its weights on disk.
 
 What is written has one data file beside the graph, so that no model is too large for a protobuf (2
 GB), and no model has to fit into memory. Data files are read through a memory map: `onnx.load`
@@ -37,9 +36,7 @@ EXTERNAL = 1
 
 
 class ModelFile:
-    """The model of a directory: `proto` is the graph, to be changed at will; weights are read when
-    they are asked for.
-    """
+    """The model of a directory: `proto` is the graph, to be changed; weights are read on demand."""
 
     def __init__(self, directory: Path) -> None:
         """Raises SourceError if the graph or data is missing or damaged; MissingPackageError."""
@@ -104,9 +101,7 @@ class ModelFile:
 
 
 class ModelWriter:
-    """Writes a changed model to `target`: new arrays as they come, then `finish` copies what is
-    still used and the graph.
-    """
+    """Writes a changed model to `target`: new arrays as they come, all else at the end."""
 
     def __init__(self, model: ModelFile, target: Path) -> None:
         self.model = model
@@ -168,8 +163,8 @@ class ModelWriter:
 
 
 def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None:
-    """Copy config.json and what `copy_companions` copies: genai_config.json, tokenizer, licence,
-    subfolders.
+    """Copy config.json and what `copy_companions` copies.
+    These are genai_config.json, tokenizer, licence and subfolders.
 
     Raises ResourceError when the disk is full.
     """

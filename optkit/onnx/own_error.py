@@ -1,5 +1,4 @@
-"""How far torch is from itself on a model and some tokens: the same model computed in other,
-equally good ways.
+"""How far torch is from itself: the same model computed in other, equally good ways.
 
 An export that is no further from torch's float32 than a few times this has nothing to be blamed
 for. Models whose hidden states are large beside what their blocks add (Gemma 3) or whose gains are

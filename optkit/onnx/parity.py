@@ -1,5 +1,5 @@
-"""Prove that an exported model says what its source says: logits on a text, at several batch sizes
-and lengths, and through the KV cache.
+"""Prove that an exported model says what its source says.
+Logits on a text are compared at several batch sizes and lengths, and through the KV cache.
 
 The source is computed by torch in float32. What is compared with it is the export alone and not the
 choices that were asked for: a rounded lm_head computes in the source too, and MatMulNBits do not
@@ -135,8 +135,8 @@ def _apart(order: Order, directory: Path, cases: Sequence[Tensor], wanted: Seque
 
 
 def _own_limit(order: Order, cases: Sequence[Tensor]) -> tuple[float, str]:
-    """Return the limit of this model, a share of the largest logit, and its origin: how
-    far torch is from itself on the cases.
+    """Return the limit of this model, a share of the largest logit, and its origin.
+    The limit is how far torch is from itself on the cases.
     """
     reference = Reference(order.source, order.trust_remote_code)
     _round_head_(reference, order)
@@ -166,8 +166,8 @@ def _logits(runner: OnnxRunner, tokens: Tensor) -> Tensor:
 
 
 def _step_by_step(runner: OnnxRunner, tokens: Tensor) -> Tensor:
-    """Return the logits of the last tokens, float32 [b, STEPS + 1, v]: all but `STEPS` are read at
-    once, and these one at a time.
+    """Return the logits of the last tokens, float32 [b, STEPS + 1, v].
+    All but `STEPS` are read at once, and these one at a time.
     """
     ids = tokens.to(runner.device)
     decoding = runner.prefill(ids[:, :-STEPS], ids.shape[1])

@@ -30,8 +30,8 @@ values.
 
 
 def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
-    """Return config and tensors of the graph: codes and zero points with the bytes that they have,
-    all floats in the graph's dtype.
+    """Return config and tensors of the graph, all floats in the graph's dtype.
+    Codes and zero points keep the bytes that they have.
     """
     dtype = STORED[order.dtype]
     tensors: dict[str, TensorInfo] = {}
@@ -69,8 +69,8 @@ def is_tied(shape: ModelShape) -> bool:
 
 
 def exported_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return config.json of an exported model: the source's, without the form of quantized layers
-    and with the dtype of the graph.
+    """Return config.json of an exported model, with the dtype of the graph.
+    It is the source's without the form of quantized layers.
     """
     left = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype")}
     return left | {"dtype": dtype}
@@ -99,9 +99,7 @@ def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -
 
 
 def float_bytes(shape: ModelShape) -> int:
-    """Return the bytes of the source in memory while it is compared: floats in float32, codes as
-    they are.
-    """
+    """Return the source's bytes while it is compared: floats in float32, codes as they are."""
     wide = DTYPE_BITS["F32"] // 8
     sizes = (
         info.size_bytes if name.rpartition(".")[2] in BYTES_OF_CODES else info.elements * wide

@@ -1,5 +1,5 @@
-"""Keep ONNX Runtime's Python tools from writing on the terminal: they log, print progress bars and
-set up the root logger on import.
+"""Keep ONNX Runtime's Python tools from writing on the terminal.
+They log, print progress bars and set up the root logger on import.
 """
 
 from __future__ import annotations

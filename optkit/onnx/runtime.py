@@ -1,5 +1,5 @@
-"""Run a decoder with ONNX Runtime alone: logits of whole sequences, and decode steps whose KV cache
-stays where it is.
+"""Run a decoder with ONNX Runtime alone: whole sequences, and decode steps.
+The KV cache of decode steps stays where it is.
 
     prompt   input_ids [b, s]  attention_mask [b, s]       past [b, h, length, d] (empty)  -> logits [b, s, v], present
     step     input_ids [b, 1]  attention_mask [b, s + 1]   past                            -> logits [b, 1, v], present
@@ -101,8 +101,8 @@ class OnnxRunner:
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, length: int) -> Decoding:
-        """Return a decoding that has read the prompts, int64 [b, s] with s <= length: `.logits` [b,
-        v], then `.step(tokens [b])`.
+        """Return a decoding that has read the prompts, int64 [b, s] with s <= length.
+        It has `.logits` [b, v] and `.step(tokens [b])`.
 
         `length` is the most tokens that it will ever hold. Raises ResourceError without memory,
         OptkitError for a model without KV cache.

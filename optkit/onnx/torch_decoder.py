@@ -1,5 +1,5 @@
-"""Causal language models as ONNX by torch.onnx.export: any batch, any length, with a KV cache that
-goes in and comes out, or without.
+"""Causal language models as ONNX by torch.onnx.export, for any batch and length.
+A KV cache goes in and comes out, or there is none.
 
     input_ids [b, s]   attention_mask [b, past + s]   past_key_values.N.key, .value [b, heads, past, size]
     logits [b, s, v]                                  present.N.key, .value [b, heads, past + s, size]
@@ -92,9 +92,7 @@ def _names(caches: int) -> tuple[list[str], list[str]]:
 
 @torch.no_grad()
 def _past(model: Any) -> list[Tensor]:
-    """Return a KV cache to trace with: key and value of each layer in turn, float32 [batch, heads,
-    past, size].
-    """
+    """Return a KV cache to trace with: keys, values by layer, float32 [batch, heads, past, size]."""
     remedy = "Set kv_cache: false, and the graph computes whole sequences"
     cache = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True).get("past_key_values")
     layers = getattr(cache, "layers", None)
@@ -121,8 +119,8 @@ def _past(model: Any) -> list[Tensor]:
 
 
 class _EveryExpert(Experts):
-    """Experts that are run for any number of tokens, none included: which of them are needed is not
-    known while tracing.
+    """Experts that are run for any number of tokens, none included.
+    Which of them are needed is not known while tracing.
     """
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Encoders (BERT and its kin) as ONNX, by torch.onnx.export: any batch, any length, padding masked;
-proven equal to the source.
+"""Encoders (BERT and its kin) as ONNX, by torch.onnx.export, for any batch and length.
+Padding is masked; the graph is proven equal to the source.
 
 Inputs are input_ids, attention_mask and, if the model tells sentences apart, token_type_ids,
 int64 [batch, sequence]. Nodes and weights carry the names of the modules that they come from, so

@@ -154,8 +154,8 @@ def _rename_(graph: ModelFile, new: Mapping[str, str]) -> None:
 
 
 def _module_of(node: Any) -> str:
-    """Return the path of the module that a node comes from: `encoder/layer.0/attention/self/query`;
-    empty if torch does not say.
+    """Return the path of the module that a node comes from; empty if torch does not say.
+    For example `encoder/layer.0/attention/self/query`.
     """
     noted = next((each.value for each in node.metadata_props if each.key == "pkg.torch.onnx.name_scopes"), "[]")
     scopes = [scope for scope in ast.literal_eval(noted)[:-1] if scope]

@@ -1,5 +1,4 @@
-"""Weights of matrix multiplications in 4 or 8 bits, a block of inputs at a time: ONNX Runtime's
-operator MatMulNBits.
+"""Weights in 4 or 8 bits, a block of inputs at a time, for the operator MatMulNBits.
 
 The numbers of `rtn`, `hqq` and `k_quant` come from onnxruntime's own `MatMulNBitsQuantizer`, which
 is given one slice of one matrix at a
@@ -41,9 +40,7 @@ class BlockForm:
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """A matrix [inputs, outputs] as MatMulNBits holds it: code `q` of a block stands for `(q -
-    zero) * scale`.
-    """
+    """A matrix [inputs, outputs] of MatMulNBits: code `q` of a block is `(q - zero) * scale`."""
 
     codes: NDArray[np.uint8]
     """[outputs, blocks, block_size * bits / 8]: two codes of 4 bits in a byte, the first one low.

@@ -1,6 +1,4 @@
-"""The scorecard: what an artifact cost and bought, each number beside the baseline's, with its
-protocol.
-"""
+"""The scorecard: what an artifact cost and bought, beside the baseline and with its protocol."""
 
 from optkit.scorecard.attribution import Waterfall, waterfall
 from optkit.scorecard.build import build_scorecard, ratio_to_baseline

@@ -1,5 +1,5 @@
-"""What each stage added to the damage: the numbers after each of them, and the change to those
-before it (a waterfall).
+"""What each stage added to the damage (a waterfall).
+It shows the numbers after each stage, and the change to those before it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from optkit.scorecard.table import NOTHING, markdown_table, metric_label
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The table: a line after each stage; for each metric its value and the change that the stage
-    made.
+    """The table has a line after each stage.
+    For each metric it has the value, and the change that the stage made.
     """
 
     columns: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Whether other programs open an artifact and compute what optkit measured: one `Loading` for each
-engine, from `optkit verify`.
+"""Whether other programs open an artifact and compute what optkit measured.
+Each engine of `optkit verify` has one `Loading`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def loading_cells(loading: Loading, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def loading_notes(loadings: Iterable[Loading]) -> list[str]:
-    """Return what to say below the table: why an engine does not agree, what was compared, and what
-    it generated.
+    """Return what to say below the table.
+    That is why an engine does not agree, what was compared, and what it generated.
     """
     notes = []
     for each in loadings:

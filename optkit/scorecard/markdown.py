@@ -13,8 +13,8 @@ from optkit.scorecard.training import training_line, trainings
 
 
 def to_markdown(scorecard: Scorecard) -> str:
-    """Return scorecard.md: verdict, table, protocols, how it was made, notes, environment and the
-    recipe as resolved.
+    """Return scorecard.md: verdict, table, protocols and how it was made.
+    Notes, environment and the recipe as resolved follow.
     """
     rows = [
         (f"{row.metric} [{row.protocol}]", row.baseline, row.artifact, row.ratio, row.gate)

@@ -1,6 +1,4 @@
-"""Numbers as people read them: four significant digits, a unit that fits, the half width of the 95%
-interval.
-"""
+"""Numbers as people read them: four digits, a unit that fits, the 95% interval's half width."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an artifact says to others: names and digests of models and texts, and nothing of their
-places on this machine.
+"""What an artifact says to others: names and digests of models and texts.
+It says nothing of their places on this machine.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class StepLine(Frozen):
 
     @property
     def skipped(self) -> str:
-        """What the stage left alone and why: by name if it is little, else counted for each
-        reason; empty for nothing.
+        """What the stage left alone and why; empty for nothing.
+        It is told by name if it is little, else counted for each reason.
         """
         names: dict[str, list[str]] = {}
         for name, reason in (self.report.get("skipped") or {}).items():

@@ -1,5 +1,5 @@
-"""A scorecard, or several of them, as rows of text: the terminal and the Markdown are drawn from
-the same rows.
+"""A scorecard, or several of them, as rows of text.
+The terminal and the Markdown are drawn from the same rows.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
 
 
 def footnotes(protocols: Sequence[str]) -> list[str]:
-    """Return the protocols as they are printed: if most of one, up to its first `; `, is that of
-    an earlier one, it refers to that.
+    """Return the protocols as they are printed.
+    If most of one, up to its first `; `, is that of an earlier one, it refers to that.
     """
     first: dict[str, int] = {}
     shown = []

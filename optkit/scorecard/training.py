@@ -1,5 +1,5 @@
-"""How trainings went: a sentence for each, and their loss curves as a picture (SVG), a panel for
-each training.
+"""How trainings went: a sentence for each, and their loss curves as a picture (SVG).
+Each training has a panel.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def trainings(steps: Iterable[StepLine]) -> list[Training]:
 
 
 def training_line(training: Training) -> str:
-    """Return what a training did, cost and reached, e.g. `distill: loss 2.314 to 1.871, held-out
-    loss 2.402 to 1.955; ...`.
+    """Return what a training did, cost and reached.
+    For example `distill: loss 2.314 to 1.871, held-out loss 2.402 to 1.955; ...`.
     """
     record = training.record
     first, last = record.points[0], record.points[-1]
@@ -61,9 +61,7 @@ def training_line(training: Training) -> str:
 
 
 def loss_curves(found: Sequence[Training]) -> str:
-    """Return the picture: training loss and held-out loss over tokens, the learning rate behind
-    them.
-    """
+    """Return the picture: training and held-out loss over tokens, before the learning rate."""
     cell = (PANEL[0] + MARGIN[0] + MARGIN[2], PANEL[1] + MARGIN[1] + MARGIN[3])
     width, height = cell[0], cell[1] * len(found)
     parts = [

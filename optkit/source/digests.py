@@ -1,5 +1,5 @@
-"""SHA-256 of files, remembered by path, size, time of change and inode: many gigabytes are read
-once and not at every run.
+"""SHA-256 of files, remembered by path, size, time of change and inode.
+So many gigabytes are read once and not at every run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PREFIX = "sha256:"
 
 
 def default_cache() -> Path:
-    """Return the directory that optkit keeps things in: `$OPTKIT_STORE`, else
-    `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`.
+    """Return the directory that optkit keeps things in.
+    It is `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`.
     """
     named = os.environ.get("OPTKIT_STORE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"

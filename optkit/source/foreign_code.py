@@ -1,5 +1,5 @@
-"""Code that files of a model name, and that opening it could therefore run: told by reading them,
-nothing is imported.
+"""Code that files of a model name, and that opening it could therefore run.
+The files are read, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ ATTENTION = ("attn_implementation", "_attn_implementation")
 
 
 def classes_in(config: Mapping[str, Any]) -> list[str]:
-    """Return the classes that `auto_map` of a parsed config names, e.g. `modeling_mine.Mine`,
-    sorted.
-    """
+    """Return the classes that a config's `auto_map` names, e.g. `modeling_mine.Mine`, sorted."""
     named = config.get("auto_map")
     values = named.values() if isinstance(named, Mapping) else [named]
     return sorted({str(name) for value in values for name in (value if isinstance(value, list) else [value]) if name})

@@ -1,5 +1,4 @@
-"""Read the header of a GGUF file: metadata and tensor infos, in milliseconds, without torch and
-without the weights.
+"""Read a GGUF file's header, metadata and tensor infos, without torch and without weights.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -1,5 +1,4 @@
-"""The GGUF architectures that are Llama in their layout: names, shapes and config of the checkpoint
-that an import writes.
+"""The GGUF architectures of Llama's layout, with names, shapes and config for an import.
 
 llama.cpp reorders the rows of q and k for its own rotary embedding in `llama`, and keeps them in
 `qwen2` and `qwen3` (https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py,
@@ -88,8 +87,8 @@ def layout_of(gguf: Gguf) -> Layout:
 
 
 def tensor_name(name: str, layout: Layout) -> str | None:
-    """Return the name of a GGUF tensor in the checkpoint: `blk.0.attn_q.weight` ->
-    `model.layers.0.self_attn.q_proj.weight`.
+    """Return the name of a GGUF tensor in the checkpoint.
+    For example `blk.0.attn_q.weight` -> `model.layers.0.self_attn.q_proj.weight`.
     """
     if found := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
         inside = layout.block.get(found[2])

@@ -1,5 +1,5 @@
-"""What the metadata of a GGUF file says that changes what its model computes: carried into
-config.json, or refused.
+"""What the metadata of a GGUF file says that changes what its model computes.
+It is carried into config.json, or refused.
 
 llama.cpp reads these keys in `llama_model_base::load_hparams` (src/llama-model.cpp). Nothing is
 left out in silence: a key that is not known here is refused too.

@@ -85,8 +85,8 @@ class _Tokens(list[str]):
 
 @contextmanager
 def _found_by_hash() -> Iterator[None]:
-    """Let transformers find the parts of a SentencePiece token by their hash: it goes through the
-    whole list for each, for minutes.
+    """Let transformers find the parts of a SentencePiece token by their hash.
+    It goes through the whole list for each, for minutes.
     """
     from transformers.integrations import ggml
 

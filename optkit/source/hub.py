@@ -1,5 +1,5 @@
-"""Repositories of the Hugging Face hub: a revision becomes a commit, and files are looked for in
-the hub's own cache first.
+"""Repositories of the Hugging Face hub, whose revisions become commits.
+Files are looked for in the hub's own cache first.
 """
 
 from __future__ import annotations

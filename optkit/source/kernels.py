@@ -1,5 +1,5 @@
-"""Attention kernels of the hub, as transformers names them: `owner/repository@revision:function`,
-loaded by the package `kernels`.
+"""Attention kernels of the hub, named `owner/repository@revision:function` as in transformers.
+The package `kernels` loads them.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def _digest(place: Path) -> str:
 
 
 def _builds(place: Path) -> set[str] | None:
-    """Return the names of the builds in a directory, e.g. `torch-cpu` or
-    `torch213-cxx11-cu130-x86_64-linux`; None if there is none.
+    """Return the names of the builds in a directory; None if there is none.
+    For example `torch-cpu` or `torch213-cxx11-cu130-x86_64-linux`.
 
     The directory may also be a build itself, of a name that says nothing: an empty set.
     """

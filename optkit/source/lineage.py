@@ -1,5 +1,5 @@
-"""The texts that shaped weights, as an artifact and every model made from it remember them: their
-names, and a sketch of what was read.
+"""The texts that shaped weights, as an artifact and every model made from it remember them.
+They are names, and a sketch of what was read.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: 
 
 
 def without_sketches(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of a stage for people: the sketches of its texts stand in optkit.json,
-    once.
-    """
+    """Return a stage's report for people, without the texts' sketches, which optkit.json has."""
     texts = [{key: value for key, value in text.items() if key != SKETCH} for text in report.get("calibrated_on", ())]
     return {**report, "calibrated_on": texts}
 

@@ -1,5 +1,5 @@
-"""Models to start from: a built-in name, a directory, a GGUF file or a hub id, pinned to exactly
-what they hold before anything runs.
+"""Models to start from: a built-in name, a directory, a GGUF file or a hub id.
+They are pinned to what they hold before anything runs.
 """
 
 from __future__ import annotations
@@ -115,8 +115,9 @@ class ModelSource(Frozen):
 
 
 def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
-    """Return the source with its revision: the commit on the hub, `sha256:...` of a directory or a
-    GGUF file, named by its whole path.
+    """Return the source with its revision.
+    That is the commit on the hub, or `sha256:...` of a directory or a GGUF file, named by its whole
+    path.
 
     `cache` keeps digests of big files; it is optkit's own cache directory unless said
     otherwise. Raises SourceError for a model that is not there, not whole, neither a causal
@@ -145,8 +146,8 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
 
 
 def model_key(pinned: ModelSource) -> str:
-    """Return the digest of what the model is: of its content alone for a directory or file, of
-    repository and commit on the hub.
+    """Return the digest of what the model is.
+    That is its content for a directory or file, and repository and commit on the hub.
 
     A model whose own code runs is another model, even if transformers has a class for it too.
     """
@@ -191,8 +192,8 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
 
 
 def import_bytes(pinned: ModelSource, shape: ModelShape) -> int:
-    """Return the bytes of main memory that `import_model` needs: a shard, and of a GGUF file its
-    largest tensor while it is unpacked.
+    """Return the bytes of main memory that `import_model` needs.
+    That is a shard, and of a GGUF file its largest tensor while it is unpacked.
     """
     unpacked = max((info.size_bytes for info in shape.tensors.values()), default=0)
     return min(shape.size_bytes, SHARD_BYTES) + (

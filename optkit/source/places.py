@@ -1,5 +1,5 @@
-"""Where models of this machine were seen, by what they hold: what is published says names and
-digests, and no places.
+"""Where models of this machine were seen, by what they hold.
+What is published says names and digests, and no places.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def is_place(source: ModelSource) -> bool:
 def find_recorded(
     source: ModelSource, near: Path, given: str | None = None, cache: Path | None = None, remedy: str = BESIDE
 ) -> ModelSource:
-    """Return a model that an artifact records, with its place: where it is `given`, was last seen,
-    or lies `near` the artifact.
+    """Return a model that an artifact records, with its place.
+    It is `given`, was last seen there, or lies `near` the artifact.
 
     Raises SourceError if none of them holds what its revision says.
     """

@@ -1,5 +1,5 @@
-"""The text of `python-reference`: the language reference that every Python carries
-(`pydoc_data.topics`), in splits that share no text.
+"""The text of `python-reference`, in splits that share no text.
+It is the language reference that every Python carries (`pydoc_data.topics`).
 
 About 91,000 SmolLM2 tokens in Python 3.11. The words differ between Python versions: the pinned
 revision is a digest of them.
@@ -26,8 +26,8 @@ phrase.
 
 
 def split_of(topic: str) -> str:
-    """Return the split that a topic belongs to: it depends on the name alone, so that it is the
-    same in each Python version.
+    """Return the split that a topic belongs to.
+    It depends on the name alone, so that it is the same in each Python version.
     """
     place = int(hashlib.sha256(f"{SALT}{topic}".encode()).hexdigest()[:8], 16) % 100
     for split, share in SHARES.items():

@@ -23,8 +23,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def quiet_bitsandbytes() -> None:
-    """Show only the errors of bitsandbytes from now on: it warns at each call of each int8 layer
-    that inputs become float16.
+    """Show only the errors of bitsandbytes from now on.
+    It warns at each call of each int8 layer that inputs become float16.
     """
     import logging
 

@@ -1,5 +1,5 @@
-"""What two texts have in common, from a small sketch of one of them: the least hashes of its runs
-of eight words.
+"""What two texts have in common, from a small sketch of one of them.
+A sketch has the least hashes of the text's runs of eight words.
 
 A. Broder, On the resemblance and containment of documents (1997): the least hashes are a random
 sample of all, so the share of them that the other text has too estimates the share of the whole.
@@ -85,8 +85,8 @@ def _hashes(passages: Iterable[str]) -> Iterator[NDArray[np.uint64]]:
 
 
 def _mixed(codes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of every run: a polynomial in the words' hashes modulo 2^64, and splitmix64's
-    last step over it.
+    """Return a hash of every run.
+    It is a polynomial in the words' hashes modulo 2^64, and splitmix64's last step over it.
     """
     runs: NDArray[np.uint64] = np.zeros(len(codes) - RUN + 1, np.uint64)
     for place in range(RUN):

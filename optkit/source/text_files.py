@@ -1,5 +1,5 @@
-"""Read local texts: .txt, .jsonl and the raw WikiText files; every complaint names the file and, if
-there is one, the line.
+"""Read local texts: .txt, .jsonl and the raw WikiText files.
+Every complaint names the file and, if there is one, the line.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_rows(path: Path) -> list[str]:
-    """Return the lines of a raw WikiText file as the hub's rows: a blank line is the empty string,
-    a text line keeps its newline.
+    """Return the lines of a raw WikiText file as the hub's rows.
+    A blank line is the empty string, a text line keeps its newline.
     """
     lines = read_text(path, most_bytes=None).removesuffix("\n").split("\n")
     return [f"{line}\n" if line.strip() else "" for line in lines]

@@ -1,5 +1,5 @@
-"""Texts to calibrate and to measure on: built-in names, local files and hub data sets, pinned to a
-digest or a commit.
+"""Texts to calibrate and to measure on, pinned to a digest or a commit.
+They are built-in names, local files and hub data sets.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class TextSource(Frozen):
         return self.dataset if self.split == WHOLE else f"{self.dataset} ({self.split})"
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the same text with its revision: a digest of a local text, the commit of a hub
-        data set.
+        """Return the text with its revision: a local text's digest, or a hub data set's commit.
 
         Raises SourceError if it cannot be found, is empty, or is not what `revision` says.
         """
@@ -137,8 +136,8 @@ class TextSource(Frozen):
         return {"dataset": self.dataset, "split": self.split, "revision": self.revision or ""}
 
     def overlaps(self, other: TextSource | Mapping[str, str]) -> bool:
-        """Say whether another text, or the `identity` of one, is the same in part: the same data
-        set and split, or the same content.
+        """Say whether another text, or the `identity` of one, is the same in part.
+        The data set and split, or the content, are the same then.
         """
         mine, theirs = self.identity(), other.identity() if isinstance(other, TextSource) else other
         if (hub_name(mine["dataset"]), mine["split"]) == (hub_name(theirs["dataset"]), theirs["split"]):

@@ -1,5 +1,5 @@
-"""How many tokens texts have, as far as it has to be known, for plans: with the library
-`tokenizers` alone, and remembered.
+"""How many tokens texts have, as far as plans have to know it.
+They are counted with the library `tokenizers` alone, and remembered.
 
 Counting stops when there are enough. If there seem to be too few, all are counted as the
 training will, which loads transformers.

@@ -1,5 +1,5 @@
-"""LoRA and DoRA with peft: adapters beside the layers of a student, merged into its weights or
-written to a directory of their own.
+"""LoRA and DoRA with peft: adapters beside the layers of a student.
+They are merged into its weights or written to a directory of their own.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def targets(names: Mapping[str, Any], model: nn.Module) -> list[str]:
 
 
 class WhileLearning(nn.Module):
-    """Dropout when gradients are wanted: a student is in evaluation mode throughout, and judged
-    without.
+    """Dropout when gradients are wanted.
+    A student is in evaluation mode throughout, and judged without.
     """
 
     def __init__(self, share: float) -> None:
@@ -91,8 +91,8 @@ class WhileLearning(nn.Module):
 
 
 class SparseLora(LoraLinear):
-    """peft's layer in which the zeros of the base stay zeros: what is added to the weight is masked
-    at every step, not at the end alone.
+    """peft's layer in which the zeros of the base stay zeros.
+    What is added to the weight is masked at every step, not at the end alone.
     """
 
     kept: Tensor
@@ -254,7 +254,5 @@ def write_adapter(model: nn.Module, config: LoraConfig, target: Path, dtype: tor
 
 
 def _whole(number: float) -> float:
-    """Return the same number, without a fraction if there is none: older readers expect an
-    integer.
-    """
+    """Return the number, without a fraction if there is none: older readers expect an integer."""
     return int(number) if float(number).is_integer() else number

@@ -1,5 +1,4 @@
-"""What a teacher said, kept on disk: its likeliest tokens for rows of a text, so that it runs once
-for all students.
+"""A teacher's likeliest tokens for rows of a text, on disk, so it runs once for all students.
 
 `answers-00000.safetensors` holds rows, int64 [n], and for each of them the likeliest tokens: top,
 float16 [n, s, k], their log-probabilities, and indices, int32 [n, s, k].

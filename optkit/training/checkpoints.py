@@ -1,5 +1,5 @@
-"""Checkpoints from which a training goes on: weights, optimizer, random numbers and position,
-written as a draft, then renamed; the last two are kept.
+"""Checkpoints from which a training goes on: weights, optimizer, random numbers and position.
+Each is written as a draft, then renamed; the last two are kept.
 
 PLACE/step-00000120/weights.safetensors     trainable parameters
 PLACE/step-00000120/best.safetensors        those with the least held-out loss, if others

@@ -1,5 +1,5 @@
-"""Quantized layers in a safetensors file: the codes that a training begins with and ends with, for
-processes to hand on.
+"""Quantized layers in a safetensors file, for processes to hand on.
+They are the codes that a training begins with and ends with.
 
 NAME.codes   uint8 [out, in]
 NAME.scales  float32 [out, groups]

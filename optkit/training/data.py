@@ -39,8 +39,8 @@ class TrainingData:
         return self.tokens.shape[1]
 
     def rows(self, start: int, count: int) -> list[int]:
-        """Return the rows from number `start` on of the endless order: one epoch after the other,
-        each in an order drawn from the seed.
+        """Return the rows from number `start` on of the endless order.
+        One epoch follows the other, each in an order drawn from the seed.
         """
         size = len(self.training)
         return [

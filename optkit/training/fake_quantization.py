@@ -51,9 +51,7 @@ class FakeQuantized(nn.Module):
         scales: Scales,
         rounds_inputs: bool = False,
     ) -> None:
-        """weight: float32 [out, in]; `start` are the codes that it begins with (not if scales are
-        recomputed).
-        """
+        """weight: float32 [out, in]; `start` are its first codes (not if scales are recomputed)."""
         super().__init__()
         self.rounds_inputs = rounds_inputs
         self.grid, self.scales = grid, scales
@@ -144,9 +142,7 @@ class CodedStudent(Student):
         return {name: layer.codes().on_cpu() for name, layer in self.layers.items()}
 
     def keep_zeros_(self, of_all: bool) -> None:
-        """Let weights that are 0 stay 0, in all layers or in those that were pruned: they get no
-        gradient.
-        """
+        """Let weights of 0 stay 0, in all layers or in the pruned ones: they get no gradient."""
         for name, layer in self.layers.items():
             if of_all or name in self.pruned:
                 layer.weight.register_hook(ZerosStay(layer.weight))
@@ -160,9 +156,7 @@ def code_student(
     scales: Scales,
     rounds_inputs: bool = False,
 ) -> CodedStudent:
-    """Put layers with codes in the place of a student's; modules: name in the model -> name in the
-    checkpoint.
-    """
+    """Put layers with codes in a student; modules: name in the model -> name in the checkpoint."""
     student.model.requires_grad_(False)
     layers, pruned = {}, []
     for place, name in modules.items():

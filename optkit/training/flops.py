@@ -57,9 +57,7 @@ class StepFlops:
 
     @property
     def model(self) -> float:
-        """What the mathematics of the student needs: 3 times its forward if all of it is
-        trained.
-        """
+        """What the student's mathematics needs: 3 times its forward if all of it is trained."""
         return self.forward + self.backward
 
     @property
@@ -74,8 +72,9 @@ class StepFlops:
 
     @property
     def formula(self) -> str:
-        """What was counted, e.g. `3.0 x forward, 3.9 x with what gradient checkpointing computes
-        again, 1.2 x more for the teacher`.
+        """What was counted.
+        For example `3.0 x forward, 3.9 x with what gradient checkpointing computes again, 1.2 x
+        more for the teacher`.
         """
         words = [f"{self.model / self.forward:.1f} x forward"]
         words += (

@@ -30,8 +30,9 @@ def generated(
     shared: SharedPlace,
     progress: Progress,
 ) -> Tensor:
-    """Return int64 [prompts, length]: each prompt, int64 [prompts, p], and what the model writes
-    after it, ends of text included.
+    """Return int64 [prompts, length].
+    Each row is a prompt, int64 [prompts, p], and what the model writes after it, ends of text
+    included.
 
     `at_once` of them are written side by side. What lies in the shared place is not written again.
     Raises ResourceError on a full disk.
@@ -60,8 +61,8 @@ def sequences_at_once(device: str, length: int) -> int:
 def continued(
     model: PreTrainedModel, prompts: Tensor, length: int, temperature: float, generator: torch.Generator
 ) -> Tensor:
-    """Return int64 [b, length]: int64 [b, p] and tokens drawn one after the other from
-    softmax(logits / temperature).
+    """Return int64 [b, length]: int64 [b, p] and the tokens drawn after it.
+    They are drawn one after the other from softmax(logits / temperature).
     """
     state = CarriedState(model)
     tokens, last = prompts, prompts

@@ -1,5 +1,5 @@
-"""What a student is told: cross-entropy of the text, divergence from a teacher, distance of hidden
-states and of attention.
+"""What a student is told: cross-entropy of the text, and divergence from a teacher.
+Distances of hidden states and of attention may be added.
 
 All of them return a sum over positions, so that positions can be taken in parts.
 """
@@ -21,8 +21,8 @@ SMALLEST_REST = 1e-6
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of -log p(target) over positions; logits: float [n, v], targets: int64 [n],
-    `IGNORED` if there is none.
+    """Return the sum of -log p(target) over positions.
+    logits: float [n, v], targets: int64 [n], `IGNORED` if there is none.
     """
     return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
 
@@ -40,8 +40,8 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Ten
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient is known together with the value: T (softmax(student / T) - softmax(teacher /
-    T)); three float32 [n, v] are held.
+    """The gradient comes with the value: T (softmax(student / T) - softmax(teacher / T)).
+    Three float32 [n, v] are held.
     """
 
     @staticmethod

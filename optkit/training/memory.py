@@ -129,9 +129,7 @@ class Blocks:
         return norms + inputs + attention + self.chosen * size * self.kept_of_mlp * self.intermediate
 
     def pair_bytes(self, setup: Setup) -> int:
-        """Return the bytes among these that its pairs as a query with every key leave: the matrices
-        of attention.
-        """
+        """Return the bytes of these that query-key pairs leave: the matrices of attention."""
         tanh = setup.computed if self.capped else 0
         if setup.attention_loss:
             return (2 * WIDE + tanh) * self.heads * setup.length
@@ -264,8 +262,8 @@ def _teacher_widths(setup: Setup) -> int:
 
 
 def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
-    """Return the gradients that are there when the loss is known: lm_head's, and all of them if
-    a step has several passes.
+    """Return the gradients that are there when the loss is known.
+    They are lm_head's, and all of them if a step has several passes.
     """
     all_of_them = WIDE * _trained(shape, setup) // setup.divided
     of_head = WIDE * head if setup.trained is None else 0
@@ -275,9 +273,7 @@ def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
 
 
 def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
-    """Return the bytes of weights as they are computed with: autocast's copies, and what FSDP2
-    gathers.
-    """
+    """Return the bytes of weights as computed with: autocast's copies, and what FSDP2 gathers."""
     matrices = sum(info.elements for name, info in shape.tensors.items() if len(info.shape) >= 2 and shape.block(name))
     casts = 2 * (matrices + head) if setup.half else 0
     if setup.divided == 1:
@@ -287,8 +283,8 @@ def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
 
 
 def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Return what the loss makes of the logits that are computed at once: three float32 tensors,
-    and the logits of both as they come.
+    """Return what the loss makes of the logits that are computed at once.
+    It makes three float32 tensors, and the logits of both as they come.
     """
     vocabulary = _vocabulary(shape)
     positions = min(setup.share, max(1, LOGIT_BYTES[setup.device.partition(":")[0]] // (WIDE * vocabulary)))

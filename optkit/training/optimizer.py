@@ -29,8 +29,8 @@ def make_optimizer(module: nn.Module, name: OptimizerName, weight_decay: float) 
 
 
 def learning_rate(fraction: float, peak: float, warmup: float) -> float:
-    """Return the rate when `fraction` of the training is done: a line up to `peak` over `warmup` of
-    it, then half a cosine down to 0.
+    """Return the rate when `fraction` of the training is done.
+    It is a line up to `peak` over `warmup` of it, then half a cosine down to 0.
     """
     if fraction < warmup:
         return peak * fraction / warmup

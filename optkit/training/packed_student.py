@@ -1,5 +1,4 @@
-"""A quantized checkpoint as a float32 model whose own weights stay as they are: what an adapter is
-trained beside.
+"""A quantized checkpoint as a float32 model with frozen weights, to train adapters beside.
 
 The packed weights are dequantized once, so a step costs what it costs beside float weights, and
 takes their memory. The values are those that the packed layers compute with, so that what was

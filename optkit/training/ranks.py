@@ -1,5 +1,4 @@
-"""The processes of a training: one for each device, all of which see the same losses and make the
-same steps.
+"""The processes of a training, one per device; all see the same losses and make the same steps.
 
 A training on several devices is the one on a single device, divided: each forward pass takes its
 share of the sequences of the batch, means of means are the mean because the shares are equally
@@ -218,9 +217,7 @@ def _keeps_zeros(parameter: nn.Parameter) -> bool:
 
 
 def _keep_zeros_(part: nn.Parameter) -> None:
-    """Let the zeros of a part of a weight stay: FSDP2 puts gradients there past the hooks of the
-    whole weight.
-    """
+    """Let a weight part's zeros stay: FSDP2 puts gradients there past the whole weight's hooks."""
     stay = ZerosStay(part)
 
     def apply(each: Tensor) -> None:
@@ -231,9 +228,7 @@ def _keep_zeros_(part: nn.Parameter) -> None:
 
 
 def current(parallel: Parallel) -> Ranks:
-    """Return the processes that this one belongs to: those that `optkit.training.worker` joined,
-    else itself alone.
-    """
+    """Return this process's group, which `optkit.training.worker` joined, else itself alone."""
     return Group(parallel) if distributed.is_available() and distributed.is_initialized() else Ranks()
 
 

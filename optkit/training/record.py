@@ -100,8 +100,8 @@ def fewer(judged: Sequence[Judged], most: int = MOST_JUDGED) -> tuple[Judged, ..
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Return at most `most` points: the mean loss of equally many neighbours each, at the place of
-    the last of them.
+    """Return at most `most` points.
+    Each is the mean loss of equally many neighbours, at the place of the last of them.
     """
     stride = -(-len(points) // most)
     groups = (points[start : start + stride] for start in range(0, len(points), stride or 1))

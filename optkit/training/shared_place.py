@@ -1,5 +1,4 @@
-"""A directory that several trainings can use: what a teacher said or wrote, kept for the next
-student.
+"""A directory that several trainings can use: what a teacher said, for the next student.
 
 PLACE/about.json    what it is, for `optkit store show`
 PLACE/in_use        locked (flock) by the processes that read or write here;

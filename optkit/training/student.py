@@ -123,9 +123,7 @@ def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
 
 
 def compile_blocks_(model: PreTrainedModel) -> None:
-    """torch.compile each block: all of one form share what is compiled, so it takes as long as one
-    of them.
-    """
+    """torch.compile each block; all of one form share the compilation of one of them."""
     for block in find_blocks(model):
         block.module.compile()
 

@@ -38,9 +38,7 @@ class _Given(nn.Module):
 
 
 class TwoParts:
-    """The decoder of a model, and what stands behind it: lm_head, and whatever the architecture
-    does to logits.
-    """
+    """The decoder of a model, and what follows: lm_head, and what the model does to logits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the two parts by running both on a few tokens. Raises SourceError for a model that

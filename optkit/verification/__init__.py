@@ -1,5 +1,5 @@
-"""Proof that an artifact is what it says and that other programs open it: static checks, engines in
-processes of their own, the record.
+"""Proof that an artifact is what it says and that other programs open it.
+It has static checks, engines in processes of their own, and the record.
 """
 
 from optkit.scorecard.loading import EngineName

@@ -153,8 +153,8 @@ def tolerance(*dtypes: str, rounded_activations: bool) -> float:
 
 
 def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) -> dict[str, Any]:
-    """Return the fields of a loading line: how near an engine came, also in decode steps if it took
-    some, and whether that is enough.
+    """Return the fields of a loading line: how near an engine came, and whether that is enough.
+    Decode steps have theirs if it took some.
     """
     seen = [each for each in (near, stepped) if each]
     if not all(math.isfinite(each.mean_kl) and math.isfinite(each.max_logit_difference) for each in seen):

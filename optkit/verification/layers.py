@@ -1,5 +1,5 @@
-"""The linear layers of a checkpoint against config.json: packed ones packed, plain ones plain,
-nothing missing or left over.
+"""The linear layers of a checkpoint against config.json.
+Packed ones are packed, plain ones plain, and nothing is missing or left over.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ PACKED_LEAF = re.compile(
 
 
 def linear_layers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
-    """Return layer -> leaf -> tensor: the linear layers of the decoder blocks and lm_head, packed
-    or plain.
-    """
+    """Return layer -> leaf -> tensor, for the decoder blocks' linear layers and lm_head."""
     found: dict[str, dict[str, TensorInfo]] = {name: {} for name in layers_of(checkpoint.shape)}
     found |= {name: {} for name in OUTSIDE if f"{name}.weight" in checkpoint.tensors}
     for name, info in checkpoint.tensors.items():

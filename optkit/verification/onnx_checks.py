@@ -1,5 +1,5 @@
-"""What can be said of an ONNX artifact without running it: whole files, a valid graph, versions,
-finite numbers, configs that agree.
+"""What can be said of an ONNX artifact without running it.
+Whole files, a valid graph, versions, finite numbers and configs are checked.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""config.json and genai_config.json of an ONNX directory against its graph: layers, heads, names,
-vocabulary, positions.
+"""config.json and genai_config.json of an ONNX directory against its graph.
+Layers, heads, names, vocabulary and positions have to agree.
 """
 
 from __future__ import annotations

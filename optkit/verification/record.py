@@ -1,5 +1,5 @@
-"""verification.json: what each engine made of an artifact, kept beside it and valid for its key and
-its files alone.
+"""verification.json: what each engine made of an artifact.
+It is kept beside the artifact and valid for its key and its files alone.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loadin
 
 
 def _digest_of_files(artifact: Artifact) -> str:
-    """Digest what the files hold, not when they were written: a run that publishes the same files
-    again keeps what is known of them.
+    """Digest what the files hold, not when they were written.
+    A run that publishes the same files again keeps what is known of them.
     """
     return digest({name: facts["sha256"] for name, facts in artifact.record.files.items()})
 

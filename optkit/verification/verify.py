@@ -1,6 +1,4 @@
-"""Verify an artifact: its files, then, if these are whole, what each installed engine makes of them
-beside optkit.
-"""
+"""Verify an artifact: its files, then what each installed engine makes of them beside optkit."""
 
 from __future__ import annotations
 
@@ -242,7 +240,7 @@ def _judge(
 
 
 def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an engine is told beside config.json: how to attend, if its own choice would
-    leave something out unsaid.
+    """Return what an engine is told beside config.json.
+    That is how to attend, if its own choice would leave something out unsaid.
     """
     return attention_options(config, {}) if engine is TRANSFORMERS and "attn_implementation" not in config else {}

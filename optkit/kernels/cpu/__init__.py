@@ -1,3 +1,1 @@
-"""Kernels of our own for CPUs, compiled on the machine that they run on: a few rows of activations
-times weights in codes or floats.
-"""
+"""Our own CPU kernels, compiled where they run: a few rows times weights in codes or floats."""

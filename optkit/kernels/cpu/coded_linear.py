@@ -1,6 +1,4 @@
-"""Linear layers of 2, 4 or 8 bits on kernels of our own: exact in float32, for one row of
-activations and for many.
-"""
+"""Linear layers of 2, 4 or 8 bits on our own kernels, exact in float32, for any rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The decode step of a model of the Llama family as one call of C++, greedy: nothing of
-transformers or torch runs between two tokens.
+"""The greedy decode step of a Llama-like model as one call of C++.
+Nothing of transformers or torch runs between two tokens.
 
 Activations and the KV cache are float32 whatever the model's dtype; weights are read as the model's
 layers hold them, in codes or floats.

@@ -1,6 +1,4 @@
-"""Float linear layers for few rows of activations: what a quantized model keeps in floats, lm_head
-before all.
-"""
+"""Float linear layers for few rows of activations: what a quantized model keeps in floats."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where compiled libraries are kept: a directory that nobody else can write to, each file under the
-digest of its own bytes.
+"""The directory of compiled libraries, to which nobody else can write.
+Each file lies under the digest of its own bytes.
 
 A library runs as soon as it is loaded, so one that was cut off, changed or put there by others must
 never be.

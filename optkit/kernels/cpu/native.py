@@ -106,8 +106,8 @@ def _compiled(compiler: str) -> Path:
 
 
 def _try(library: Path) -> None:
-    """Load a new library in a process of its own first: if that crashes, it costs the kernels
-    and not the run. Raises OSError.
+    """Load a new library in a process of its own first.
+    If that crashes, it costs the kernels and not the run. Raises OSError.
     """
     done = run(
         python_command("-m", "optkit.kernels.cpu.native", str(library)),
@@ -143,9 +143,7 @@ def _command(compiler: str, library: Path) -> list[str]:
 
 
 def _instruction_sets() -> str:
-    """Return the line of /proc/cpuinfo that names them: machines that share a cache directory may
-    have different ones.
-    """
+    """Return the line of /proc/cpuinfo that names them; machines that share a cache may differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -338,8 +338,6 @@ def _stack_(layers: list[nn.Module]) -> Matrix:
 
 
 def _shares(pairs: int, capacity: int, device: torch.device) -> int:
-    """Return into how many shares the past is cut: as many as all run at once, none of them too
-    small.
-    """
+    """Return into how many shares the past is cut: as many as run at once, none too small."""
     room = BLOCKS_AT_ONCE * torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(room // pairs, MOST_SHARES, capacity // KEYS_OF_SHARE))

@@ -223,9 +223,7 @@ def dequantized(matrix: Matrix) -> Tensor:
 
 
 def scratch_bytes(form: Form, tokens: int) -> int:
-    """Return what `multiply` needs at most as `ordered`: of x in the order in which the kernel
-    reads it, and of its sums.
-    """
+    """Return what `multiply` needs at most as `ordered`: x in the kernel's order, and its sums."""
     return ordered_bytes(form, tokens) + sums_bytes(form, tokens)
 
 

@@ -1,5 +1,4 @@
-"""How a launch of `linear.cu` goes over a matrix, by its shape, the rows of x and the shared memory
-of a block.
+"""How a launch of `linear.cu` goes over a matrix, by its shape, x's rows and shared memory.
 
 Needs no GPU.
 """

@@ -1,5 +1,5 @@
-"""A linear layer on optkit's own int4 kernel: W4A16 for NVIDIA GPUs, group sizes 32, 64 and
-multiples of 128, with or without zero points.
+"""A W4A16 linear layer on optkit's own int4 kernel for NVIDIA GPUs.
+Group sizes are 32, 64 and multiples of 128, with or without zero points.
 
 Up to 32 tokens stream past the packed weight once; more are a dense product with the weight
 dequantized for the call, which costs the time of reading and writing it once. Works under
@@ -42,9 +42,7 @@ class TiledLinear(nn.Module):
         )
 
     def take_(self, matrix: Matrix) -> None:
-        """Let the layer's tensors be those of a matrix with the same values, e.g. views of a
-        stacked one.
-        """
+        """Let the layer's tensors be those of an equal matrix, e.g. views of a stacked one."""
         self.codes, self.scales, self.offsets, self.bias = matrix.weight, matrix.scales, matrix.offsets, matrix.bias  # type: ignore[assignment]
 
     def forward(self, hidden: Tensor) -> Tensor:

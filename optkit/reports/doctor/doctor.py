@@ -187,9 +187,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler that torch.compile would take: `$CXX`, else the first of
-    `COMPILERS`.
-    """
+    """Return torch.compile's C++ compiler: `$CXX`, else the first of `COMPILERS`."""
     named = os.environ.get("CXX")
     return shutil.which(named) if named else next((path for name in COMPILERS if (path := shutil.which(name))), None)
 

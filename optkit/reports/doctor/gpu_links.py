@@ -1,5 +1,4 @@
-"""How fast GPUs of one host exchange data: all-reduce through torch.distributed, a process for each
-GPU.
+"""How fast GPUs of one host exchange data: all-reduce, with a process for each GPU.
 
 Bus bandwidth is what nccl-tests calls so: bytes / seconds x 2 (n - 1) / n, which hardware limits
 whatever the number of GPUs is. https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md

@@ -1,6 +1,4 @@
-"""Which fast kernels can run here: what optkit's layers and torch's attention fall back from if
-they are missing.
-"""
+"""Which fast kernels can run here, and what is used without them."""
 
 from __future__ import annotations
 

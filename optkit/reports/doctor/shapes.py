@@ -1,5 +1,4 @@
-"""Matrix shapes that tensor cores and packed kernels do not like: sizes that are no multiples of 8,
-16, 64, or of a group.
+"""Matrix sizes that tensor cores or packed kernels dislike: no multiples of 8, 16 or 64.
 
 NVIDIA, Matrix Multiplication Background User's Guide: tensor cores take 16 bytes at once, so sizes
 should be multiples of 8 in 16 bits and of 16 in 8 bits, best of 64 and 128 (128 bytes).

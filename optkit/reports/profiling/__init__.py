@@ -1,6 +1,4 @@
-"""Where the time of a model goes: a trace of prefill and decode, time by kind of operation, and
-what to try.
-"""
+"""Where the time of a model goes: a trace of prefill and decode, by kind, and what to try."""
 
 from optkit.reports.profiling.record import KINDS, Line, Phase, ProfileReport
 from optkit.reports.profiling.run import profile_model

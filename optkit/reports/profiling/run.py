@@ -33,8 +33,8 @@ WARM_UP_RUNS = 2
 def located(
     model: str, device: str | None, store: Path | None, progress: Progress, trust_remote_code: bool = False
 ) -> Iterator[Path]:
-    """Lend the directory of a model: as it is, or of a built-in name, a .gguf file or a hub id that
-    of the store, kept there meanwhile.
+    """Lend the directory of a model.
+    A built-in name, a .gguf file or a hub id lies in the store, and is kept there meanwhile.
     """
     if Path(model).is_dir():
         yield Path(model)

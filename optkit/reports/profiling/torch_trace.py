@@ -1,5 +1,5 @@
-"""Trace prefill and decode of a torch session with torch.profiler: Chrome traces, time by kernel or
-operation, memory, NVTX ranges.
+"""Trace prefill and decode of a torch session with torch.profiler.
+It gives Chrome traces, time by kernel or operation, memory and NVTX ranges.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What a device allows a model at most: bytes and operations counted from its tensors, against
-bandwidth and matrix rates.
-"""
+"""What a device allows a model at most: its bytes and operations against the device's rates."""
 
 from optkit.devices.datasheets import DEVICES, Device, datasheet, rates_text
 from optkit.devices.roofs import measured_device, roof_generation

@@ -1,6 +1,4 @@
-"""The forms that a model's weights could have: what they would take, and what products would be
-computed in.
-"""
+"""The forms that a model's weights could have: their bytes, and the dtype of products."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ class Form:
 
 
 def parse_form(name: str, wide: str) -> Form:
-    """Return a form: fp32, bf16, fp16, int8, fp8, int4gN, or `stored`; `wide` is the 16-bit float
-    of the device, or the model's.
+    """Return a form: fp32, bf16, fp16, int8, fp8, int4gN, or `stored`.
+    `wide` is the 16-bit float of the device, or the model's.
 
     Raises UsageError for anything else.
     """

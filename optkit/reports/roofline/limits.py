@@ -1,5 +1,4 @@
-"""The limits of a model's work on a device: a phase takes at least the time of its bytes, and of
-its operations.
+"""The limits of a model's work: a phase takes at least its bytes' and its operations' time.
 
 seconds = max(bytes / bandwidth, sum over dtypes of operations / rate)
 """
@@ -52,16 +51,14 @@ class Limit:
 
 
 def decode_limit(work: Work, form: Form, device: Device, batch: int, context: int) -> Limit:
-    """Return the limit of one step: a new token for each of `batch` sequences that have `context`
-    tokens.
-    """
+    """Return the limit of one step: a new token each for `batch` sequences of `context` tokens."""
     moved = work.weight_bytes(form, batch), float(work.cache_bytes(form, batch, context))
     return phase_limit(work, form, device, batch, batch, moved, work.attention_flops(batch, 1, context))
 
 
 def prefill_limit(work: Work, form: Form, device: Device, batch: int, prompt: int) -> Limit:
-    """Return the limit of `batch` prompts of `prompt` tokens: weights are read and the cache is
-    written once, last tokens get logits.
+    """Return the limit of `batch` prompts of `prompt` tokens.
+    Weights are read and the cache is written once; last tokens get logits.
     """
     tokens = batch * prompt
     moved = work.weight_bytes(form, tokens), float(work.cache_bytes(form, batch, prompt))

@@ -1,6 +1,4 @@
-"""The limits of an opened model: bytes are those of the tensors that it holds, operations those of
-its checkpoint.
-"""
+"""The limits of an opened model, by its tensors' bytes and its checkpoint's operations."""
 
 from __future__ import annotations
 

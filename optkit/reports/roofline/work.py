@@ -1,5 +1,4 @@
-"""The work of a model: bytes that must be moved and operations that must be done, for a prompt and
-for a step of decoding.
+"""The work of a model: bytes moved and operations done for a prompt and for a decode step.
 
 A matrix of n weights costs a token 2 n operations (a multiply and an add). Attention costs 2 (query
 width + value width) operations for each pair of a query and a key that it may see. Norms,
@@ -52,8 +51,8 @@ class Work:
         return 1 - (1 - self.chosen / self.experts) ** tokens if self.experts else 1.0
 
     def weight_bytes(self, form: Form, tokens: int) -> float:
-        """Return the bytes of weights that `tokens` tokens read at once: each matrix once, of
-        tables a row for each token.
+        """Return the bytes of weights that `tokens` tokens read at once.
+        Each matrix is read once, of tables a row for each token.
         """
         return sum(self._bytes(each, form) * self._share(each, tokens) for each in self.weights)
 

@@ -1,6 +1,4 @@
-"""Which layers of a model suffer from quantization: measured in one pass, as a table, a page of
-text and a plot.
-"""
+"""Which layers of a model suffer from quantization, as a table, a page of text and a plot."""
 
 from optkit.reports.sensitivity.measured import measure_model
 from optkit.reports.sensitivity.page import to_markdown

@@ -1,5 +1,5 @@
-"""The report as a picture (SVG): a panel for each choice, a point for each layer, blocks across and
-divergence up, in powers of 10.
+"""The report as a picture (SVG): a panel for each choice, a point for each layer.
+Blocks go across, and divergence goes up in powers of 10.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class SensitivityReport(Frozen):
 
 
 def parse_choices(text: str) -> tuple[Choice, ...]:
-    """Return the choices of e.g. `4g64,3g32a,8`: bits, then g and the group size (64), then a for
-    zero points (asymmetric).
+    """Return the choices of e.g. `4g64,3g32a,8`.
+    Each is bits, then g and the group size (64), then a for zero points (asymmetric).
 
     Raises UsageError for anything else, and for one that is there twice.
     """
