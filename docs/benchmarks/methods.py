@@ -82,7 +82,7 @@ class Found:
     bits: float | None
     """For each weight of the quantized layers."""
     cpu_s: float | None
-    """User CPU of the stages; None where they lay in the store."""
+    """User CPU of the stages; None if they lay in the store."""
 
 
 def measure(name: str, model: Path, data: Path, store: Path | None, device: str) -> Found:

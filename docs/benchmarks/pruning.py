@@ -98,7 +98,7 @@ def measure_theirs(fields: dict[str, Any], model: Path, asked: argparse.Namespac
 
 
 def perplexity(model: Path, asked: argparse.Namespace) -> float:
-    """Return the perplexity of a checkpoint, NaN where it was not asked for."""
+    """Return the perplexity of a checkpoint, NaN if it was not asked for."""
     import optkit
 
     if asked.time:

@@ -151,7 +151,7 @@ def phase(known: Circumstances, name: str = "decode", idle: float = 0.0, **share
         (phase(GPU, attention=0.9), "Attention takes 100%, which is reading the KV cache: try `- kv_cache: int8`"),
         (
             phase(GPU, "prefill", attention=0.9),
-            "try `- attention: flash_attention_2` where it is installed, or shorter prompts",
+            "try `- attention: flash_attention_2` if it is installed, or shorter prompts",
         ),
         (
             phase(Circumstances("cuda", None, False, "bfloat16", "eager"), attention=0.9),

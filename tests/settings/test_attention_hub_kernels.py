@@ -170,7 +170,7 @@ def test_a_kernel_without_a_build_for_the_device_is_refused_at_plan_time(
     with pytest.raises(
         StageError,
         match=r"is neither here nor to be downloaded\. The hub "
-        r"is switched off .* Load it once where the hub",
+        r"is switched off .* Load it once with a connection",
     ):
         lost.check(SHAPE, "cuda")
     Attention(implementation=NAME).check(SHAPE, "cpu")
