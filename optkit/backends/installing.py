@@ -1,5 +1,7 @@
-"""Fill an environment: the installed torch linked in, and every package of a library's lock, checked
-against its hash; with uv if it is installed, else pip.
+"""Fill an environment with the installed torch and the packages of a library's lock.
+
+Torch is linked in; the packages are checked against their hashes. uv is used if it is installed,
+else pip.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_extras_are_those_of_the_package() -> None:
     extras = set(
         tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     )
-    sentence = re.search(r"with extras by purpose: (.*?)\. ", README, re.DOTALL)
+    sentence = re.search(r"with extras by purpose:\s(.*?)\.\s", README, re.DOTALL)
     assert sentence is not None
     assert set(re.findall(r"`([a-z-]+)`", sentence[1])) == extras - {"test"}
 
