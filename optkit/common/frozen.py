@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -23,3 +25,17 @@ def canonical_json(value: Any) -> str:
 def digest(value: Any) -> str:
     """Return the SHA-256 of a value's canonical JSON, as 64 hexadecimal digits."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def described(value: Frozen) -> dict[str, Any]:
+    """Return a record with its class as JSON values, for another process."""
+    return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "fields": value.model_dump(mode="json")}
+
+
+def restored(said: Mapping[str, Any]) -> Any:
+    """Return what `described` described."""
+    module, _, name = said["class"].partition(":")
+    found: Any = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found.model_validate(said["fields"])

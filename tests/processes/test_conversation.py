@@ -21,34 +21,12 @@ from optkit.errors import ResourceError
 from optkit.processes.conversation import WORKER, Child
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.processes.start import foreign_environment
-from optkit.progress import SilentProgress, SilentTask
+from optkit.progress import SilentProgress
+from tests.support.remembered import Lines
 from tests.support.waiting import ended
 
 ROOT = Path(__file__).parents[2]
 TALKATIVE = ROOT / "tests" / "support" / "talkative.py"
-
-
-class Lines(SilentProgress, SilentTask):
-    """Remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def task(self, label: str, total: int, unit: str = "") -> SilentTask:
-        self.lines.append(f"{label} of {total} {unit}".strip())
-        return self
-
-    def advance(self, steps: int = 1, note: str = "") -> None:
-        self.lines.append(f"+{steps} {note}".strip())
-
-    def __exit__(self, *_: object) -> None:
-        self.lines.append("end")
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def warn(self, line: str) -> None:
-        self.lines.append(f"warning: {line}")
 
 
 class Interrupting(SilentProgress):

@@ -5,6 +5,7 @@ optkit does not run on.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from optkit_cli import validate
 from optkit_cli.failures import failure_of
 from optkit_cli.main import main
 
-from optkit.processes.crashes import ChildError, heard_crash, told_crash
-from optkit.processes.worker import one_line
+from optkit.errors import RecipeError, StageError
+from optkit.processes.crashes import ChildError, error_of
+from optkit.processes.worker import described, one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +31,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_a_crash_comes_over_with_its_place_and_its_traceback() -> None:
-    told = told_crash(raised(ZeroDivisionError("division\nby zero")))
-    heard = heard_crash(told, "the other process")
+    told = described(raised(ZeroDivisionError("division\nby zero")))
+    heard = error_of(told, "the other process")
     assert isinstance(heard, ChildError)
     assert str(heard).startswith("the other process failed with ZeroDivisionError at test_crashes.py:")
     assert str(heard).endswith(": division by zero")
@@ -39,6 +41,13 @@ def test_a_crash_comes_over_with_its_place_and_its_traceback() -> None:
 
 def test_an_exception_that_was_not_raised_has_no_place() -> None:
     assert one_line(KeyError()) == "KeyError"
+
+
+def test_an_error_of_optkit_survives_as_json() -> None:
+    told = described(StageError("no", where="here", why="because", remedy="Do"))
+    error = error_of(json.loads(json.dumps(told)), "the other process")
+    assert (type(error), str(error), getattr(error, "why", "")) == (StageError, "here: no. because. Do.", "because")
+    assert str(error_of(described(RecipeError([])), "the other process")) == ""
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_an_exception_that_was_not_raised_has_no_place() -> None:
     ],
 )
 def test_memory_and_room_that_ran_out_over_there_are_no_bug(error: Exception, said: str) -> None:
-    for each in (error, heard_crash(told_crash(raised(error)), "the other process")):
+    for each in (error, error_of(described(raised(error)), "the other process")):
         assert said in failure_of(each).message
         assert failure_of(each).kind == "ResourceError"
 
@@ -67,7 +76,7 @@ def test_the_whole_traceback_is_shown_for_debug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_arguments: object) -> None:
-        raise heard_crash(told_crash(raised(ZeroDivisionError("so"))), "the process that measured")
+        raise error_of(described(raised(ZeroDivisionError("so"))), "the process that measured")
 
     monkeypatch.setattr(validate.command, "callback", fail)
     assert main(["validate", "x"]) == 1
