@@ -16,7 +16,9 @@ from optkit.kernels.packed import PackedWeight
 
 TIMED_S = 0.004
 FEWEST, MOST = 3, 50
-"""Calls that are timed: as many as take `TIMED_S`, within these bounds; the fastest counts."""
+"""Calls that are timed of each kernel: as many as take `TIMED_S` on average, within these bounds;
+the fastest counts.
+"""
 GAIN = 1.2
 """A kernel later in the order is taken if it is this many times faster: so close ones do not
 change places from run to run.
@@ -54,8 +56,7 @@ def fastest(
     key = (*form, bias is None, dtype, device, tuple(map(id, kernels)))
     if key not in _fastest:
         row = torch.ones(1, weight.inputs, dtype=dtype, device=device)
-        times = [seconds(kernel.build(weight, bias, dtype), row) for kernel in kernels]
-        _fastest[key] = first_among_equals(times)
+        _fastest[key] = first_among_equals(seconds([kernel.build(weight, bias, dtype) for kernel in kernels], row))
     chosen = kernels[_fastest[key]]
     return chosen.build(weight, bias, dtype), chosen
 
@@ -66,18 +67,24 @@ def first_among_equals(times: Sequence[float]) -> int:
     return next(index for index, taken in enumerate(times) if taken < limit)
 
 
-def seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
-    """Return the shortest time that the layer takes, on a CPU of one thread.
-    How long threads wait for each other says what else runs.
+def seconds(layers: Sequence[Callable[[Tensor], Tensor]], rows: Tensor) -> list[float]:
+    """Return the shortest time that each layer takes, called in turns, on a CPU of one thread.
+    A machine that changes its speed meanwhile then does so for all. How long threads wait for each
+    other says what else runs.
     """
     with torch.inference_mode(), one_thread():
-        layer(rows)
-        times: list[float] = []
-        while len(times) < FEWEST or (sum(times) < TIMED_S and len(times) < MOST):
-            start = _clock(rows)
-            layer(rows)
-            times.append(_clock(rows) - start)
-    return min(times)
+        for layer in layers:
+            layer(rows)  # what a first call sets up is not timed
+        rounds: list[list[float]] = []
+        while len(rounds) < FEWEST or (sum(map(sum, rounds)) < TIMED_S * len(layers) and len(rounds) < MOST):
+            rounds.append([_seconds(layer, rows) for layer in layers])
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def _seconds(layer: Callable[[Tensor], Tensor], rows: Tensor) -> float:
+    start = _clock(rows)
+    layer(rows)
+    return _clock(rows) - start
 
 
 def _clock(tensor: Tensor) -> float:

@@ -226,9 +226,9 @@ def test_a_library_is_compiled_once(fresh: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_fastest_kernel_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter((2.0, 1.0))
+    taken = iter(([2.0, 1.0],))
     monkeypatch.setattr(choice, "_fastest", {})
-    monkeypatch.setattr(choice, "seconds", lambda layer, rows: next(taken))
+    monkeypatch.setattr(choice, "seconds", lambda layers, rows: next(taken))
     kernels = [Kernel(lambda *_: None, PackedLinear, lambda weight, n=number: f"use {n}") for number in range(2)]  # type: ignore[misc]
     weight = example(8, 64, 32, 4, True)[0]
     for _ in range(2):
@@ -241,7 +241,39 @@ def test_close_kernels_keep_their_order() -> None:
     assert first_among_equals([1.1, 1.0]) == 0
     assert first_among_equals([1.5, 1.0, 0.9]) == 1
     assert first_among_equals([1.0]) == 0
-    assert choice.seconds(nn.Identity(), torch.ones(1, 4)) >= 0
+    assert choice.seconds([nn.Identity()], torch.ones(1, 4))[0] >= 0
+
+
+@pytest.mark.parametrize("drift", [0.98, 1.02])
+@pytest.mark.parametrize(("costs", "best"), [((1.0, 1.0), 0), ((1.1, 1.0), 0), ((1.5, 1.0), 1), ((1.0, 1.5), 0)])
+def test_a_machine_that_gets_faster_or_slower_changes_no_choice(
+    monkeypatch: pytest.MonkeyPatch, drift: float, costs: tuple[float, float], best: int
+) -> None:
+    """A clock that each call moves on by its cost, and by 2% more or less than the call before; the
+    first call of a kernel takes long.
+    """
+    now, calls = 0.0, 0
+
+    def kernel(cost: float) -> Kernel:
+        def build(*_: object) -> nn.Module:
+            layer, called = nn.Identity(), 0
+
+            def forward(rows: torch.Tensor) -> torch.Tensor:
+                nonlocal now, calls, called
+                now += 1e-4 * cost * drift**calls * (1 if called else 100)
+                calls, called = calls + 1, called + 1
+                return rows
+
+            layer.forward = forward
+            return layer
+
+        return Kernel(lambda *_: None, build, lambda weight: "")
+
+    monkeypatch.setattr(choice, "_fastest", {})
+    monkeypatch.setattr(choice, "_clock", lambda tensor: now)
+    kernels = [kernel(cost) for cost in costs]
+    chosen = fastest(kernels, example(8, 64, 32, 4, True)[0], None, torch.float32, "cpu")[1]
+    assert kernels.index(chosen) == best
 
 
 @compiled

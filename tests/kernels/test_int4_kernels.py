@@ -5,12 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
-from optkit.kernels import bag, choice, int4, integer
+from optkit.kernels import bag, int4, integer
 from optkit.kernels.bag import BagLinear, why_not_bag
 from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.integer import packed_layer
 from optkit.kernels.packed import PackedLinear, PackedWeight, unpack_words
-from tests.support.packed_models import random_grid
+from tests.support.packed_models import equally_fast, random_grid
 
 has_int4 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in int4.CPU_TILES, reason="torch's int4 kernel needs AVX2"
@@ -106,8 +106,7 @@ def test_words_of_all_bits() -> None:
 @has_bags
 def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
-    monkeypatch.setattr(choice, "seconds", lambda layer, rows: 1.0)
-    monkeypatch.setattr(choice, "_fastest", {})
+    equally_fast(monkeypatch)
 
     def chosen(dtype: torch.dtype, *shape: int, bits: int = 4) -> tuple[type, str]:
         layer, phrase = packed_layer(example(*shape, bits=bits)[0], None, dtype, "cpu")
