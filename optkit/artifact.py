@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import model_validator
 
-from optkit.common.atomic import write_text_atomically
+from optkit.common.atomic import write_bytes_atomically
 from optkit.common.files import check_name_inside, read_object, reading
 from optkit.common.frozen import Frozen, digest
-from optkit.common.held_files import hold, release
-from optkit.common.own_files import OWN_FILES, RECORD, SCORECARD_JSON, is_own
+from optkit.common.own_files import ATTACHMENTS, OWN_FILES, RECORD, SCORECARD_JSON, is_own
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
+from optkit.store.output import place, settle_beside
 from optkit.store.store import Store, describe_file, explain_os_error, is_unchanged, list_files
 
 SCHEMA = 1
@@ -59,11 +58,17 @@ class ArtifactRecord(Frozen):
     """The scorecard is there; None of an artifact that is older than this field, which is finished
     if it has one.
     """
+    attachments: tuple[str, ...] = ()
+    """Files beside the scorecard, by their places below the artifact; a later run replaces them."""
     files: dict[str, dict[str, Any]]
     """Size, time and SHA-256 of every file of the model."""
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:
+        for name in self.attachments:
+            check_name_inside(name)
+            if not name.startswith(f"{ATTACHMENTS}/"):
+                raise ValueError(f"attachments: {name} is no file below {ATTACHMENTS}")
         for name, facts in self.files.items():
             check_name_inside(name)
             wrong = [key for key, kind in FACTS.items() if type(facts.get(key)) is not kind]
@@ -102,15 +107,56 @@ class Artifact(Frozen):
 
     def finish(self) -> None:
         """Say in its record that the scorecard is there."""
-        if not self.record.finished:
-            self.attach(RECORD, self.record.model_copy(update={"finished": True}).model_dump_json(indent=1))
+        self._recorded(finished=True)
 
-    def attach(self, name: str, text: str) -> None:
-        """Write one of optkit's own files (a scorecard, a verification) beside the weights."""
+    def replace_attachments(self, files: Mapping[str, bytes]) -> Artifact:
+        """Return the artifact with these files below its folder of attachments, in place of those
+        that an earlier run left there.
+        """
+        wanted = {f"{ATTACHMENTS}/{place}": content for place, content in files.items()}
+        # What a kill leaves of either is known as ours: the record is written before the files are.
+        self._recorded(attachments=tuple(sorted({*self.record.attachments, *wanted})))
+        for name in set(self.record.attachments) - set(wanted):
+            self._detach(name)
+        for name, content in wanted.items():
+            self.attach(name, content)
+        return self._recorded(attachments=tuple(sorted(wanted)))
+
+    def _recorded(self, **changes: Any) -> Artifact:
+        """Return the artifact with a changed record, on disk too."""
+        record = self.record.model_copy(update=changes)
+        if record != self.record:
+            self.attach(RECORD, record.model_dump_json(indent=1))
+        return self.model_copy(update={"record": record})
+
+    def attach(self, name: str, content: str | bytes) -> None:
+        """Write one of optkit's own files (a scorecard, a verification, an attachment) beside the
+        weights.
+        """
+        path = self._place(name)
         try:
-            write_text_atomically(self.directory / name, text)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomically(path, content.encode("utf-8") if isinstance(content, str) else content)
         except OSError as error:
             raise explain_os_error(error, name, self.directory) from error
+
+    def _detach(self, name: str) -> None:
+        path = self._place(name)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            for folder in path.parents[: len(Path(name).parts) - 1]:
+                folder.rmdir()
+
+    def _place(self, name: str) -> Path:
+        path = self.directory / name
+        if not path.parent.resolve().is_relative_to(self.directory.resolve()):
+            raise ArtifactError(
+                f"{Path(name).parent} leads out of the directory",
+                where=str(self.directory),
+                why="optkit writes beside the weights and nowhere else",
+                remedy="Delete that link",
+            )
+        return path
 
 
 def measured_weights(artifact: Artifact, store: Store) -> str:
@@ -162,88 +208,6 @@ def read_finished(directory: Path) -> Artifact:
     return found
 
 
-def settle(out: Path) -> Path:
-    """Return the directory that a path to write to means: what a link leads to, and `.` and `..` by
-    their names.
-    """
-    return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
-
-
-@contextlib.contextmanager
-def reserve(out: Path, store: Path) -> Iterator[None]:
-    """Hold an output directory for this process, so that two runs never write one artifact; mends
-    what a killed one left there.
-
-    Raises StoreError where another run holds it, where it holds files that are not ours, where one
-    of it and the store lies inside the other, where the process stands in it, or where it cannot be
-    written.
-    """
-    _check_place(out, store)
-    lock = out.with_name(f".{out.name}.lock")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        held = hold(lock)
-    except BlockingIOError as error:
-        raise StoreError(
-            "another optkit run is writing there",
-            where=str(out),
-            remedy="Wait for it, or name another directory with --out",
-        ) from error
-    except OSError as error:
-        raise explain_os_error(error, "the artifact", out.parent) from error
-    try:
-        _settle_beside(out)
-        yield
-    finally:
-        release(held, lock)
-
-
-def _check_place(out: Path, store: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
-    place, shelf = out.resolve(), store.resolve()
-    if place.is_relative_to(shelf) or shelf.is_relative_to(place):
-        how = (
-            "is the store itself"
-            if place == shelf
-            else "lies in the store"
-            if place.is_relative_to(shelf)
-            else "holds the store"
-        )
-        raise StoreError(
-            f"{how} ({shelf})",
-            where=str(out),
-            why="An artifact is replaced as a whole, and finished steps would go with it",
-            remedy="Name another directory with --out, or another store with --store",
-        )
-    if out.is_dir() and any(out.iterdir()) and not is_artifact(out):
-        raise StoreError(
-            "the directory holds files that optkit did not write",
-            where=str(out),
-            why="They would be replaced",
-            remedy="Empty it, or name another directory with --out",
-        )
-    if Path.cwd().is_relative_to(place):
-        raise StoreError(
-            "is the directory that you are in",
-            where=str(out),
-            why="It would be replaced",
-            remedy="Name another with --out",
-        )
-
-
-def _settle_beside(out: Path) -> None:
-    """Put the artifact back that a run moved aside and never replaced, and delete what else
-    unfinished runs left beside `out`.
-    """
-    for each in list(out.parent.iterdir()):
-        if each.name.startswith(f".{out.name}.old-") and not out.exists():
-            with contextlib.suppress(OSError):
-                each.rename(out)
-        elif each.name.startswith((f".{out.name}.old-", f".{out.name}.draft-")):
-            shutil.rmtree(each, ignore_errors=True)
-
-
 def standing(out: Path, key: str) -> Artifact | None:
     """Return the artifact of this key that stands at `out`, whole; None where it has to be written,
     in place of another or of none.
@@ -258,8 +222,10 @@ def standing(out: Path, key: str) -> Artifact | None:
         with contextlib.suppress(ArtifactError):
             found.check()
             return found
-    ours = {*OWN_FILES, *found.record.files}
-    drafts = tuple(f".{name}." for name in OWN_FILES)
+    ours = {*OWN_FILES, *found.record.files, *found.record.attachments}
+    drafts = tuple(
+        Path(name).with_name(f".{Path(name).name}.").as_posix() for name in (*OWN_FILES, *found.record.attachments)
+    )
     foreign = [name for name in list_files(out) if name not in ours and not name.startswith(drafts)]
     if foreign:
         raise StoreError(
@@ -301,18 +267,5 @@ def publish(
     except OSError as error:
         raise explain_os_error(error, "the artifact", out.parent) from error
     finally:
-        _settle_beside(out)
+        settle_beside(out)
     return Artifact(directory=out, record=made)
-
-
-def place(source: Path, target: Path, *, link: bool) -> bool:
-    """Make `target` the same file as `source`: a hard link where asked for and possible, else a
-    copy; returns whether it is a link.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if link:
-        with contextlib.suppress(OSError):
-            target.hardlink_to(source)
-            return True
-    shutil.copyfile(source, target)
-    return False

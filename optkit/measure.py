@@ -5,161 +5,29 @@ come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
+from optkit.common.attachment import Attachment as Attachment
+from optkit.common.attachment import check_names
 from optkit.common.field_types import Several
 from optkit.common.frozen import Frozen
 from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.model.cost import Cost
+from optkit.model.opened import AttendingSession as AttendingSession
+from optkit.model.opened import EncoderSession as EncoderSession
+from optkit.model.opened import Opened as Opened
+from optkit.model.opened import ProposingSession as ProposingSession
+from optkit.model.opened import QueueingSession as QueueingSession
+from optkit.model.opened import Session as Session
+from optkit.model.opened import SteppingSession as SteppingSession
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class Opened(Protocol):
-    """An opened model, whatever it is and whatever runs it (torch, ONNX Runtime, vLLM)."""
-
-    directory: Path
-    """The weights that were opened."""
-    device: str
-    vocabulary: int
-    """How many tokens there are."""
-    positions: int
-    """Longest sequence that the model was built for, in tokens."""
-    hidden_memory: str
-    """Why torch does not know how much of the device's memory the session takes; empty where it
-    does.
-    """
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210
-        layers use torch's CPU kernel`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
-        ...
-
-
-class Session(Opened, Protocol):
-    """An opened causal language model: its evals see nothing else."""
-
-    def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the
-        tokenizer itself adds.
-        """
-        ...
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the session's
-        device.
-        """
-        ...
-
-    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
-        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
-        ...
-
-    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], one at a time, each when the device
-        has finished it.
-        """
-        ...
-
-    def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this
-        batch and context length.
-        """
-        ...
-
-
-class EncoderSession(Opened, Protocol):
-    """An opened encoder of text: its evals see nothing else. A mask is 1 where a token is and 0
-    where a row is padded, at its end.
-    """
-
-    @property
-    def pooling(self) -> str:
-        """How features become an embedding, e.g. `mean of the tokens, normalised`."""
-        ...
-
-    def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask, int64 [texts, tokens of the longest], each text cut where the
-        model's own tokenizer cuts it.
-        """
-        ...
-
-    def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """int64 [batch, sequence] twice -> float32 on the CPU.
-
-        Features [batch, sequence, hidden], logits of labels [batch, labels], or of the labels of
-        tokens [batch, sequence, labels].
-        """
-        ...
-
-    def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """int64 [batch, sequence] twice -> pooled features, float32 [batch, hidden], on the CPU."""
-        ...
-
-
-@runtime_checkable
-class AttendingSession(Protocol):
-    """A session that can say which kernels compute its attention."""
-
-    def attention_kernels(self, tokens: Tensor) -> str:
-        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step
-        after it.
-        """
-        ...
-
-
-@runtime_checkable
-class ProposingSession(Protocol):
-    """A session that may keep several proposed tokens at once."""
-
-    speculation: Any
-    """Counts of what was proposed and kept, with `reset`; None where it decodes token by token."""
-
-    def token_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that a new token of each sequence makes read, on the average
-        since `speculation` was reset.
-        """
-        ...
-
-
-@runtime_checkable
-class SteppingSession(Protocol):
-    """A session that can say what its decode steps compute for given tokens."""
-
-    def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
-        token behind a prompt, one at a time.
-        """
-        ...
-
-
-@runtime_checkable
-class QueueingSession(Protocol):
-    """A session that can run ahead of its GPU."""
-
-    device: str
-
-    def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield what `stream` yields, each when its work is queued on the current CUDA stream,
-        without waiting for the device.
-        """
-        ...
-
 
 TURNS = 4
 """In how many turns each model is timed: the interval of four values is 3.2 standard errors to each
@@ -196,6 +64,33 @@ class Metric(Frozen):
     """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing,
     and gates on it fail.
     """
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an eval measured, and the files that it leaves beside the scorecard."""
+
+    metrics: tuple[Metric, ...]
+    attachments: tuple[Attachment, ...] = ()
+
+    @classmethod
+    def of(cls, wanted: Eval, session: Any, context: EvalContext) -> Found:
+        """Return what an eval finds; raises what `Eval.run` does, EvalError if two files have one name."""
+        both = list(wanted.run(session, context))
+        files = tuple(each for each in both if isinstance(each, Attachment))
+        check_names(files, wanted.kind or type(wanted).__name__.lower())
+        return cls(tuple(each for each in both if not isinstance(each, Attachment)), files)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both as JSON values."""
+        metrics = [metric.model_dump(mode="json") for metric in self.metrics]
+        return {"metrics": metrics, "attachments": [each.to_json() for each in self.attachments]}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Found:
+        """Return what `to_json` described; numbers of before there were files have none."""
+        files = tuple(map(Attachment.from_json, said.get("attachments", ())))
+        return cls(tuple(map(Metric.model_validate, said["metrics"])), files)
 
 
 @dataclass(frozen=True)
@@ -345,9 +240,10 @@ class Eval(Frozen):
         """
         return {}
 
-    def run(self, session: Any, context: EvalContext) -> list[Metric]:
-        """Measure the session. Raises EvalError where the number could not be had or would not be
-        honest.
+    def run(self, session: Any, context: EvalContext) -> Iterable[Metric | Attachment]:
+        """Return or yield what was measured of the session, and files that say more of it.
+
+        Raises EvalError if the number could not be had or would not be honest.
         """
         raise NotImplementedError
 

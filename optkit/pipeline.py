@@ -19,12 +19,10 @@ from optkit.artifact import (
     measured_weights,
     publish,
     read_finished,
-    reserve,
-    settle,
     standing,
 )
 from optkit.common.files import reading
-from optkit.common.own_files import LOSS_CURVE_SVG, RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.common.own_files import RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
 from optkit.execute import Execution, execute, materialize
@@ -40,16 +38,23 @@ from optkit.scorecard import (
     StepLine,
     build_scorecard,
     compare_table,
-    loss_curves,
+    file_lines,
+    pictures,
     read_json,
     to_json,
     to_markdown,
-    trainings,
 )
-from optkit.scorecard.published import located, located_setting, published_scorecard, without_places
+from optkit.scorecard.published import (
+    located,
+    located_setting,
+    published_attachments,
+    published_scorecard,
+    without_places,
+)
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
 from optkit.stage import Context, Setting
+from optkit.store.output import reserve, settle
 from optkit.store.store import Store, default_store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
@@ -134,7 +139,9 @@ def run(
         scorecard = scorecard.model_copy(
             update={"loading": read_loading(artifact), "attribution": added, "notes": notes}
         )
-        scorecard = published_scorecard(scorecard, todo.recipe)
+        files = published_attachments({**pictures(scorecard.steps), **measured.attachments}, todo.recipe)
+        scorecard = published_scorecard(scorecard, todo.recipe).model_copy(update={"files": file_lines(files)})
+        artifact = artifact.replace_attachments({place: file.content for place, file in files.items()})
         _attach(artifact, scorecard)
         artifact.finish()
         if verified:
@@ -317,8 +324,6 @@ def steps_of(artifact: Artifact) -> list[StepLine]:
 def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
     artifact.attach(SCORECARD_JSON, to_json(scorecard))
     artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
-    if trained := trainings(scorecard.steps):
-        artifact.attach(LOSS_CURVE_SVG, loss_curves(trained))
 
 
 def _refuse_damaged(done: Verified) -> None:

@@ -10,15 +10,19 @@ RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
 SCORECARD_MARKDOWN = "scorecard.md"
 LOSS_CURVE_SVG = "loss_curve.svg"
+"""Where artifacts had it before there were attachments; now it is one."""
 VERIFICATION_JSON = "verification.json"
+ATTACHMENTS = "scorecard_files"
+"""Folder of what evals and trainings leave beside their numbers."""
 OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SVG, VERIFICATION_JSON})
 
 
 def is_own(relative: PurePath | str) -> bool:
-    """Say whether a file, by its name relative to the model's directory, is one of these.
-    Below that directory none is.
+    """Say whether a file, by its name relative to the model's directory, is one of these or an
+    attachment.
     """
-    return str(relative) in OWN_FILES
+    path = PurePath(relative)
+    return str(path) in OWN_FILES or path.parts[:1] == (ATTACHMENTS,)
 
 
 def without_home(text: str) -> str:

@@ -5,6 +5,7 @@ turns.
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Metric, Opened, Turn
+from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Opened, Turn
 from optkit.measuring.parent import Answer, measure_apart
 from optkit.plan import Plan, PlannedEval
 from optkit.processes import stopping
@@ -32,6 +33,8 @@ class Measurement:
 
     metrics: tuple[Metric, ...]
     baseline: tuple[Metric, ...]
+    attachments: Mapping[str, Attachment]
+    """The files that evals left, each with its place below the scorecard's folder."""
     notes: tuple[str, ...]
     baseline_notes: tuple[str, ...]
     environment: dict[str, Any]
@@ -93,13 +96,29 @@ def measure(
             bench.measure(changed, [(each.key, each) for each in alone])
     ours = [store.take_json(each.key) for each in plan.evals]
     theirs = [store.take_json(each.baseline_key) for each in compared if each.baseline_key]
+    folders = _folders([each.kind for each in plan.evals])
+    beside = [f"{folder}-unmodified" for folder, each in zip(folders, compared, strict=False) if each.baseline_key]
     return Measurement(
-        metrics=tuple(Metric.model_validate(metric) for entry in ours for metric in entry["metrics"]),
-        baseline=tuple(Metric.model_validate(metric) for entry in theirs for metric in entry["metrics"]),
+        metrics=tuple(metric for entry in ours for metric in Found.from_json(entry).metrics),
+        baseline=tuple(metric for entry in theirs for metric in Found.from_json(entry).metrics),
+        attachments=_attachments([*folders, *beside], [*ours, *theirs]),
         notes=_notes([each.kind for each in plan.evals], ours, environment, began),
         baseline_notes=_notes([each.kind for each in compared if each.baseline_key], theirs, environment, began),
         environment=environment,
     )
+
+
+def _folders(kinds: Sequence[str]) -> list[str]:
+    """Return a folder's name for each eval: its kind, with a number if there were several."""
+    names = [re.sub(r"\W", "_", kind, flags=re.ASCII) for kind in kinds]
+    counts = [names[:index].count(name) for index, name in enumerate(names)]
+    return [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
+
+
+def _attachments(folders: Sequence[str], entries: Sequence[Mapping[str, Any]]) -> dict[str, Attachment]:
+    """Return the files that evals left, those of each eval in its folder."""
+    found = zip(folders, map(Found.from_json, entries), strict=True)
+    return {f"{folder}/{file.name}": file for folder, each in found for file in each.attachments}
 
 
 def _notes(
@@ -159,7 +178,7 @@ class TimedRun:
     @property
     def turns(self) -> list[Sequence[Metric]]:
         """The metrics of each turn."""
-        return [answer.metrics for answer in self.answers]
+        return [answer.found.metrics for answer in self.answers]
 
     @property
     def notes(self) -> list[str]:
@@ -190,8 +209,8 @@ class Bench:
             stopping.check()
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
             start = time.perf_counter()
-            metrics = each.eval.run(session, context)
-            self.keep(key, each, metrics, [*session.notes, *context.notes], time.perf_counter() - start)
+            found = Found.of(each.eval, session, context)
+            self.keep(key, each, found, [*session.notes, *context.notes], time.perf_counter() - start)
 
     def time_in_turns(self, timed: Sequence[PlannedEval], artifact: Subject, baseline: Subject | None) -> None:
         """Run timed evals, each model in turns: baseline, artifact, artifact, baseline, and so on;
@@ -222,9 +241,9 @@ class Bench:
                     run.seconds.append(seconds)
         for key, run in runs.items():
             context = replace(self.context, notes=run.notes)
-            metrics = run.planned.eval.pool(run.turns, context)
+            pooled = Found(tuple(run.planned.eval.pool(run.turns, context)), run.answers[-1].found.attachments)
             notes = [*run.session_notes, *context.notes]
-            self.keep(key, run.planned, metrics, notes, sum(run.seconds), run.answers[0].environment)
+            self.keep(key, run.planned, pooled, notes, sum(run.seconds), run.answers[0].environment)
 
     def _apart(self, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
         """Run a turn of timed evals in a fresh process."""
@@ -238,17 +257,15 @@ class Bench:
         with self.opened(subject) as session:
             for each in evals:
                 context = replace(self.context, turn=Turn(index, each.turns()), notes=[])
-                metrics = each.run(session, context)
-                answers.append(
-                    Answer(tuple(metrics), tuple(context.notes), session.notes, describe_environment(self.device))
-                )
+                found = Found.of(each, session, context)
+                answers.append(Answer(found, tuple(context.notes), session.notes, describe_environment(self.device)))
         return answers
 
     def keep(
         self,
         key: str,
         planned: PlannedEval,
-        metrics: Sequence[Metric],
+        found: Found,
         notes: Sequence[str],
         seconds: float,
         environment: Mapping[str, Any] | None = None,
@@ -259,7 +276,7 @@ class Bench:
         self.store.put_json(
             key,
             {
-                "metrics": [metric.model_dump(mode="json") for metric in metrics],
+                **found.to_json(),
                 "notes": list(notes),
                 "environment": environment or describe_environment(self.device),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),

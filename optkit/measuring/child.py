@@ -8,7 +8,7 @@ from typing import Any
 
 from optkit.common.frozen import restored
 from optkit.environment import describe_environment
-from optkit.measure import EvalContext, Turn
+from optkit.measure import EvalContext, Found, Turn
 from optkit.processes.worker import Parent
 from optkit.progress import Progress
 
@@ -43,10 +43,10 @@ def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
                 calibrated_on=tuple(order["calibrated_on"]),
                 turn=Turn(order["turn"], each.turns()),
             )
-            metrics = each.run(session, context)
+            results = Found.of(each, session, context)
             found.append(
                 {
-                    "metrics": [metric.model_dump(mode="json") for metric in metrics],
+                    **results.to_json(),
                     "notes": context.notes,
                     "session_notes": list(session.notes),
                     "environment": describe_environment(order["device"]),

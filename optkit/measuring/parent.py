@@ -18,7 +18,7 @@ from optkit.common.frozen import described
 from optkit.common.limits import is_out_of_memory
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
-from optkit.measure import Eval, EvalContext, Metric
+from optkit.measure import Eval, EvalContext, Found
 from optkit.processes.conversation import Child
 from optkit.processes.crashes import ChildEndedError
 from optkit.processes.start import python_environment
@@ -33,7 +33,7 @@ PATIENCE_S = 15.0
 class Answer:
     """What an eval measured in a turn."""
 
-    metrics: tuple[Metric, ...]
+    found: Found
     notes: tuple[str, ...]
     session_notes: tuple[str, ...]
     environment: Mapping[str, Any]
@@ -99,7 +99,7 @@ def _leave_memory() -> bool:
 
 def _answer(said: Mapping[str, Any]) -> Answer:
     return Answer(
-        metrics=tuple(Metric.model_validate(metric) for metric in said["metrics"]),
+        found=Found.from_json(said),
         notes=tuple(said["notes"]),
         session_notes=tuple(said["session_notes"]),
         environment=said["environment"],

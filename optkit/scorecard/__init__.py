@@ -5,7 +5,7 @@ from optkit.scorecard.build import build_scorecard, ratio_to_baseline
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, read_json, to_json
+from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, file_lines, read_json, to_json
 from optkit.scorecard.table import (
     Comparison,
     ComparisonRow,
@@ -16,7 +16,7 @@ from optkit.scorecard.table import (
     table_rows,
     value_text,
 )
-from optkit.scorecard.training import Training, loss_curves, training_line, trainings
+from optkit.scorecard.training import Training, loss_curves, pictures, training_line, trainings
 
 __all__ = [
     "Comparison",
@@ -32,6 +32,7 @@ __all__ = [
     "Waterfall",
     "build_scorecard",
     "compare_table",
+    "file_lines",
     "footnotes",
     "format_ratio",
     "format_value",
@@ -39,6 +40,7 @@ __all__ = [
     "loading_columns",
     "loading_notes",
     "loss_curves",
+    "pictures",
     "protocols",
     "ratio_to_baseline",
     "read_json",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
-from optkit.common.own_files import LOSS_CURVE_SVG
+from optkit.common.byte_sizes import size_text
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
-from optkit.scorecard.record import Scorecard, StepLine
+from optkit.scorecard.record import FileLine, Scorecard, StepLine
 from optkit.scorecard.table import NOTHING, footnotes, markdown_table, numbered, protocols, table_rows
 from optkit.scorecard.training import training_line, trainings
 
@@ -29,8 +30,9 @@ def to_markdown(scorecard: Scorecard) -> str:
         else "Nothing was measured.",
         "## Protocols": numbered(footnotes(protocols(scorecard))),
         "## Loading": _loading(scorecard.loading),
+        "## Files": _files(scorecard.files),
         "## Steps": _steps(scorecard.steps),
-        "## Training": _trainings(scorecard.steps),
+        "## Training": _bullets([training_line(each) for each in trainings(scorecard.steps)]),
         "## What each stage added": steps.to_markdown() if (steps := waterfall(scorecard.attribution)) else "",
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
@@ -50,11 +52,11 @@ def _steps(steps: tuple[StepLine, ...]) -> str:
     return markdown_table(("step", "seconds", "from the store", "what it did", "key"), body)
 
 
-def _trainings(steps: tuple[StepLine, ...]) -> str:
-    found = trainings(steps)
-    return (
-        f"{_bullets([training_line(each) for each in found])}\n\n![loss over tokens]({LOSS_CURVE_SVG})" if found else ""
-    )
+def _files(files: tuple[FileLine, ...]) -> str:
+    """Return the list of files, then those that a page can show."""
+    lines = [f"[{each.path}]({each.path}): {each.media_type}, {size_text(each.size_bytes)}" for each in files]
+    shown = [f"![{Path(each.path).stem}]({each.path})" for each in files if each.media_type.startswith("image/")]
+    return "\n\n".join([*([_bullets(lines)] if lines else []), *shown])
 
 
 def _loading(loading: tuple[Loading, ...]) -> str:

@@ -4,10 +4,12 @@ It says nothing of their places on this machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from optkit.common.attachment import Attachment
 from optkit.common.frozen import Frozen
 from optkit.common.own_files import without_home
 from optkit.recipe.recipe import Recipe, SettingEntry
@@ -29,6 +31,17 @@ def without_places(value: Any, recipe: Recipe) -> Any:
 def published_scorecard(scorecard: Scorecard, recipe: Recipe) -> Scorecard:
     """Return a scorecard as `without_places` has it."""
     return Scorecard.model_validate(without_places(scorecard.model_dump(mode="json"), recipe))
+
+
+def published_attachments(files: Mapping[str, Attachment], recipe: Recipe) -> dict[str, Attachment]:
+    """Return files, each with its place; their texts are as `without_places` has them."""
+    return {place: _published(file, recipe) if file.is_text else file for place, file in files.items()}
+
+
+def _published(file: Attachment, recipe: Recipe) -> Attachment:
+    # A byte that is no UTF-8 stays what it is: the file may hold anything.
+    text = without_places(file.content.decode("utf-8", "surrogateescape"), recipe)
+    return replace(file, content=text.encode("utf-8", "surrogateescape"))
 
 
 def located(recipe: Recipe, near: Path, model: str | None) -> Recipe:

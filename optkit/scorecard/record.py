@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, computed_field, field_validator, model_validator
 
+from optkit.common.attachment import Attachment
 from optkit.common.files import read_object, reading, shown, texts_of
 from optkit.common.frozen import Frozen
+from optkit.common.own_files import ATTACHMENTS
 from optkit.errors import ArtifactError
 from optkit.measure import Metric
 from optkit.recipe.gates import Verdict, overall
@@ -99,6 +102,16 @@ class Rung(Frozen):
     """
 
 
+class FileLine(Frozen):
+    """A file beside the scorecard."""
+
+    path: str
+    """Below the artifact's directory."""
+    media_type: str
+    size_bytes: int
+    sha256: str
+
+
 class Scorecard(Frozen):
     """What an artifact cost and bought."""
 
@@ -121,6 +134,8 @@ class Scorecard(Frozen):
     baseline_notes: tuple[str, ...] = ()
     environment: dict[str, Any] = {}
     rows: tuple[Measured, ...] = ()
+    files: tuple[FileLine, ...] = ()
+    """What evals and trainings left beside their numbers."""
     loading: tuple[Loading, ...] = ()
     """What other programs made of the artifact (`optkit verify`)."""
 
@@ -144,6 +159,19 @@ class Scorecard(Frozen):
     def exit_status(self) -> int:
         """0 pass, 3 a gate failed, 4 inconclusive."""
         return EXIT_STATUS[self.verdict]
+
+
+def file_lines(files: Mapping[str, Attachment]) -> tuple[FileLine, ...]:
+    """Return the lines of files, each with its place below the folder of attachments."""
+    return tuple(
+        FileLine(
+            path=f"{ATTACHMENTS}/{place}",
+            media_type=file.media_type,
+            size_bytes=len(file.content),
+            sha256=hashlib.sha256(file.content).hexdigest(),
+        )
+        for place, file in files.items()
+    )
 
 
 def to_json(scorecard: Scorecard) -> str:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from optkit.common.attachment import Attachment
 from optkit.scorecard.numbers import format_value, significant
 from optkit.scorecard.record import StepLine
 from optkit.training.record import KEY, TrainingRecord
 
+CURVES = "loss_curve.svg"
 PANEL = (640, 260)
 """Width and height of what is drawn in, in pixels."""
 MARGIN = (70, 56, 84, 50)
@@ -72,6 +74,14 @@ def loss_curves(found: Sequence[Training]) -> str:
     for place, each in enumerate(found):
         parts += _panel(each, MARGIN[0], place * cell[1] + MARGIN[1])
     return "\n".join([*parts, "</svg>", ""])
+
+
+def pictures(steps: Iterable[StepLine]) -> dict[str, Attachment]:
+    """Return the loss curves of the stages that trained, as one picture with its place; nothing if
+    none did.
+    """
+    found = trainings(steps)
+    return {CURVES: Attachment(CURVES, loss_curves(found).encode(), "image/svg+xml")} if found else {}
 
 
 def _speed(record: TrainingRecord) -> str:

@@ -50,7 +50,7 @@ def main() -> int:
         for index in range(given.processes):
             started = time.perf_counter()
             (answer,) = measure_apart(model, (), [eval], device, False, EvalContext(), 0)
-            samples = {metric.name: metric.samples for metric in answer.metrics}
+            samples = {metric.name: metric.samples for metric in answer.found.metrics}
             for name in METRICS:
                 found[name].append(samples[name])
             said = ", ".join(f"{name} {mean(samples[name]):,.1f}" for name in METRICS)

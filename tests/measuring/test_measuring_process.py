@@ -61,7 +61,8 @@ def test_what_goes_there_and_comes_back(stand_in: None, tmp_path: Path) -> None:
     context = EvalContext(seed=3, progress=progress, data=tmp_path, calibrated_on=({"dataset": "d"},))
     answers = turn(tmp_path / "good", context, evals=2)
     assert len(answers) == 2
-    assert answers[0].metrics[0].samples == (0.1, 1 / 3)
+    assert answers[0].found.metrics[0].samples == (0.1, 1 / 3)
+    assert answers[0].found.attachments[0].content == bytes([0, 255])
     assert answers[0].session_notes == ("opened",)
     assert answers[0].environment["waiting"] == "0"
     assert set(filter(None, map(os.path.abspath, sys.path))) <= set(answers[0].environment["path"])

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from optkit.environment import describe_environment
-from optkit.measure import EvalContext, Turn
+from optkit.measure import EvalContext, Found, Turn
 from optkit.measuring.parent import Answer
 from optkit.session import open_session
 
@@ -50,7 +50,7 @@ def test_it_runs(
     ) -> list[Answer]:
         session = open_session(directory, device=device)
         context = EvalContext(turn=Turn(index, evals[0].turns()))
-        return [Answer(tuple(evals[0].run(session, context)), (), (), describe_environment(device))]
+        return [Answer(Found.of(evals[0], session, context), (), (), describe_environment(device))]
 
     monkeypatch.setattr(script, "measure_apart", here)
     kept = tmp_path / "samples.json"

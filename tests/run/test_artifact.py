@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optkit.artifact import is_artifact, publish, read_artifact, reserve, settle
+from optkit.artifact import is_artifact, publish, read_artifact
 from optkit.common.own_files import OWN_FILES, RECORD
 from optkit.errors import ArtifactError, StoreError
+from optkit.store.output import reserve, settle
 from optkit.store.store import Store
 
 RECORD_FIELDS = {
@@ -90,8 +91,8 @@ def test_the_same_artifact_stays_as_it_is_with_its_scorecard(weights, tmp_path):
 def test_the_own_files_of_an_artifact_that_a_model_came_from_are_not_its_weights(tmp_path):
     store = Store(tmp_path / "store")
     with store.write("w") as draft:
-        for name in (*OWN_FILES, "config.json", "sub/optkit.json"):
-            (draft.model / name).parent.mkdir(exist_ok=True)
+        for name in (*OWN_FILES, "scorecard_files/a/b.svg", "config.json", "sub/optkit.json"):
+            (draft.model / name).parent.mkdir(exist_ok=True, parents=True)
             (draft.model / name).write_text("{}")
     assert sorted(publish_from(store, tmp_path / "out").record.files) == ["config.json", "sub/optkit.json"]
 
@@ -138,7 +139,7 @@ def test_a_file_as_output_is_refused(tmp_path):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from optkit.artifact import reserve
+from optkit.store.output import reserve
 with reserve(Path(sys.argv[1]), Path(sys.argv[2])):
     print("holds", flush=True)
     time.sleep(60)
@@ -174,7 +175,8 @@ DIES = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from optkit.artifact import publish, reserve
+from optkit.artifact import publish
+from optkit.store.output import reserve
 from optkit.store.store import Store
 from tests.run.test_artifact import RECORD_FIELDS
 out, store = Path(sys.argv[2]), Store(Path(sys.argv[3]))

@@ -16,12 +16,13 @@ from optkit_cli.main import main
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
-from optkit.common.own_files import OWN_FILES, without_home
+from optkit.common.own_files import is_own, without_home
 from optkit.errors import SourceError, UsageError
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard.published import without_places
 from optkit.source.models import ModelSource
 from optkit.source.places import find_recorded, pin_and_remember
+from optkit.store.store import list_files
 
 RECIPE = """\
 name: tiny
@@ -60,7 +61,7 @@ def made(home: Path, tmp_path: Path) -> Path:
 
 
 def test_no_place_is_published(made: Path, home: Path, tmp_path: Path) -> None:
-    for name in OWN_FILES & {path.name for path in made.iterdir()}:
+    for name in filter(is_own, list_files(made)):
         assert not re.search(rf"{re.escape(str(tmp_path))}", (made / name).read_text(encoding="utf-8")), name
     record = read_artifact(made).record
     assert record.recipe["model"]["name"] == "mine"

@@ -133,7 +133,9 @@ class TestDirectory:
         copy = shutil.copytree(model, tmp_path / "another")
         assert model_key(pin_model(ModelSource(name=str(model)))) == model_key(pin_model(ModelSource(name=str(copy))))
 
-    @pytest.mark.parametrize("name", [*sorted(OWN_FILES), ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"])
+    @pytest.mark.parametrize(
+        "name", [*sorted(OWN_FILES), "scorecard_files/a.svg", ".DS_Store", ".git/HEAD", "pytorch_model.bin", "a.gguf"]
+    )
     def test_what_is_no_part_of_the_model(self, model, name):
         before = pin_model(ModelSource(name=str(model)))
         (model / name).parent.mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from optkit.common.attachment import Attachment
 from optkit.errors import MissingPackageError, ResourceError
 from optkit.processes.worker import Parent
 
@@ -39,6 +40,7 @@ def work(parent: Parent) -> Any:
             }
             answer = {
                 "metrics": [METRIC],
+                "attachments": [Attachment("raw.bin", bytes([0, 255])).to_json()],
                 "notes": [json.dumps(order)],
                 "session_notes": ["opened"],
                 "environment": environment,

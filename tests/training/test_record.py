@@ -17,7 +17,17 @@ from optkit.devices.datasheets import Device
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.recipe.recipe import load_recipe
-from optkit.scorecard import Scorecard, StepLine, Training, loss_curves, to_markdown, training_line, trainings
+from optkit.scorecard import (
+    Scorecard,
+    StepLine,
+    Training,
+    file_lines,
+    loss_curves,
+    pictures,
+    to_markdown,
+    training_line,
+    trainings,
+)
 from optkit.scorecard.training import PANEL
 from optkit.training.account import Spent, Trainee, account
 from optkit.training.loop import Course, TrainingResult
@@ -145,12 +155,15 @@ def test_what_is_not_known_is_not_said() -> None:
 
 
 def test_the_scorecard_has_a_section_with_the_picture() -> None:
-    card = Scorecard(name="a", artifact_key="k" * 64, created="now", recipe={}, steps=(step(record([3.0, 2.0])),))
+    steps = (step(record([3.0, 2.0])),)
+    files = file_lines(pictures(steps))
+    card = Scorecard(name="a", artifact_key="k" * 64, created="now", recipe={}, steps=steps, files=files)
     text = to_markdown(card)
     assert "## Training\n\n- distill: loss 3.000 to 2.000" in text
-    assert "![loss over tokens](loss_curve.svg)" in text
+    assert "![loss_curve](scorecard_files/loss_curve.svg)" in text
     plain = StepLine(kind="gptq", key="k" * 64, cached=False, seconds=1.0, report={"changed": 3, "details": {}})
     assert trainings([plain]) == []
+    assert pictures([plain]) == {}
     assert "Training" not in to_markdown(card.model_copy(update={"steps": (plain,)}))
 
 
@@ -211,7 +224,9 @@ def test_a_run_leaves_the_curve_beside_the_scorecard(tiny_model: Callable[[str],
         made.record.predicted.total
         == pipeline.plan(recipe, device="cpu", store=tmp_path / "new").steps[1].cost.ram_bytes
     )
-    assert "distill: loss over tokens" in texts((tmp_path / "out" / "loss_curve.svg").read_text(encoding="utf-8"))
+    assert "distill: loss over tokens" in texts(
+        (tmp_path / "out" / "scorecard_files" / "loss_curve.svg").read_text(encoding="utf-8")
+    )
     assert training_line(made) in (tmp_path / "out" / "scorecard.md").read_text(encoding="utf-8")
     again = pipeline.run(recipe, out=tmp_path / "out", device="cpu", store=tmp_path / "store")
     assert trainings(again.steps)[0].record == made.record

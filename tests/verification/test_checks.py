@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optkit.artifact import Artifact, publish, read_artifact, reserve
+from optkit.artifact import Artifact, publish, read_artifact
+from optkit.store.output import reserve
 from optkit.verification.checks import check_artifact
 from tests.conftest import TinyModel
 

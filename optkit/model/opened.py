@@ -1,0 +1,147 @@
+"""What an opened model can do, whatever it is and whatever runs it: all that evals see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Opened(Protocol):
+    """An opened model, whatever it is and whatever runs it (torch, ONNX Runtime, vLLM)."""
+
+    directory: Path
+    """The weights that were opened."""
+    device: str
+    vocabulary: int
+    """How many tokens there are."""
+    positions: int
+    """Longest sequence that the model was built for, in tokens."""
+    hidden_memory: str
+    """Why torch does not know how much of the device's memory the session takes; empty where it
+    does.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210
+        layers use torch's CPU kernel`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        ...
+
+
+class Session(Opened, Protocol):
+    """An opened causal language model: its evals see nothing else."""
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [tokens], with the special tokens that the
+        tokenizer itself adds.
+        """
+        ...
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the session's
+        device.
+        """
+        ...
+
+    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
+        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
+        ...
+
+    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield the `new_tokens` greedy tokens, int64 [batch], one at a time, each when the device
+        has finished it.
+        """
+        ...
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes of weights and KV cache that one decode step must read at this
+        batch and context length.
+        """
+        ...
+
+
+class EncoderSession(Opened, Protocol):
+    """An opened encoder of text: its evals see nothing else. A mask is 1 where a token is and 0
+    where a row is padded, at its end.
+    """
+
+    @property
+    def pooling(self) -> str:
+        """How features become an embedding, e.g. `mean of the tokens, normalised`."""
+        ...
+
+    def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return token ids and mask, int64 [texts, tokens of the longest], each text cut where the
+        model's own tokenizer cuts it.
+        """
+        ...
+
+    def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """int64 [batch, sequence] twice -> float32 on the CPU.
+
+        Features [batch, sequence, hidden], logits of labels [batch, labels], or of the labels of
+        tokens [batch, sequence, labels].
+        """
+        ...
+
+    def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """int64 [batch, sequence] twice -> pooled features, float32 [batch, hidden], on the CPU."""
+        ...
+
+
+@runtime_checkable
+class AttendingSession(Protocol):
+    """A session that can say which kernels compute its attention."""
+
+    def attention_kernels(self, tokens: Tensor) -> str:
+        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step
+        after it.
+        """
+        ...
+
+
+@runtime_checkable
+class ProposingSession(Protocol):
+    """A session that may keep several proposed tokens at once."""
+
+    speculation: Any
+    """Counts of what was proposed and kept, with `reset`; None where it decodes token by token."""
+
+    def token_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes that a new token of each sequence makes read, on the average
+        since `speculation` was reset.
+        """
+        ...
+
+
+@runtime_checkable
+class SteppingSession(Protocol):
+    """A session that can say what its decode steps compute for given tokens."""
+
+    def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
+        token behind a prompt, one at a time.
+        """
+        ...
+
+
+@runtime_checkable
+class QueueingSession(Protocol):
+    """A session that can run ahead of its GPU."""
+
+    device: str
+
+    def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream,
+        without waiting for the device.
+        """
+        ...

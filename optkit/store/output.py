@@ -1,0 +1,108 @@
+"""The directory that a run writes an artifact to: held by one run at a time, and replaced as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from optkit.common.held_files import hold, release
+from optkit.common.own_files import RECORD
+from optkit.errors import StoreError
+from optkit.store.store import explain_os_error
+
+
+def settle(out: Path) -> Path:
+    """Return the directory that a path to write to means: what a link leads to, and `.` and `..` by
+    their names.
+    """
+    return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
+
+
+@contextlib.contextmanager
+def reserve(out: Path, store: Path) -> Iterator[None]:
+    """Hold an output directory for this process, so that two runs never write one artifact; mends
+    what a killed one left there.
+
+    Raises StoreError where another run holds it, where it holds files that are not ours, where one
+    of it and the store lies inside the other, where the process stands in it, or where it cannot be
+    written.
+    """
+    _check_place(out, store)
+    lock = out.with_name(f".{out.name}.lock")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        held = hold(lock)
+    except BlockingIOError as error:
+        raise StoreError(
+            "another optkit run is writing there",
+            where=str(out),
+            remedy="Wait for it, or name another directory with --out",
+        ) from error
+    except OSError as error:
+        raise explain_os_error(error, "the artifact", out.parent) from error
+    try:
+        settle_beside(out)
+        yield
+    finally:
+        release(held, lock)
+
+
+def _check_place(out: Path, store: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
+    place, shelf = out.resolve(), store.resolve()
+    if place.is_relative_to(shelf) or shelf.is_relative_to(place):
+        how = (
+            "is the store itself"
+            if place == shelf
+            else "lies in the store"
+            if place.is_relative_to(shelf)
+            else "holds the store"
+        )
+        raise StoreError(
+            f"{how} ({shelf})",
+            where=str(out),
+            why="An artifact is replaced as a whole, and finished steps would go with it",
+            remedy="Name another directory with --out, or another store with --store",
+        )
+    if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
+        raise StoreError(
+            "the directory holds files that optkit did not write",
+            where=str(out),
+            why="They would be replaced",
+            remedy="Empty it, or name another directory with --out",
+        )
+    if Path.cwd().is_relative_to(place):
+        raise StoreError(
+            "is the directory that you are in",
+            where=str(out),
+            why="It would be replaced",
+            remedy="Name another with --out",
+        )
+
+
+def settle_beside(out: Path) -> None:
+    """Put the artifact back that a run moved aside and never replaced, and delete what else
+    unfinished runs left beside `out`.
+    """
+    for each in list(out.parent.iterdir()):
+        if each.name.startswith(f".{out.name}.old-") and not out.exists():
+            with contextlib.suppress(OSError):
+                each.rename(out)
+        elif each.name.startswith((f".{out.name}.old-", f".{out.name}.draft-")):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def place(source: Path, target: Path, *, link: bool) -> bool:
+    """Make `target` the same file as `source`: a hard link where asked for and possible, else a
+    copy; returns whether it is a link.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        with contextlib.suppress(OSError):
+            target.hardlink_to(source)
+            return True
+    shutil.copyfile(source, target)
+    return False
