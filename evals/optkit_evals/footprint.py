@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from optkit.measure import Eval, EvalContext, Metric, Opened
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.companions import files_beside
 from optkit.model.formats.base import Format
 from optkit.model.layer_sizes import bits_per_weight
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit.source.directory import companions
 from optkit_evals.zeros import PLACES, ROWS, share_of_zeros
 
 PRUNED = 0.2
@@ -78,7 +78,7 @@ class Footprint(Eval):
 
 def _deployed_bytes(directory: Path, weights: Iterable[Path]) -> int:
     """Return the bytes of the weights and of the files beside them, without optkit's own."""
-    return sum(path.stat().st_size for path in {*companions(directory).values(), *weights})
+    return sum(path.stat().st_size for path in {*files_beside(directory).values(), *weights})
 
 
 def _metric(name: str, value: float, unit: str, protocol: str) -> Metric:

@@ -9,6 +9,7 @@ from typing import Any
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.packed_names import CODED
 from optkit.model.writer import copy_companions, write_config
 
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -66,7 +67,7 @@ def _layers(checkpoint: Checkpoint) -> list[str]:
 
 
 def _has_leaves(checkpoint: Checkpoint, layer: str) -> bool:
-    return any(f"{layer}.{leaf}" in checkpoint.tensors for leaf in ("weight_packed", "qweight", "weight_scale"))
+    return any(f"{layer}.{leaf}" in checkpoint.tensors for leaf in CODED)
 
 
 def _dtype(left: Checkpoint, chosen: Collection[str]) -> Mapping[str, Any]:

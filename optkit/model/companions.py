@@ -77,9 +77,8 @@ class Companions:
 def find_companions(root: Path, trusted: bool = False) -> Companions:
     """Return which files travel with the weights; `trusted`: Python files too."""
     kept, left = {}, {}
-    for name, path in files_of(root):
-        parts = Path(name).parts
-        if holds_weights(path) or name.endswith(".index.json") or is_own(name) or not UNSAID.isdisjoint(parts):
+    for name, path in _beside(root):
+        if name.endswith(".index.json") or not UNSAID.isdisjoint(Path(name).parts):
             continue
         if why := _why_not(root, name, path, trusted):
             left[name] = why
@@ -88,11 +87,28 @@ def find_companions(root: Path, trusted: bool = False) -> Companions:
     return Companions(kept, left)
 
 
+def files_beside(root: Path) -> dict[str, Path]:
+    """Return relative name -> path of every file that holds no weights, whether it travels with them or not.
+
+    Hidden files and what lies outside of the directory are left out.
+    """
+    return {name: path for name, path in _beside(root) if not _is_hidden(name) and lies_inside(root, path)}
+
+
 def published_files(root: Path, trusted: bool) -> list[str]:
     """Return the names of what an artifact has of a user's model directory: the weights,
     and companions.
     """
     return sorted(Format.of(root).published(root) | find_companions(root, trusted).kept.keys())
+
+
+def _beside(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield relative name and path of each file that holds no weights and is not optkit's own."""
+    return ((name, path) for name, path in files_of(root) if not (holds_weights(path) or is_own(name)))
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in Path(name).parts)
 
 
 def files_of(root: Path) -> Iterator[tuple[str, Path]]:
@@ -139,7 +155,6 @@ def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
         return OUTSIDE
     if path.suffix == CODE:
         return "" if trusted else UNTRUSTED
-    hidden = any(part.startswith(".") for part in Path(name).parts)
     spellings = (path.name, path.name.upper())  # documents are spelled either way
     known = any(fnmatchcase(each, pattern) for patterns in KINDS.values() for pattern in patterns for each in spellings)
-    return "" if known and not hidden else UNKNOWN
+    return "" if known and not _is_hidden(name) else UNKNOWN

@@ -12,20 +12,8 @@ from dataclasses import dataclass
 
 from optkit.errors import EvalError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE
 from optkit.model.shape import TensorInfo
-
-PACKED = ("weight_packed", "qweight")
-"""Names of packed tensors, in compressed-tensors and in gptq and awq."""
-BESIDE = frozenset({
-    "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale",
-    "input_zero_point",
-    "scales", "qzeros", "g_idx", "SCB", "weight_format",
-})  # fmt: skip
-"""Tensors that a packed one needs: they cost bits and stand for no weight."""
-MARKS = frozenset({"weight_scale", "qweight", "SCB"})
-"""Tensors that only a quantized layer has."""
-FOUR_BIT_STATE = "weight.quant_state."
-"""How the name of bitsandbytes' JSON about 4-bit weights begins."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +61,9 @@ def _module_size(checkpoint: Checkpoint, module: str, tensors: dict[str, TensorI
         return LayerSize(
             bits, math.prod(shape) + (tensors["bias"].elements if "bias" in tensors else 0), quantized=True
         )
-    if not MARKS & tensors.keys():
+    if not CODED & tensors.keys():
         return LayerSize(bits, sum(info.elements for info in tensors.values()), quantized=False)
-    plain = sum(info.elements for kind, info in tensors.items() if kind not in BESIDE and kind not in PACKED)
+    plain = sum(info.elements for kind, info in tensors.items() if kind not in BESIDE and kind not in CODES)
     return LayerSize(bits, plain + _packed_weights(checkpoint, module, tensors), quantized=True)
 
 

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.linear_layers import Layer, matrices_of
+from optkit.model.packed_names import CODES, FOUR_BIT_STATE
 from optkit.model.shape import ModelShape, TensorInfo
-
-FOUR_BIT_STATE = ".weight.quant_state."
-PACKED = ("weight_packed", "qweight")
 
 
 def stored_linears(shape: ModelShape) -> dict[str, Layer]:
@@ -24,10 +22,10 @@ def stored_linears(shape: ModelShape) -> dict[str, Layer]:
     found = {name: layer for name, layer in matrices_of(shape).items() if layer.inputs > 1 or not config}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
-        if leaf in PACKED:
+        if leaf in CODES:
             found[name] = _packed(name, info, shape.tensors, config)
-        elif FOUR_BIT_STATE in tensor:
-            name = tensor.partition(FOUR_BIT_STATE)[0]
+        elif f".{FOUR_BIT_STATE}" in tensor:
+            name = tensor.partition(f".{FOUR_BIT_STATE}")[0]
             found[name] = _alike(name, 2 * shape.tensors[f"{name}.weight"].elements)
     return {name: layer for name, layer in found.items() if shape.block(f"{name}.weight")}
 

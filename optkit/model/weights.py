@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from optkit.errors import SourceError
+from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE
 from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
@@ -24,10 +25,6 @@ POSITIONS = ("position", "wpe")
 NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector")
 """Parts of the names of what a text token never meets."""
 EXPERTS = ".experts."
-FOUR_BIT_STATE = "weight.quant_state."
-"""How the name of bitsandbytes' JSON about 4-bit weights begins."""
-CODED = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv", "scales", "SCB")
-"""Leaves that only a quantized module has."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def _elements(
     name: str, leaf: str, info: TensorInfo, leaves: Mapping[str, TensorInfo], words: Mapping[str, Any]
 ) -> int:
     """Return the matrix weights that a tensor stands for; 0 for biases, norms, scales and zeros."""
-    if leaf in ("weight_packed", "qweight"):
+    if leaf in CODES:
         return info.elements * 2 if info.dtype == "U8" else info.elements * 32 // _bits(name, words)
     if leaf == "weight":
         if info.dtype == "U8" and any(each.startswith(FOUR_BIT_STATE) for each in leaves):

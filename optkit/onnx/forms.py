@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 from optkit.errors import StageError
+from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
 
 DTYPES: dict[str, tuple[str, ...]] = {
@@ -29,8 +30,6 @@ groups cost no accuracy and read less.
 """
 CODED = {"pack-quantized": "compressed-tensors", "gptq": "gptq", "awq": "awq"}
 """Forms of layers whose codes can be handed over, and the `quant_method` that they belong to."""
-CODE_LEAVES = ("weight_packed", "qweight")
-"""Last names of tensors of codes."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def head_group_size(inputs: int, bits: int) -> int:
 def coded_layers(tensors: Iterable[str]) -> list[str]:
     """Return the names of layers that hold codes."""
     names = (name.rpartition(".") for name in tensors)
-    return [layer for layer, _, leaf in names if leaf in CODE_LEAVES]
+    return [layer for layer, _, leaf in names if leaf in CODES]
 
 
 def _schemes(quantization: Mapping[str, Any], layers: list[str]) -> list[_Scheme]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optkit.model.packed_names import CODES
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.text_config import text_config
 from optkit.onnx.builder import Order
-from optkit.onnx.forms import CODE_LEAVES, head_group_size
+from optkit.onnx.forms import head_group_size
 
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-BYTES_OF_CODES = (*CODE_LEAVES, "weight_zero_point", "qzeros")
+BYTES_OF_CODES = (*CODES, "weight_zero_point", "qzeros")
 SCALES = ("weight_scale", "scales")
 GONE = ("weight_shape", "weight_g_idx", "g_idx")
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import digest
-from optkit.common.own_files import is_own
 from optkit.errors import SourceError
-from optkit.model.companions import files_of, find_companions, lies_inside
+from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors
 from optkit.model.formats.base import Format
 from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
-from optkit.model.weight_files import holds_weights
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
@@ -97,22 +95,8 @@ def directory_revision(root: Path, weights: Iterable[Path], digests: FileDigests
     Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not
     looked at.
     """
-    files = companions(root) | {path.relative_to(root).as_posix(): path for path in weights}
+    files = files_beside(root) | {path.relative_to(root).as_posix(): path for path in weights}
     return PREFIX + digest({name: digests.of(path) for name, path in sorted(files.items())})
-
-
-def companions(root: Path) -> dict[str, Path]:
-    """Return relative name -> path of every file in a model directory that holds no weights.
-    Whether it would be copied does not matter.
-    """
-    return {
-        name: path
-        for name, path in files_of(root)
-        if not holds_weights(path)
-        and not is_own(name)
-        and not any(part.startswith(".") or part == "__pycache__" for part in Path(name).parts)
-        and lies_inside(root, path)
-    }
 
 
 def left_out(directory: Path, trust_remote_code: bool) -> str:

@@ -20,12 +20,13 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
+from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task, architecture_of, task_of
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
-from optkit.onnx.forms import CODE_LEAVES, DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
+from optkit.onnx.forms import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_config, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 
@@ -340,7 +341,7 @@ class Onnx(Transform):
 
 
 def _head_is_coded(shape: ModelShape) -> bool:
-    return any(f"{HEAD}.{leaf}" in shape.tensors for leaf in CODE_LEAVES)
+    return any(f"{HEAD}.{leaf}" in shape.tensors for leaf in CODES)
 
 
 def _write_beside(order: Order) -> None:

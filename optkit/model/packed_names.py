@@ -1,0 +1,19 @@
+"""The names that only the tensors of packed layers have.
+
+Those of compressed-tensors, gptq, awq and bitsandbytes; a new layout adds its own here.
+"""
+
+from __future__ import annotations
+
+CODES = ("weight_packed", "qweight")
+"""Codes of several weights in one element."""
+SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB")
+CODED = frozenset({*CODES, *SCALES})
+"""Any of them marks a packed layer."""
+BESIDE = frozenset({
+    *SCALES, "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale",
+    "input_zero_point", "qzeros", "g_idx", "weight_format",
+})  # fmt: skip
+"""What codes need: it costs bits and stands for no weight."""
+FOUR_BIT_STATE = "weight.quant_state."
+"""How the name of bitsandbytes' JSON about 4-bit weights begins."""
