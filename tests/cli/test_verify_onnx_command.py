@@ -16,7 +16,7 @@ from optkit.verification import read_loading
 from optkit.verification.onnx_checks import rounds_inputs
 from tests.support.fake_engine import spoiled
 from tests.support.onnx_changes import change_graph
-from tests.verification.test_checks import published
+from tests.support.publishing import published
 
 pytest.importorskip("onnx")
 TinyOnnx = Callable[[str, str], Path]

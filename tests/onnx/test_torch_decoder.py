@@ -28,10 +28,10 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
 from tests.conftest import TinyModel
-from tests.stages.test_onnx_stage import overwrite
 from tests.support import untraceable
 from tests.support.exported import outputs
 from tests.support.near import near
+from tests.support.onnx_changes import overwrite
 
 CASES = {"1 x 1", "1 x 7", "2 x 33", "3 x 64", "1 x 256"}
 

@@ -27,6 +27,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
 from tests.conftest import TinyModel
+from tests.support.onnx_changes import overwrite
 from tests.support.packed_models import save_packed
 from tests.support.skeletons import changed_copy, reference
 
@@ -135,15 +136,6 @@ def test_one_export_is_of_one_exporter() -> None:
 def order_of(exported: tuple[Path, Report], source: Path, copy: Path) -> Order:
     """Return the order of an export, with a copy of what it left as target."""
     return Order(source, Path(shutil.copytree(exported[0], copy / "onnx")), "cpu", exported[1].details["dtype"])
-
-
-def overwrite(directory: Path, name: str, value: bytes) -> None:
-    """Fill an initializer with a value that is repeated."""
-    tensor = ModelFile(directory).initializers[name]
-    fields = {entry.key: entry.value for entry in tensor.external_data}
-    with (directory / fields["location"]).open("r+b") as file:
-        file.seek(int(fields["offset"]))
-        file.write(value * (int(fields["length"]) // len(value)))
 
 
 @pytest.mark.parametrize(

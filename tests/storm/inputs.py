@@ -30,7 +30,7 @@ def inputs(desk: Desk, count: int | None) -> None:
     """Plan and run with damaged models and texts, then use damaged artifacts and stores."""
     peace, wanted = desk.peace, left(desk.peace)
     if importlib.util.find_spec("gguf"):
-        from tests.source.test_gguf import save_gguf
+        from tests.support.gguf_files import save_gguf
 
         assert apart(lambda: save_gguf((desk.root / "model").resolve(), desk.root / "whole.gguf", "llama"), 60) == 0
     cases: list[tuple[str, Any]] = [

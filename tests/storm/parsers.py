@@ -200,7 +200,7 @@ def _of_binaries(desk: Desk) -> Iterator[tuple[str, Feed]]:
 
     draw = desk.draw
     try:
-        from tests.source.test_gguf import save_gguf
+        from tests.support.gguf_files import save_gguf
 
         file = desk.root / "seed.gguf"
         assert apart(lambda: save_gguf((desk.root / "model").resolve(), file, "llama"), 60) == 0

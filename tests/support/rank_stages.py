@@ -62,7 +62,7 @@ class Trains(Transform):
         from optkit.training.ranks import current
         from optkit.training.student import checkpoint_activations_, keep_zeros_, open_student
         from optkit.training.teacher import LiveTeacher
-        from tests.training.test_loop import OPTIONS, some_data
+        from tests.support.small_training import OPTIONS, some_data
 
         class Stops(SilentProgress):
             """Stops a training after a checkpoint."""

@@ -20,33 +20,12 @@ from safetensors import SafetensorError
 from optkit.errors import ResourceError, StageError
 from optkit.progress import SilentProgress
 from optkit.training import checkpoints
-from optkit.training.data import TrainingData, split
-from optkit.training.loop import Loop, TrainingOptions, TrainingResult, train
-from optkit.training.objective import LossWeights, Objective
+from optkit.training.loop import Loop, train
+from optkit.training.objective import Objective
 from optkit.training.optimizer import learning_rate
 from optkit.training.ranks import Ranks
 from optkit.training.student import open_student
-
-OPTIONS = TrainingOptions(
-    steps=12, batch_size=2, accumulation=2, learning_rate=1e-3, evaluations=4, patience=None, checkpoint_steps=3
-)
-CROSS_ENTROPY = LossWeights(divergence=0.0, cross_entropy=1.0)
-
-
-def some_data(sequences: int = 60, length: int = 16, seed: int = 0) -> TrainingData:
-    """Return sequences in which a token tells the next one, so that there is something to learn."""
-    start = torch.randint(0, 64, (sequences, 1), generator=torch.Generator().manual_seed(5))
-    tokens = (start + 3 * torch.arange(length)) % 64
-    return split(tokens, [f"text, row {row}" for row in range(sequences)], held_out=4, seed=seed, where="test")
-
-
-def run(
-    source: Path, options: TrainingOptions = OPTIONS, place: Path | None = None, **rest
-) -> tuple[Objective, TrainingResult]:
-    objective = Objective(open_student(source, "cpu").model, CROSS_ENTROPY)
-    return objective, train(
-        objective, some_data(), None, options, where="test", progress=SilentProgress(), place=place, **rest
-    )
+from tests.support.small_training import CROSS_ENTROPY, OPTIONS, run, some_data
 
 
 def weights(objective: Objective) -> dict[str, torch.Tensor]:
@@ -89,7 +68,8 @@ class TestResume:
         script = (
             "import sys, os, signal\n"
             "from pathlib import Path\n"
-            "from tests.training.test_loop import *\n"
+            "from optkit.training import checkpoints\n"
+            "from tests.support.small_training import run\n"
             "save = checkpoints.save\n"
             "def dies(place, step, digest, saved):\n"
             "    if step == 9: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -13,29 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optkit.artifact import Artifact, publish, read_artifact
-from optkit.store.output import reserve
+from optkit.artifact import Artifact, read_artifact
 from optkit.verification.checks import check_artifact
 from tests.conftest import TinyModel
+from tests.support.publishing import published
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-RECORD = {
-    "name": "tiny",
-    "key": "a" * 64,
-    "weights_key": "b" * 64,
-    "baseline_key": "c" * 64,
-    "created": "2025-01-01T00:00:00+00:00",
-    "optkit": "0.1.0",
-    "recipe": {"model": {"name": "tiny"}},
-    "settings": (),
-    "steps": (),
-}
-
-
-def published(weights: Path, out: Path) -> Artifact:
-    with reserve(out, out.parent / "store"):
-        publish(weights, out, RECORD).finish()
-    return read_artifact(out)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from optkit.model.formats.base import Format
 from optkit.verification import onnx_checks
 from optkit.verification.checks import check_artifact, format_of
 from tests.support.onnx_changes import change_graph, change_json
-from tests.verification.test_checks import published
+from tests.support.publishing import published
 
 onnx = pytest.importorskip("onnx")
 

@@ -21,7 +21,7 @@ from optkit.verification.workers.optimum_worker import inputs_of, is_cache, miss
 from tests.conftest import TinyModel
 from tests.support.encoders import save_encoder
 from tests.support.fake_library import environment_at
-from tests.verification.test_checks import published
+from tests.support.publishing import published
 
 pytest.importorskip("onnx")
 TinyOnnx = Callable[[str, str], Path]

@@ -1,0 +1,70 @@
+"""GGUF files as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.source.gguf_llama import LAYOUTS, tensor_name
+
+ALL = sorted({part for layout in LAYOUTS.values() for part in layout.block})
+
+
+def save_gguf(model: Path, file: Path, architecture: str, quantization: str = "F32", **changes: object) -> Path:
+    """Write a checkpoint as llama.cpp's converter does: q and k of `llama` reordered for its rotary
+    embedding, tokens and merges beside.
+    """
+    import gguf
+    import numpy as np
+
+    checkpoint, metadata = (
+        Checkpoint(model),
+        json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"],
+    )
+    config = checkpoint.config
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([token for token, _ in sorted(metadata["vocab"].items(), key=lambda item: item[1])])
+    writer.add_token_types([3] + [1] * (len(metadata["vocab"]) - 1))
+    writer.add_token_merges([" ".join(pair) for pair in metadata["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template("{{ messages }}")
+    for key, value in changes.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    names = {
+        tensor_name(f"blk.{index}.{part}", LAYOUTS[architecture]): f"blk.{index}.{part}"
+        for index in range(9)
+        for part in ALL
+    }
+    names |= {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    for name in checkpoint.tensors:
+        weights = checkpoint.read(name).float().numpy()
+        if architecture == "llama" and (found := re.search(r"\.(q|k)_proj\.", name)):
+            heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+            halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+            weights = halves.swapaxes(1, 2).reshape(weights.shape)
+        kind = gguf.GGMLQuantizationType[quantization if weights.ndim == 2 else "F32"]
+        weights = np.ascontiguousarray(weights)
+        writer.add_tensor(names[name], gguf.quants.quantize(weights, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
