@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
+import sys
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -154,6 +157,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, skip in off.items():
             if item.get_closest_marker(mark):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed what a test or its fixtures draw without a generator of their own, so that a test draws
+    the same alone and after others.
+    """
+    random.seed(0)
+    for name, seeding in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if name in sys.modules:
+            attrgetter(seeding)(sys.modules[name])(0)
 
 
 def save_tokenizer(directory: Path) -> None:
