@@ -90,17 +90,6 @@ def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtyp
     return tensors
 
 
-def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
-    """Read the tensors of one linear layer in the pack-quantized format."""
-    rows, columns = (int(size) for size in tensors["weight_shape"])
-    scales = tensors["weight_scale"]
-    if "weight_zero_point" in tensors:
-        zeros = unpack(tensors["weight_zero_point"], bits, rows, 0)
-    else:
-        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8, device=scales.device)
-    return QuantizedWeight(unpack(tensors["weight_packed"], bits, columns, 1), scales, zeros, bits)
-
-
 def signed_codes(weight: QuantizedWeight) -> Tensor:
     """Return codes as int-quantized has them: int8 [out, in], centred on 0."""
     return (weight.codes.to(torch.int16) - (1 << (weight.bits - 1))).to(torch.int8)
@@ -117,18 +106,6 @@ def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
         "scales": weight.scales.T.to(torch.float16).contiguous(),
         "g_idx": group_of_input,
     }
-
-
-def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
-    """Read one linear layer in GPTQ's format; raises ValueError for activation order."""
-    scales, group_of_input = tensors["scales"], tensors["g_idx"].long()
-    columns = group_of_input.numel()
-    width = columns // scales.shape[0]
-    if not torch.equal(group_of_input.cpu(), torch.arange(columns) // width):
-        raise ValueError("the inputs are grouped out of order (g_idx of an activation-ordered GPTQ checkpoint)")
-    zeros = unpack(tensors["qzeros"], bits, scales.shape[1], 1) + 1
-    codes = unpack(tensors["qweight"], bits, columns, 0)
-    return QuantizedWeight(codes.T.contiguous(), scales.T.contiguous(), zeros.T.contiguous(), bits)
 
 
 def pack_awq(weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import Amount, GroupSize, SequenceLength
 from optkit.errors import StageError
@@ -39,10 +39,16 @@ class KvCache(Setting):
     """Tokens that a token sees, itself among them; what lies further back is forgotten, so memory
     and the time of a step stop growing. It changes what the model says of longer texts. For models
     without sliding windows of their own."""
-    sinks: Amount | None = None
+    sinks: Amount | None = Field(default=None, validate_default=True)
     """How many of the window are the first tokens of the text (StreamingLLM, arXiv:2309.17453),
     without which most models fall apart: 4.
     """
+
+    @field_validator("sinks")
+    @classmethod
+    def _of_a_window(cls, given: int | None, info: ValidationInfo) -> int | None:
+        window = info.data.get("window")
+        return min(4, window - 2) if given is None and window else given
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -56,9 +62,7 @@ class KvCache(Setting):
             if self.sinks is not None:
                 raise ValueError("sinks belong to a window: set window too")
             return self
-        if self.sinks is None:
-            self.__dict__["sinks"] = min(4, self.window - 2)
-        elif self.sinks > self.window - 2:
+        if (self.sinks or 0) > self.window - 2:
             raise ValueError(
                 f"a window of {self.window} tokens has no room for {self.sinks} sinks, the token "
                 "itself and the one before it"

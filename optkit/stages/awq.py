@@ -20,9 +20,9 @@ from optkit.model.shape import ModelShape
 from optkit.stages.quantizing.backed import Backed
 from optkit.stages.quantizing.fitting import refuse_some_experts, refuse_uneven_groups, refuse_unfit
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
-from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.overrides import Override
-from optkit.stages.quantizing.streaming import BlockOutput, Job
+from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.sequence_length"
 
 
-class Awq(InputScaling, Backed, WeightQuantizer):
+class Awq(InputScaling, Backed):
     """Scale inputs so that weights that meet large activations are rounded more finely (AWQ,
     arXiv:2306.00978), then round to nearest.
 
@@ -62,7 +62,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
 
     @model_validator(mode="after")
     def _fits_awq(self) -> Self:
-        if self.format != AWQ:
+        if self.packing != AWQ:
             return self
         changes = [each for each in self.overrides.values() if isinstance(each, Override)]
         if self.bits != 4 or self.symmetric or any(each.bits or each.symmetric for each in changes):
@@ -74,11 +74,11 @@ class Awq(InputScaling, Backed, WeightQuantizer):
             raise ValueError("the format awq keeps lm_head as it is: set lm_head: false, or format: compressed-tensors")
         return self
 
-    def _format(self, layer: Layer) -> PackedFormat:
-        form = super()._format(layer)
-        return AwqPacked(form.group_size) if self.format == AWQ and isinstance(form, PackQuantized) else form
+    def layer_format(self, layer: Layer) -> PackedFormat:
+        form = super().layer_format(layer)
+        return AwqPacked(form.group_size) if self.packing == AWQ and isinstance(form, PackQuantized) else form
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         layers = tuple(selection.layers.values())
         transposed = [layer.name for layer in layers if layer.transposed]
         if transposed:
@@ -88,14 +88,14 @@ class Awq(InputScaling, Backed, WeightQuantizer):
                 why="compressed-tensors and awq hold Linear layers only",
                 remedy="Put `- awq_scale` in front of `- gptq: {format: gptq}`",
             )
-        if self.format == AWQ:
+        if self.packing == AWQ:
             refuse_unfit_for_awq(layers, formats, self.kind)
             refuse_uneven_groups(layers, next(iter(formats.values())).group_size, self.kind)  # type: ignore[attr-defined]
             refuse_some_experts(selection, formats, self.kind)
         else:
             refuse_unfit(selection, formats, self.kind)
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         device, skeleton = job.context.device, job.skeleton
         tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (self.calibration.identity(),)
@@ -111,7 +111,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
                 f" ({few[0]}); raise awq.calibration.samples"
             )
 
-    def _block(self, job: Job, index: int, scaler: BlockScaler) -> BlockOutput:
+    def _block(self, job: QuantizationJob, index: int, scaler: BlockScaler) -> BlockOutput:
         """Scale and round a block; nothing of it is in memory when it returns but what is written."""
         device, skeleton, block = job.context.device, job.skeleton, job.skeleton.blocks[index]
         with out_of_memory(block.name, device, LESS_MEMORY):
@@ -131,7 +131,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
         return BlockOutput(self._packed(job, quantized), replaced)
 
     def _quantize_block(
-        self, job: Job, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock
+        self, job: QuantizationJob, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock
     ) -> dict[str, QuantizedWeight]:
         """Round the layers of a block, and put the rounded weights into the modules."""
         from optkit.algorithms.gptq import relative_error
@@ -150,7 +150,7 @@ class Awq(InputScaling, Backed, WeightQuantizer):
             parameter.copy_(rounded)
         return quantized
 
-    def _head(self, job: Job) -> Mapping[str, Tensor]:
+    def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Round the output layer, each input weighted by its activations; what makes its input
         takes no scales.
         """
@@ -174,6 +174,6 @@ class Awq(InputScaling, Backed, WeightQuantizer):
             weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid
         )
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         needed = self.working_bytes(shape, layers, "nearest")
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)

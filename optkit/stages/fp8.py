@@ -16,7 +16,7 @@ from optkit.formats.eight_bit import BLOCK, Activations, Number, Scales
 from optkit.model.linear_layers import Selection
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
-from optkit.stages.quantizing.streaming import BlockOutput, Job
+from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,19 +62,19 @@ class Fp8(EightBitQuantizer):
         return self
 
     @property
-    def _scales(self) -> Scales:
+    def weight_scales(self) -> Scales:
         return self.scales
 
     @property
-    def _activations(self) -> Activations:
+    def input_rounding(self) -> Activations:
         return self.activations
 
     @property
-    def _text(self) -> Calibration | None:
+    def calibration_text(self) -> Calibration | None:
         return self.calibration
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
-        super()._refuse(selection, formats)
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        super().check_layers(selection, formats)
         layers = selection.layers.values()
         uneven = [
             layer for layer in layers if self.scales == "block" and (layer.inputs % BLOCK or layer.outputs % BLOCK)
@@ -88,7 +88,7 @@ class Fp8(EightBitQuantizer):
                 remedy=f"Set {self.kind}.scales to channel, or exclude the layers",
             )
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         if self.calibration is not None:
             yield from self._calibrated_blocks(job, self.calibration)
             return

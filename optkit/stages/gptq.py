@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from optkit.common.field_types import BatchSize, Damping
+from optkit.common.frozen import Frozen
 from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.packed import PackedFormat, PackQuantized
@@ -20,8 +21,8 @@ from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backed import Backed
-from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
-from optkit.stages.quantizing.streaming import Job
+from optkit.stages.quantizing.integers import packed_grid
+from optkit.stages.quantizing.streaming import QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,18 +40,9 @@ HEAD_ROWS = 1 << 14
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
-class Gptq(Backed, WeightQuantizer):
-    """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ,
-    arXiv:2210.17323), block by block.
+class GptqFields(Frozen):
+    """How codes are chosen so that the outputs on a calibration text stay as they were."""
 
-    At most one decoder block and the hidden states of the calibration text are in memory. Scales
-    are static, so `activation_order` costs nothing when the model runs.
-    """
-
-    kind: ClassVar[str] = "gptq"
-
-    calibration: Calibration = Calibration(dataset="c4")
-    """The text whose hidden states decide which errors matter."""
     damping: Damping = 0.01
     """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, where
     a Hessian needs more.
@@ -78,16 +70,37 @@ class Gptq(Backed, WeightQuantizer):
     """
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
+
+
+class Gptq(GptqFields, Backed):
+    """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ,
+    arXiv:2210.17323), block by block.
+
+    At most one decoder block and the hidden states of the calibration text are in memory. Scales
+    are static, so `activation_order` costs nothing when the model runs.
+    """
+
+    kind: ClassVar[str] = "gptq"
+
+    calibration: Calibration = Calibration(dataset="c4")
+    """The text whose hidden states decide which errors matter."""
     backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`),
     with the same tokens.
     """
 
-    def _format(self, layer: Layer) -> PackedFormat:
-        form = super()._format(layer)
+    def layer_format(self, layer: Layer) -> PackedFormat:
+        form = super().layer_format(layer)
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
-    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
+        yield from self.calibrated_weights(job)
+        tell_zeros(job)
+
+    def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
+        """Yield the quantized layers of each block, and count the zeros of pruned ones in the job's
+        details.
+        """
         from optkit.stages.quantizing.hessians import HessianCollector
 
         device, skeleton = job.context.device, job.skeleton
@@ -109,7 +122,6 @@ class Gptq(Backed, WeightQuantizer):
                 skeleton.release_(block.name)
             yield quantized
         job.inputs = inputs
-        self._tell_zeros(job)
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
             job.context.progress.warn(
@@ -118,7 +130,7 @@ class Gptq(Backed, WeightQuantizer):
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
             )
 
-    def _head(self, job: Job) -> Mapping[str, Tensor]:
+    def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for
         each token.
         """
@@ -134,7 +146,7 @@ class Gptq(Backed, WeightQuantizer):
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
     def _quantize_turn(
-        self, job: Job, layers: Mapping[str, nn.Module], collector: HessianCollector
+        self, job: QuantizationJob, layers: Mapping[str, nn.Module], collector: HessianCollector
     ) -> dict[str, QuantizedWeight]:
         """Quantize layers whose inputs are observed together; their Hessians are gone when it
         returns.
@@ -147,7 +159,7 @@ class Gptq(Backed, WeightQuantizer):
         return quantized
 
     def _quantize(
-        self, job: Job, layers: Mapping[str, nn.Module], hessian: Hessian | None
+        self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessian: Hessian | None
     ) -> dict[str, QuantizedWeight]:
         """Quantize layers that share their input, and put the rounded weights into the modules."""
         import torch
@@ -191,19 +203,8 @@ class Gptq(Backed, WeightQuantizer):
             ]
         )
 
-    def _tell_zeros(self, job: Job) -> None:
-        """Turn what was counted of pruned layers into shares, and say what became of their zeros."""
-        if counts := job.details.pop("zeros", None):
-            before, after = (counts[when] / counts["weights"] for when in ("before", "after"))
-            job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
-            became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
-            job.notes.append(
-                f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, "
-                f"{became}; {after:.1%} are now"
-            )
-
     def _rounded(
-        self, job: Job, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
+        self, job: QuantizationJob, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
     ) -> tuple[QuantizedWeight, Tensor | None]:
         """Return float32 [out, in] on its grid, and the Hessian that decided it; None where it was
         rounded to nearest.
@@ -229,7 +230,9 @@ class Gptq(Backed, WeightQuantizer):
             )
         return result.weight, matrix
 
-    def _alike(self, job: Job, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]) -> list[list[str]]:
+    def _alike(
+        self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
+    ) -> list[list[str]]:
         """Return the layers in groups with the same Hessian, form and way of rounding; one that saw
         no token is alone.
         """
@@ -239,7 +242,7 @@ class Gptq(Backed, WeightQuantizer):
             groups.setdefault((seen, job.formats[name], self._rounds_to_nearest(name)), []).append(name)
         return list(groups.values())
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length
         hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
         blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in by_block(shape, layers)]
@@ -255,7 +258,7 @@ def _weight(module: nn.Module, transposed: bool) -> Tensor:
     return (stored.T if transposed else stored).float()
 
 
-def _count_zeros(job: Job, weight: Tensor, rounded: Tensor) -> None:
+def _count_zeros(job: QuantizationJob, weight: Tensor, rounded: Tensor) -> None:
     """Add the zeros of a pruned layer, before and after, to the job's."""
     from optkit.algorithms.pruning import zeros_of_pruning
 
@@ -264,6 +267,17 @@ def _count_zeros(job: Job, weight: Tensor, rounded: Tensor) -> None:
         counts = job.details.setdefault("zeros", dict.fromkeys(("layers", "weights", "before", "after"), 0))
         found = {"layers": 1, "weights": weight.numel(), "before": int(zeros.sum()), "after": int((rounded == 0).sum())}
         counts.update({name: counts[name] + number for name, number in found.items()})
+
+
+def tell_zeros(job: QuantizationJob) -> None:
+    """Turn what was counted of pruned layers into shares, and say what became of their zeros."""
+    if counts := job.details.pop("zeros", None):
+        before, after = (counts[when] / counts["weights"] for when in ("before", "after"))
+        job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
+        became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
+        job.notes.append(
+            f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now"
+        )
 
 
 def _work_bytes(stack: list[Layer]) -> int:

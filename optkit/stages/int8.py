@@ -28,10 +28,10 @@ class Int8(BitsAndBytesQuantizer):
     8. 0: all of them in 8.
     """
 
-    def _format(self, layer: Layer) -> EightBitRows:
+    def layer_format(self, layer: Layer) -> EightBitRows:
         return EightBitRows(self.threshold)
 
-    def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+    def quantized_tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         import torch
         from bitsandbytes.functional import int8_vectorwise_quant
 

@@ -18,7 +18,7 @@ from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_some_experts
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
+from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,10 +55,10 @@ class Mx(LayerQuantizer):
         _refuse_other_dtypes(shape, self.kind)
         return super().predict(shape, device)
 
-    def _format(self, layer: Layer) -> Microscaled:
+    def layer_format(self, layer: Layer) -> Microscaled:
         return Microscaled(self.type)
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         layers = tuple(selection.layers.values())
         _refuse_any(
             [layer.name for layer in layers if layer.transposed],
@@ -86,7 +86,7 @@ class Mx(LayerQuantizer):
             + ("" if any(layer.inputs % BLOCKS["nvfp4"] for layer in layers) else ", or set type: nvfp4"),
         )
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         for index in range(len(job.skeleton.blocks)):
             layers: dict[str, Mapping[str, Tensor]] = {}
             # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them:
@@ -97,7 +97,7 @@ class Mx(LayerQuantizer):
                 layers |= self._quantize(job, list(names))
             yield BlockOutput(layers)
 
-    def _quantize(self, job: Job, names: list[str]) -> dict[str, Mapping[str, Tensor]]:
+    def _quantize(self, job: QuantizationJob, names: list[str]) -> dict[str, Mapping[str, Tensor]]:
         from optkit.algorithms.microscaling import nvfp4_global_scale, pack, quantize_mxfp4, quantize_nvfp4
 
         job.task.advance(0, note=names[0])
@@ -111,7 +111,7 @@ class Mx(LayerQuantizer):
             shared = nvfp4_global_scale(weights.values())
             return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         modules: dict[str, int] = {}
         for name, layer in layers.items():
             bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]

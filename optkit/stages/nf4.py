@@ -34,20 +34,20 @@ class Nf4(BitsAndBytesQuantizer):
     multiply in bfloat16 whatever it says.
     """
 
-    def _format(self, layer: Layer) -> FourBit:
+    def layer_format(self, layer: Layer) -> FourBit:
         return FourBit(self.type, self.double_quantization, self.compute_dtype)
 
-    def _config(
+    def written_config(
         self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]
     ) -> dict[str, Any]:
-        written = super()._config(config, selection, formats)
+        written = super().written_config(config, selection, formats)
         if self.compute_dtype is None:
             written["quantization_config"]["bnb_4bit_compute_dtype"] = (
                 config.get("dtype") or config.get("torch_dtype") or "float32"
             )
         return written
 
-    def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+    def quantized_tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         from bitsandbytes.functional import quantize_4bit
 
         codes, state = quantize_4bit(weight, quant_type=self.type, compress_statistics=self.double_quantization)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Damping, Distinct, Name, Share
@@ -42,6 +42,7 @@ class Prune(Transform):
     smaller: the scorecard says what it takes.
     """
 
+    model_config = ConfigDict(validate_default=True)
     kind: ClassVar[str] = "prune"
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
@@ -50,13 +51,13 @@ class Prune(Transform):
     """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products
     of weight and input norm, output by output. `sparsegpt`: those whose loss the other weights make
     up for best, and they do."""
+    pattern: Literal["unstructured", "2:4", "4:8"] = "unstructured"
+    """`unstructured`: zeros anywhere. `2:4`: 2 of every 4 neighbouring inputs stay, which the
+    sparse tensor cores of NVIDIA GPUs since Ampere compute with. `4:8`: 4 of every 8."""
     sparsity: float | None = Field(default=None, gt=0)
     """The share of weights that become 0, between 0 and 1; 0.5 where nothing else says. A pattern
     n:m fixes it at (m - n) / m.
     """
-    pattern: Literal["unstructured", "2:4", "4:8"] = "unstructured"
-    """`unstructured`: zeros anywhere. `2:4`: 2 of every 4 neighbouring inputs stay, which the
-    sparse tensor cores of NVIDIA GPUs since Ampere compute with. `4:8`: 4 of every 8."""
     allocation: Literal["uniform", "owl", "sensitivity"] = "uniform"
     """`uniform`: every layer gets the same sparsity. `owl`: blocks with many outliers (|weight| x
     input norm) keep more (arXiv:2310.05175). `sensitivity`: layers whose zeros move the predictions
@@ -97,22 +98,28 @@ class Prune(Transform):
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
+    @field_validator("sparsity")
+    @classmethod
+    def _sparsity_of_the_pattern(cls, given: float | None, info: ValidationInfo) -> float | None:
+        pattern = Pattern.parse(info.data.get("pattern", "unstructured"))
+        return given if given is not None else pattern.sparsity if pattern else 0.5
+
+    @field_validator(
+        "allocation_spread", "outlier_threshold", "sensitivity_samples", "calibration", "damping", "refinements",
+        "equal_tokens",
+    )  # fmt: skip
+    @classmethod
+    def _default_if_read(cls, given: Any, info: ValidationInfo) -> Any:
+        read, _, default = _readers(info.data.get("method"), info.data.get("allocation"))[str(info.field_name)]
+        return default if read and given is None else given
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        self._settle_sparsity()
-        sparsegpt, owl, sensitivity = (
-            self.method == "sparsegpt",
-            self.allocation == "owl",
-            self.allocation == "sensitivity",
-        )
-        even = self.allocation == "uniform"
-        self._read_only_if(sparsegpt, "method: sparsegpt", damping=0.01, refinements=10, equal_tokens=True)
-        self._read_only_if(not even, "allocation: owl or sensitivity", allocation_spread=DEFAULT_SPREAD)
-        self._read_only_if(owl, "allocation: owl", outlier_threshold=5.0)
-        self._read_only_if(sensitivity, "allocation: sensitivity", sensitivity_samples=16)
-        needed = self.method != "magnitude" or not even
-        self._read_only_if(needed, "method: wanda or sparsegpt", calibration=Calibration(dataset="c4"))
-        if not even and self._pattern:
+        self._check_sparsity()
+        for name, (read, where, _) in _readers(self.method, self.allocation).items():
+            if getattr(self, name) is not None and not read:
+                raise ValueError(f"{name} would not be read: take it out, or set {where}")
+        if self.allocation != "uniform" and self._pattern:
             raise ValueError(
                 f"pattern {self.pattern} gives every layer the same sparsity: set allocation: uniform, "
                 "or pattern: unstructured"
@@ -126,7 +133,7 @@ class Prune(Transform):
             )
         return self
 
-    def _settle_sparsity(self) -> None:
+    def _check_sparsity(self) -> None:
         pattern = self._pattern
         if pattern and self.sparsity not in (None, pattern.sparsity):
             raise ValueError(
@@ -138,18 +145,6 @@ class Prune(Transform):
             raise ValueError(
                 f"sparsity {self.sparsity:g} leaves no weight: it is the share that becomes 0, such as 0.5"
             )
-        self.__dict__["sparsity"] = pattern.sparsity if pattern else 0.5 if self.sparsity is None else self.sparsity
-
-    def _read_only_if(self, read: bool, where: str, **defaults: Any) -> None:
-        """Give fields that were left out their defaults where they are read; raises ValueError
-        where they are given and are not.
-        """
-        for name, default in defaults.items():
-            given = getattr(self, name) is not None
-            if given and not read:
-                raise ValueError(f"{name} would not be read: take it out, or set {where}")
-            if read and not given:
-                self.__dict__[name] = default
 
     @property
     def _pattern(self) -> Pattern | None:
@@ -284,3 +279,18 @@ def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern |
         weights += weight.numel()
     everything = sum(info.elements for info in written.tensors.values())
     return {"sparsity": zeros / weights, "sparsity_of_the_model": zeros / everything}
+
+
+def _readers(method: str | None, allocation: str | None) -> dict[str, tuple[bool, str, Any]]:
+    """Return field -> whether it is read, what makes it so, and its default then."""
+    sparsegpt = method == "sparsegpt", "method: sparsegpt"
+    uneven = allocation != "uniform"
+    return {
+        "damping": (*sparsegpt, 0.01),
+        "refinements": (*sparsegpt, 10),
+        "equal_tokens": (*sparsegpt, True),
+        "allocation_spread": (uneven, "allocation: owl or sensitivity", DEFAULT_SPREAD),
+        "outlier_threshold": (allocation == "owl", "allocation: owl", 5.0),
+        "sensitivity_samples": (allocation == "sensitivity", "allocation: sensitivity", 16),
+        "calibration": (method != "magnitude" or uneven, "method: wanda or sparsegpt", Calibration(dataset="c4")),
+    }

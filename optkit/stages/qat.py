@@ -8,13 +8,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import LearningRate
-from optkit.common.frozen import digest
+from optkit.common.frozen import Frozen, digest
 from optkit.formats.packed import GPTQ, IntQuantized, PackedFormat
 from optkit.model.linear_layers import Layer, layers_of
 from optkit.model.output_layer import outside_of
@@ -22,10 +23,10 @@ from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
-from optkit.stages.gptq import Gptq
+from optkit.stages.gptq import Gptq, GptqFields, tell_zeros
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
 from optkit.stages.quantizing.overrides import Override
-from optkit.stages.quantizing.streaming import Job
+from optkit.stages.quantizing.streaming import QuantizationJob
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules
 from optkit.stages.teaching.stage import Trained
@@ -123,7 +124,7 @@ class CodesTraining(CodeTraining):
         return len(codes)
 
 
-class Qat(Gptq):
+class Qat(GptqFields, WeightQuantizer):
     """Quantize as `gptq` does, then train the weights behind the codes so that the model says what
     it said before (LSQ, arXiv:1902.08153).
 
@@ -136,16 +137,16 @@ class Qat(Gptq):
     reads_origin: ClassVar[bool] = True
     version: ClassVar[int] = 3
 
-    calibration: Calibration | None = None  # type: ignore[assignment]
+    start: Literal["gptq", "rtn"] = "gptq"
+    """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared
+    error, without calibration.
+    """
+    calibration: Calibration | None = Field(default=None, validate_default=True)
     """The text whose hidden states decide which errors of the codes to begin with matter: C4.
     `start: rtn` reads none.
     """
     training: CodeTraining = CodeTraining()
     """Texts, tokens, losses and the rest of the training."""
-    start: Literal["gptq", "rtn"] = "gptq"
-    """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared
-    error, without calibration.
-    """
     scales: Literal["learned", "fixed", "recomputed"] = "learned"
     """`learned` with the weights; `fixed`: those of the start; `recomputed`: at each step those
     that reach every weight of a group.
@@ -153,8 +154,13 @@ class Qat(Gptq):
     activations: Literal["none", "dynamic"] = "none"
     """`dynamic`: engines round the inputs of the layers to 8 bits too, with a scale for each token,
     and so does the training (W8A8; with `bits: 8` and `group_size: null`)."""
-    backend: Literal["optkit"] = "optkit"  # type: ignore[assignment]
+    backend: Literal["optkit"] = Field(default="optkit", exclude=True)
     """optkit alone."""
+
+    @field_validator("calibration")
+    @classmethod
+    def _read_by_gptq(cls, given: Calibration | None, info: ValidationInfo) -> Calibration | None:
+        return Calibration(dataset="c4") if given is None and info.data.get("start") == "gptq" else given
 
     @model_validator(mode="after")
     def _trains_blocks(self) -> Self:
@@ -168,8 +174,6 @@ class Qat(Gptq):
         unread = [name for name in OF_GPTQ if getattr(self, name) != fields[name].default]
         if self.start == "rtn" and unread:
             raise ValueError(f"{unread[0]} would not be read: take it out, or set start: gptq")
-        if self.start == "gptq" and self.calibration is None:
-            self.__dict__["calibration"] = Calibration(dataset="c4")
         return self
 
     @model_validator(mode="after")
@@ -187,10 +191,10 @@ class Qat(Gptq):
             )
         return self
 
-    def _format(self, layer: Layer) -> PackedFormat:
-        return super()._format(layer) if self.activations == "none" else IntQuantized()
+    def layer_format(self, layer: Layer) -> PackedFormat:
+        return self.gptq.layer_format(layer) if self.activations == "none" else IntQuantized()
 
-    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         from optkit.training.code_files import read_codes
 
         with _place(job.context) as place:
@@ -209,7 +213,7 @@ class Qat(Gptq):
         job.notes[:] = facts["notes"]
         if counts := job.details.get("zeros"):
             counts["after"] = ended["zeros"]
-            super()._tell_zeros(job)
+            tell_zeros(job)
         job.calibrated_on = (*facts["calibrated_on"], *report.calibrated_on)
         changed = sum(int((trained[name].codes != start.codes).sum()) for name, start in begin.items())
         job.details["changed_codes"] = round(changed / sum(start.codes.numel() for start in begin.values()), 4)
@@ -221,7 +225,7 @@ class Qat(Gptq):
         """What decides the codes to begin with, beside the model."""
         return digest({"fields": self.model_dump(mode="json", exclude={"training"}), "version": self.version})
 
-    def _begin(self, job: Job, path: Path) -> tuple[dict[str, QuantizedWeight], Mapping[str, Any]]:
+    def _begin(self, job: QuantizationJob, path: Path) -> tuple[dict[str, QuantizedWeight], Mapping[str, Any]]:
         """Return the codes to begin with, and what is known of them; a run that was killed has left
         them at the path.
         """
@@ -231,7 +235,7 @@ class Qat(Gptq):
             layers, _, facts = read_codes(path)
             if facts.get("begun") == self._begun:
                 return layers, facts
-        starts = {name: weight.on_cpu() for block in self._starts(job) for name, weight in block.items()}
+        starts = {name: weight.on_cpu() for block in self.start_weights(job) for name, weight in block.items()}
         facts = {"begun": self._begun, "details": job.details, "notes": job.notes, "calibrated_on": job.calibrated_on}
         write_codes(path, starts, {name: packed_grid(job, name) for name in starts}, facts)
         job.inputs = None
@@ -239,18 +243,23 @@ class Qat(Gptq):
         layers, _, facts = read_codes(path)
         return layers, facts
 
-    def _tell_zeros(self, job: Job) -> None:
-        """Leave it until the training is over."""
-
-    def _starts(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def start_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield the codes to begin with, block by block."""
-        if self.start == "gptq":
-            return super()._quantized(job)
-        return self._rtn._quantized(job)
+        return self.gptq.calibrated_weights(job) if self.start == "gptq" else self.rtn.quantized_weights(job)
+
+    @cached_property
+    def gptq(self) -> Gptq:
+        """The quantizer whose codes are trained."""
+        calibration = self.calibration or Calibration(dataset="c4")
+        return Gptq(**self._fields(WeightQuantizer), **self._fields(GptqFields), calibration=calibration)
 
     @property
-    def _rtn(self) -> Rtn:
-        return Rtn(**{name: getattr(self, name) for name in WeightQuantizer.model_fields}, scale_search="mse")
+    def rtn(self) -> Rtn:
+        """The quantizer that makes the codes to begin with, of `start: rtn`."""
+        return Rtn(**self._fields(WeightQuantizer), scale_search="mse")
+
+    def _fields(self, of: type[Frozen]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in of.model_fields}
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return what `predict_beside` does where the recipe starts from the model that is
@@ -264,7 +273,7 @@ class Qat(Gptq):
         """
         cost, left = super().predict(shape, device)
         training, _ = self.training.predict_beside(shape, device, origin)
-        layers = self._select(layers_of(shape), outside_of(shape)).layers.values()
+        layers = self.select_layers(layers_of(shape), outside_of(shape)).layers.values()
         sizes = [(layer.outputs, layer.inputs) for layer in layers]
         kinds = self.training.memory_with_codes(shape, device, origin, sizes, self.activations == "dynamic")
         on_gpu, waiting = device.startswith("cuda"), min(left.size_bytes, SHARD_BYTES)
@@ -277,10 +286,8 @@ class Qat(Gptq):
         }
         return cost.model_copy(update=needed), left
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        return (
-            super()._memory(shape, layers, device) if self.start == "gptq" else self._rtn._memory(shape, layers, device)
-        )
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+        return (self.gptq if self.start == "gptq" else self.rtn).working_memory(shape, layers, device)
 
 
 @contextmanager

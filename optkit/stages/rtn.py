@@ -12,8 +12,8 @@ from optkit.model.linear_layers import Layer
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.stages.quantizing.backed import Backed
-from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
-from optkit.stages.quantizing.streaming import Job
+from optkit.stages.quantizing.integers import packed_grid
+from optkit.stages.quantizing.streaming import QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ FLOAT_COPIES = 6
 """Float32 copies of a layer's weights that rounding holds at once."""
 
 
-class Rtn(Backed, WeightQuantizer):
+class Rtn(Backed):
     """Round each weight to the nearest point of its group's grid (RTN): no calibration text,
     seconds instead of minutes.
     """
@@ -38,7 +38,7 @@ class Rtn(Backed, WeightQuantizer):
     backend: Literal["optkit", "llmcompressor", "torchao"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`)."""
 
-    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         for index in range(len(job.skeleton.blocks)):
             quantized = {}
             for name in job.modules(index):
@@ -47,11 +47,11 @@ class Rtn(Backed, WeightQuantizer):
                     quantized[name] = self._round(job, name)
             yield quantized
 
-    def _head(self, job: Job) -> Mapping[str, Tensor]:
+    def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         with out_of_memory(HEAD, job.context.device, "Use a machine with more memory"):
             return self._packed(job, {HEAD: self._round(job, HEAD)})[HEAD]
 
-    def _round(self, job: Job, name: str) -> QuantizedWeight:
+    def _round(self, job: QuantizationJob, name: str) -> QuantizedWeight:
         from optkit.algorithms.grid import minmax_scales
         from optkit.algorithms.rounding import round_to_nearest
         from optkit.algorithms.scale_search import search_scales
@@ -62,7 +62,7 @@ class Rtn(Backed, WeightQuantizer):
         scales, zeros = minmax_scales(weight, grid) if self.scale_search == "minmax" else search_scales(weight, grid)
         return round_to_nearest(weight, scales, zeros, grid)
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
         work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
         return (largest * 4, work) if device.startswith("cuda") else (work, 0)

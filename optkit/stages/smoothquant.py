@@ -15,7 +15,7 @@ from optkit.formats.eight_bit import Activations, Number, Scales
 from optkit.model.linear_layers import Layer, scaled_together, stacks
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
-from optkit.stages.quantizing.streaming import BlockOutput, Job
+from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,25 +67,25 @@ class SmoothQuant(EightBitQuantizer):
     """The text whose activations decide what is an outlier."""
 
     @property
-    def _scales(self) -> Scales:
+    def weight_scales(self) -> Scales:
         return "channel"
 
     @property
-    def _activations(self) -> Activations:
+    def input_rounding(self) -> Activations:
         return self.activations
 
     @property
-    def _text(self) -> Calibration | None:
+    def calibration_text(self) -> Calibration | None:
         return self.calibration
 
     @property
-    def _sampled_rows(self) -> int:
+    def sampled_rows(self) -> int:
         return SEARCH_ROWS if self.alpha == "search" else 0
 
-    def _preparation_bytes(
+    def preparation_bytes(
         self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int
     ) -> tuple[int, int]:
-        rows = min(self._sampled_rows, self.calibration.samples * self.calibration.sequence_length)
+        rows = min(self.sampled_rows, self.calibration.samples * self.calibration.sequence_length)
 
         def sampled(stacks: Sequence[Sequence[str]]) -> int:
             return sum(4 * rows * layers[stack[0]].inputs for stack in stacks)
@@ -101,13 +101,13 @@ class SmoothQuant(EightBitQuantizer):
             worked(group) for block in blocks for group in scaled_together(block)
         )
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         yield from self._calibrated_blocks(job, self.calibration)
         if unsmoothed := job.details["unsmoothed"]:
             name, reason = next(iter(unsmoothed.items()))
             job.notes.append(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
 
-    def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
+    def preparation(self, job: QuantizationJob, tokens: Tensor) -> Preparation:
         job.details |= {"smoothing": {}, "unsmoothed": {}}
         probe = job.skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], job.context.device)
         return _Smoothing(self, job, probe)
@@ -118,7 +118,7 @@ class _Smoothing:
     """Smooths one loaded block after another."""
 
     stage: SmoothQuant
-    job: Job
+    job: QuantizationJob
     probe: BlockInputs
     """A few tokens in front of the first block."""
 

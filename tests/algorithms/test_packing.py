@@ -14,9 +14,8 @@ from optkit.algorithms.packing import (
     packed_length,
     unpack,
     unpack_awq,
-    unpack_compressed_tensors,
-    unpack_gptq,
 )
+from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 BITS = (2, 3, 4, 8)
 

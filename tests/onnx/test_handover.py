@@ -253,7 +253,7 @@ def test_codes_without_an_operator_are_refused_before_anything_runs(
 
 def test_nvfp4_and_bitsandbytes_are_refused(tiny_model: TinyModel) -> None:
     shape = Checkpoint(tiny_model("llama")).shape
-    fours = Mx(type="mxfp4")._format(None)  # type: ignore[arg-type]
+    fours = Mx(type="mxfp4").layer_format(None)  # type: ignore[arg-type]
     groups = {"group_0": {"targets": ["Linear"], **fours.scheme()}}
     for quantization, why in (
         (

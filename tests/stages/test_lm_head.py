@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.hessian import Hessian
-from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
@@ -23,6 +22,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.predictions import predicted
+from tests.support.unpacking import unpack_compressed_tensors
 
 TOKENS = torch.arange(60).view(2, 30)
 
@@ -114,7 +114,7 @@ def test_gptq_format_says_that_lm_head_is_packed(tiny_model: TinyModel, tmp_path
 
 def test_a_model_without_lm_head_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="rtn.lm_head: the model has no layer lm_head. Set lm_head: false"):
-        Rtn(lm_head=True)._select({}, {})
+        Rtn(lm_head=True).select_layers({}, {})
     with pytest.raises(
         StageError, match="rtn.lm_head: lm_head is not included. Add lm_head to `include`, or set lm_head: false"
     ):

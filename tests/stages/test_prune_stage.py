@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.algorithms.pruning import follows
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import ResourceError, SourceError, StageError
@@ -31,6 +30,7 @@ from optkit.stages.pruning.fitting import refuse_unfit
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.skeletons import changed_copy, replacing
+from tests.support.unpacking import unpack_compressed_tensors
 
 
 def prune(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.grid import Grid, minmax_scales
-from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.errors import StageError
@@ -28,6 +27,7 @@ from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized, within_cells
 from optkit.training.loop import Loop
 from optkit.training.memory_kinds import MemoryKinds
+from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 TinyModel = Callable[[str], Path]
 LENGTH = 32
@@ -262,7 +262,7 @@ def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CodesTraining, "_write", killed)
         stage.run(source, tmp_path / "first", Context(origin=source, workspace=place))
-    monkeypatch.setattr(Qat, "_starts", killed)
+    monkeypatch.setattr(Qat, "start_weights", killed)
     report = stage.run(source, tmp_path / "second", Context(origin=source, workspace=place))
     assert report.calibrated_on == whole.calibrated_on
     assert report.details["losses"] == whole.details["losses"]

@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.common.limits import out_of_memory
 from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.predictions import predicted
+from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 
@@ -250,8 +250,8 @@ def test_refusals_say_what_to_do(
 )
 def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyModel, stage: Rtn | Awq) -> None:
     def notes(kind: str) -> list[str]:
-        selection = stage._select(layers_of(Checkpoint(tiny_model(kind)).shape), {})
-        return stage._notes(selection, stage._formats(selection))
+        selection = stage.select_layers(layers_of(Checkpoint(tiny_model(kind)).shape), {})
+        return stage.deployment_notes(selection, stage.layer_formats(selection))
 
     assert notes("mixtral") == [
         f"vLLM on GPUs opens experts in the format {stage.format}; transformers and vLLM on CPUs do not "
@@ -272,12 +272,12 @@ def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyM
 )
 def test_exceptions_in_gptqs_format_are_told(tiny_model: TinyModel, fields: dict[str, Any], which: str) -> None:
     stage = Rtn(**{"format": "gptq", "group_size": 32} | fields)
-    selection = stage._select(layers_of(Checkpoint(tiny_model("llama")).shape), {})
+    selection = stage.select_layers(layers_of(Checkpoint(tiny_model("llama")).shape), {})
     said = (
         ", which vLLM and gptqmodel read in the format gptq and transformers does not: it "
         "opens format: compressed-tensors"
     )
-    assert stage._notes(selection, stage._formats(selection)) == ([which + said] if which else [])
+    assert stage.deployment_notes(selection, stage.layer_formats(selection)) == ([which + said] if which else [])
 
 
 CODE = """

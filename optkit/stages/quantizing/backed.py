@@ -3,7 +3,7 @@ its own.
 
 A stage takes part by deriving from `Backed` and naming its backends:
 
-    class Gptq(Backed, WeightQuantizer):
+    class Gptq(Backed):
         backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
 
 What each library makes of the stage's fields stands in `offers.py`; a field that it cannot honour
@@ -35,15 +35,16 @@ from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
+from optkit.stages.quantizing.integers import WeightQuantizer
 from optkit.stages.quantizing.offers import OFFERS, Offer
-from optkit.stages.quantizing.streaming import LayerQuantizer, recount
+from optkit.stages.quantizing.streaming import recount
 
 OWN = "optkit"
 MODELS_IN_MEMORY = 2
 """A library holds the whole model, and about as much again while it works and saves."""
 
 
-class Backed(LayerQuantizer):
+class Backed(WeightQuantizer):
     """A stage that another library can do in its place."""
 
     @model_validator(mode="after")
@@ -56,12 +57,9 @@ class Backed(LayerQuantizer):
                 f"`{'`, `'.join(without)}`: {offer.library} has nothing like it. Leave it out, or take backend: {OWN}; "
                 f"it has {', '.join(sorted(offer.fields - {'backend'}))}"
             )
-        self.__dict__.update(
-            {name: value for name, value in offer.defaults.items() if name not in self.model_fields_set}
-        )
         for name, values in offer.values.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {_text(getattr(self, name))}")
+            if (value := self._default(name, getattr(self, name))) not in values:
+                raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {_text(value)}")
         return self
 
     @model_serializer(mode="wrap")
@@ -71,7 +69,7 @@ class Backed(LayerQuantizer):
         if offer is None:
             dumped.pop("backend", None)
             return dumped
-        return {name: value for name, value in dumped.items() if name in offer.fields}
+        return {name: self._default(name, value) for name, value in dumped.items() if name in offer.fields}
 
     def made_with(self) -> dict[str, Any]:
         """Return the pinned packages of the library that does the work: another version makes other
@@ -81,6 +79,16 @@ class Backed(LayerQuantizer):
             return {}
         library = LIBRARIES[self._offer.library]
         return {"packages": [*library.requirements, *library.bare]}
+
+    @property
+    def packing(self) -> str:
+        """The format that is written: that of the library if it has one of its own."""
+        return str(self._default("format", super().packing))
+
+    def _default(self, name: str, value: Any) -> Any:
+        """Return the value of a field, or the library's own default if the recipe says nothing."""
+        offer = self._offer
+        return value if offer is None or name in self.model_fields_set else offer.defaults.get(name, value)
 
     @property
     def _offer(self) -> Offer | None:
@@ -116,8 +124,8 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
     checkpoint = Checkpoint(source)
     _refuse_own_code(checkpoint.config, stage.kind)
     _refuse_multi_modal(checkpoint.config, stage.kind)
-    selection = stage._select(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
-    formats = stage._formats(selection)
+    selection = stage.select_layers(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
+    formats = stage.layer_formats(selection)
     _refuse_shapes(offer, selection, stage.kind)
     environments = Environments()
     calibration: Calibration | None = getattr(stage, "calibration", None)

@@ -14,7 +14,7 @@ from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.quiet import quiet_bitsandbytes
 from optkit.stages.quantizing.fitting import EXPERTS
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
+from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +25,11 @@ class BitsAndBytesQuantizer(LayerQuantizer):
 
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes>=0.50",)
 
-    def _quantized(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+    def quantized_tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a layer by their last name. weight: float [out, in], contiguous."""
         raise NotImplementedError
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         experts = [name for name in selection.layers if EXPERTS in name]
         if experts:
             raise StageError(
@@ -40,13 +40,13 @@ class BitsAndBytesQuantizer(LayerQuantizer):
                 remedy=f"Set {self.kind}.exclude to ['*.experts.*'], or use the stage gptq",
             )
 
-    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return [
             "transformers needs bitsandbytes to open it; vLLM, since version 0.28, its plug-in: "
             "pip install vllm-bnb-plugin"
         ]
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         quiet_bitsandbytes()
         for index in range(len(job.skeleton.blocks)):
             layers = {}
@@ -55,9 +55,9 @@ class BitsAndBytesQuantizer(LayerQuantizer):
                 with out_of_memory(name, job.context.device, "Use a machine with more memory"):
                     stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
                     weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
-                    layers[name] = self._quantized(name, weight)
+                    layers[name] = self.quantized_tensors(name, weight)
             yield BlockOutput(layers)
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         largest = max(layer.outputs * layer.inputs * (DTYPE_BITS["F32"] + 16) // 8 for layer in layers.values())
         return (largest, largest) if device.startswith("cuda") else (largest, 0)

@@ -19,7 +19,7 @@ from optkit.model.linear_layers import Layer, Selection, by_block, stacks
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.fitting import joined_differently, refuse_some_experts
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
+from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -54,29 +54,29 @@ class EightBitQuantizer(LayerQuantizer):
     """Sequences of the calibration text that run through a block at once."""
 
     @property
-    def _scales(self) -> Scales:
+    def weight_scales(self) -> Scales:
         """What shares a scale."""
         raise NotImplementedError
 
     @property
-    def _activations(self) -> Activations:
+    def input_rounding(self) -> Activations:
         """How inputs are rounded."""
         raise NotImplementedError
 
     @property
-    def _text(self) -> Calibration | None:
+    def calibration_text(self) -> Calibration | None:
         """The calibration text, where one is needed."""
         raise NotImplementedError
 
     @property
-    def _sampled_rows(self) -> int:
+    def sampled_rows(self) -> int:
         """Inputs of each layer to keep, beside their range."""
         return 0
 
-    def _format(self, layer: Layer) -> EightBitFormat:
-        return EightBitFormat(self.number, self._scales, self._activations)
+    def layer_format(self, layer: Layer) -> EightBitFormat:
+        return EightBitFormat(self.number, self.weight_scales, self.input_rounding)
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         transposed = [layer.name for layer in selection.layers.values() if layer.transposed]
         if transposed:
             raise StageError(
@@ -87,10 +87,10 @@ class EightBitQuantizer(LayerQuantizer):
             )
         refuse_some_experts(selection, formats, self.kind)
 
-    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return joined_differently(selection, formats)
 
-    def _rounded(self, job: Job, name: str, weight: Tensor, inputs: InputRange | None) -> dict[str, Tensor]:
+    def _rounded(self, job: QuantizationJob, name: str, weight: Tensor, inputs: InputRange | None) -> dict[str, Tensor]:
         """Return the tensors of a layer, weight float32 [out, in], by their last name.
 
         A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
@@ -99,7 +99,7 @@ class EightBitQuantizer(LayerQuantizer):
         from optkit.model.skeleton import TORCH_DTYPES
         from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 
-        tile, numbers = tile_of(self._scales, (weight.shape[0], weight.shape[1])), self._numbers()
+        tile, numbers = tile_of(self.weight_scales, (weight.shape[0], weight.shape[1])), self._numbers()
         dtype = TORCH_DTYPES[job.skeleton.checkpoint.tensors[job.weight(name)].dtype]
         scales = (search_scales if self.scale_search == "mse" else amax_scales)(weight, tile, numbers, dtype)
         hessian = None if inputs is None else inputs.hessian()
@@ -109,8 +109,11 @@ class EightBitQuantizer(LayerQuantizer):
                 job.details.setdefault("rounded_to_nearest", {})[name] = inputs.tokens if inputs else 0
         else:
             codes = self._compensated(name, weight, hessian, scales)
-        tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self._scales == "tensor" else scales).to(dtype)}
-        if inputs is not None and self._activations == "static":
+        tensors = {
+            "weight": codes,
+            "weight_scale": (scales.view(-1) if self.weight_scales == "tensor" else scales).to(dtype),
+        }
+        if inputs is not None and self.input_rounding == "static":
             tensors["input_scale"] = (
                 amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
             )
@@ -120,7 +123,7 @@ class EightBitQuantizer(LayerQuantizer):
         from optkit.algorithms.eight_bit import tile_of
         from optkit.algorithms.eight_bit_gptq import compensated_codes
 
-        tile = tile_of(self._scales, (weight.shape[0], weight.shape[1]))
+        tile = tile_of(self.weight_scales, (weight.shape[0], weight.shape[1]))
         try:
             return compensated_codes(weight, hessian, scales, tile, self._numbers())
         except ValueError as error:
@@ -128,7 +131,7 @@ class EightBitQuantizer(LayerQuantizer):
                 str(error), where=name, remedy=f"Set {self.kind}.rounding to nearest, or calibrate on more text"
             ) from error
 
-    def _calibrated_blocks(self, job: Job, text: Calibration) -> Iterator[BlockOutput]:
+    def _calibrated_blocks(self, job: QuantizationJob, text: Calibration) -> Iterator[BlockOutput]:
         """Quantize block after block, each on what the quantized blocks before it make of the
         calibration text.
         """
@@ -140,7 +143,7 @@ class EightBitQuantizer(LayerQuantizer):
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
-            prepare = self._preparation(job, tokens)
+            prepare = self.preparation(job, tokens)
         for index, block in enumerate(skeleton.blocks):
             with out_of_memory(block.name, device, less):
                 skeleton.load_(block.name, device)
@@ -150,7 +153,9 @@ class EightBitQuantizer(LayerQuantizer):
                 skeleton.release_(block.name)
             yield output
 
-    def _calibrated_block(self, job: Job, index: int, inputs: BlockInputs, prepare: Preparation) -> BlockOutput:
+    def _calibrated_block(
+        self, job: QuantizationJob, index: int, inputs: BlockInputs, prepare: Preparation
+    ) -> BlockOutput:
         """Quantize a loaded block."""
         modules = job.modules(index)
         ranges = self._ranges(job, index, inputs, modules)
@@ -162,14 +167,14 @@ class EightBitQuantizer(LayerQuantizer):
             layers[name] = self._rounded(job, name, weight.float(), ranges[name])
         return BlockOutput(layers, replaced)
 
-    def _preparation(self, job: Job, tokens: Tensor) -> Preparation:
+    def preparation(self, job: QuantizationJob, tokens: Tensor) -> Preparation:
         """Return what is done to each block before it is rounded; tokens: int64 [samples,
         sequence_length], the calibration text.
         """
         return lambda index, ranges: {}
 
     def _ranges(
-        self, job: Job, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]
+        self, job: QuantizationJob, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]
     ) -> dict[str, InputRange]:
         """Return the inputs of each layer; of an expert that saw no token, those of the others.
         Raises StageError where they are NaN.
@@ -178,7 +183,7 @@ class EightBitQuantizer(LayerQuantizer):
         from optkit.stages.quantizing.input_ranges import InputRange
 
         seen: dict[str, InputRange] = {}
-        rows = -(-self._sampled_rows // len(inputs.batches))
+        rows = -(-self.sampled_rows // len(inputs.batches))
         for batch in inputs.batches if modules else ():
             watch_inputs(
                 partial(job.skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index]),
@@ -208,7 +213,9 @@ class EightBitQuantizer(LayerQuantizer):
             seen[name] = copy(max(alike, key=lambda each: float(each.amax.amax())))
         return seen
 
-    def _advance_(self, job: Job, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _advance_(
+        self, job: QuantizationJob, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
         """Replace the inputs of a block by its outputs, its layers computing as they will when the
         model is opened.
         """
@@ -231,11 +238,11 @@ class EightBitQuantizer(LayerQuantizer):
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         codes, scales = tensors["weight"], tensors["weight_scale"]
-        if self._scales == "block" or self._activations == "none":
-            tile = tile_of(self._scales, (codes.shape[0], codes.shape[1]))
-            grid = scales.view(1, 1) if self._scales == "tensor" else scales
+        if self.weight_scales == "block" or self.input_rounding == "none":
+            tile = tile_of(self.weight_scales, (codes.shape[0], codes.shape[1]))
+            grid = scales.view(1, 1) if self.weight_scales == "tensor" else scales
             return WidenedLinear(
-                codes, grid, tile, BLOCK if self._activations == "dynamic" else None, bias, weight.dtype
+                codes, grid, tile, BLOCK if self.input_rounding == "dynamic" else None, bias, weight.dtype
             )
         kind = Int8Linear if self.number == "int" else Float8Linear
         return kind(codes, scales, tensors.get("input_scale"), bias, weight.dtype)
@@ -245,28 +252,30 @@ class EightBitQuantizer(LayerQuantizer):
 
         return FLOAT8 if self.number == "float" else INT8
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
         work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
-        if self._text is None:
+        if self.calibration_text is None:
             return (largest * 4, work) if device.startswith("cuda") else (work, 0)
         widest = max(layer.inputs for layer in layers.values())
-        tokens = self._text.samples * self._text.sequence_length
-        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self._text.sequence_length))
+        tokens = self.calibration_text.samples * self.calibration_text.sequence_length
+        hidden, batch = calibration_bytes(
+            shape, layers, tokens, (self.batch_size, self.calibration_text.sequence_length)
+        )
         blocks = by_block(shape, layers)
         compensating = hessians = 0
         if self.rounding == "gptq":
             compensating = HESSIAN_COPIES * 4 * widest**2
             hessians = max(sum(4 * layers[stack[0]].inputs ** 2 for stack in stacks(block)) for block in blocks)
-        kept, prepared = self._preparation_bytes(blocks, layers, compensating)
+        kept, prepared = self.preparation_bytes(blocks, layers, compensating)
         work = max(batch, work + compensating, prepared)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + kept + work
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
 
-    def _preparation_bytes(
+    def preparation_bytes(
         self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int
     ) -> tuple[int, int]:
-        """Return the bytes that `_preparation` keeps of a block and those that it works with;
+        """Return the bytes that `preparation` keeps of a block and those that it works with;
         `compensating`: GPTQ's for a Hessian.
         """
         return 0, 0

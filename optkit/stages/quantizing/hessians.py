@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from optkit.model.blocks import Batch, BlockInputs
     from optkit.model.skeleton import Skeleton
-    from optkit.stages.quantizing.streaming import Job
+    from optkit.stages.quantizing.streaming import QuantizationJob
 
 
 class Sum(Protocol):
@@ -145,7 +145,7 @@ def refuse_infinite(summed: Tensor, name: str, skeleton: Skeleton) -> None:
         )
 
 
-def head_hessian(job: Job, equal_tokens: bool) -> Hessian:
+def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
     """Return the Hessian of the output layer's inputs, and let go of what the last block returned;
     no tokens where nothing was kept.
     """

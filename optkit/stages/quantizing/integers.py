@@ -19,7 +19,7 @@ from optkit.model.linear_layers import Layer, Selection, refuse_unmatched
 from optkit.model.output_layer import HEAD
 from optkit.stages.quantizing.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
 from optkit.stages.quantizing.overrides import KEEP, Override, Overrides, override_of
-from optkit.stages.quantizing.streaming import BlockOutput, Job, LayerQuantizer
+from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,12 @@ class WeightQuantizer(LayerQuantizer):
             )
         return self
 
-    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+    @property
+    def packing(self) -> str:
+        """The format that is written."""
+        return self.format
+
+    def select_layers(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         if self.lm_head:
             if HEAD not in outside:
                 raise StageError(
@@ -85,7 +90,7 @@ class WeightQuantizer(LayerQuantizer):
             layers = {**layers, HEAD: outside[HEAD]}
             outside = {name: layer for name, layer in outside.items() if name != HEAD}
         refuse_unmatched(f"{self.kind}.overrides", tuple(self.overrides), layers, tuple(outside))
-        selection = super()._select(layers, outside)
+        selection = super().select_layers(layers, outside)
         if self.lm_head and selection.skipped.get(HEAD) == "not included":
             raise StageError(
                 "lm_head is not included",
@@ -95,7 +100,7 @@ class WeightQuantizer(LayerQuantizer):
         kept = {name: "kept by overrides" for name in selection.layers if self._override(name) == KEEP}
         return selection.without(kept, self.kind)
 
-    def _format(self, layer: Layer) -> PackedFormat:
+    def layer_format(self, layer: Layer) -> PackedFormat:
         bits, group_size, symmetric = self.bits, self.group_size, self.symmetric
         override = self._override(layer.name)
         if isinstance(override, Override):
@@ -103,14 +108,14 @@ class WeightQuantizer(LayerQuantizer):
             symmetric = symmetric if override.symmetric is None else override.symmetric
             if override.group_size is not None:
                 group_size = None if override.group_size == -1 else override.group_size
-        if self.format == GPTQ:
+        if self.packing == GPTQ:
             return GptqPacked(bits, group_size)
         return PackQuantized(bits, group_size, symmetric)
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         refuse_unfit(selection, formats, self.kind)
 
-    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+    def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return [
             *joined_differently(selection, formats),
             *exceptions_for_vllm(selection, formats),
@@ -125,21 +130,21 @@ class WeightQuantizer(LayerQuantizer):
         override = self._override(name)
         return isinstance(override, Override) and override.method == "rtn"
 
-    def _write_config(self, job: Job, target: Path) -> None:
-        super()._write_config(job, target)
-        if self.format == GPTQ:
+    def write_model_config(self, job: QuantizationJob, target: Path) -> None:
+        super().write_model_config(job, target)
+        if self.packing == GPTQ:
             config = json.loads((target / "config.json").read_text(encoding="utf-8"))["quantization_config"]
             (target / "quantize_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
-        for quantized in self._quantized(job):
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
+        for quantized in self.quantized_weights(job):
             yield BlockOutput(self._packed(job, quantized))
 
-    def _quantized(self, job: Job) -> Iterator[Mapping[str, QuantizedWeight]]:
+    def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield the quantized layers of each block, in order."""
         raise NotImplementedError
 
-    def _packed(self, job: Job, quantized: Mapping[str, QuantizedWeight]) -> dict[str, dict[str, Tensor]]:
+    def _packed(self, job: QuantizationJob, quantized: Mapping[str, QuantizedWeight]) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of quantized layers as they are written."""
         grids = {name: packed_grid(job, name) for name in quantized}
         return {
@@ -147,13 +152,13 @@ class WeightQuantizer(LayerQuantizer):
         }
 
 
-def packed_format(job: Job, name: str) -> PackedFormat:
+def packed_format(job: QuantizationJob, name: str) -> PackedFormat:
     """Return the form of a layer."""
     form: Any = job.formats[name]
     return form  # type: ignore[no-any-return]
 
 
-def packed_grid(job: Job, name: str) -> Grid:
+def packed_grid(job: QuantizationJob, name: str) -> Grid:
     """Return the grid that the weights of a layer are rounded to."""
     from optkit.algorithms.grid import Grid
     from optkit.model.skeleton import TORCH_DTYPES

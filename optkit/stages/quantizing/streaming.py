@@ -43,7 +43,7 @@ class BlockOutput:
 
 
 @dataclass
-class Job:
+class QuantizationJob:
     """One run of a quantizer: what it works on, and what it finds on the way."""
 
     skeleton: Skeleton
@@ -81,7 +81,11 @@ class Job:
 
 
 class LayerQuantizer(Transform):
-    """Store linear layers of the decoder blocks in a smaller form."""
+    """Store linear layers of the decoder blocks in a smaller form.
+
+    A quantizer says the form of a layer, what it refuses, the memory it needs, and yields block
+    after block; which layers, the plan, and what is written are the same for all of them.
+    """
 
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
@@ -93,39 +97,60 @@ class LayerQuantizer(Transform):
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
 
-    def _format(self, layer: Layer) -> LayerFormat:
-        """Return the form that a layer will have."""
+    def layer_format(self, layer: Layer) -> LayerFormat:
+        """Return the form that a layer will have on disk."""
         raise NotImplementedError
 
-    def _refuse(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
-        """Raise StageError where layers do not fit their form, or nothing opens them."""
-        raise NotImplementedError
+    def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
+        """Refuse, before any computing, layers that do not fit their form, or that nothing opens.
 
-    def _notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-        """Return what whoever deploys the model must know of its form, one sentence each."""
-        return []
-
-    def _blocks(self, job: Job) -> Iterator[BlockOutput]:
-        """Yield what is left of each block, in order."""
-        raise NotImplementedError
-
-    def _head(self, job: Job) -> Mapping[str, Tensor]:
-        """Return the tensors of the output layer by their last name; called after the last block,
-        where `lm_head` was selected.
+        Raises StageError.
         """
         raise NotImplementedError
 
-    def _memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
+        """Return what whoever deploys the model must know of its form, one sentence each."""
+        return []
+
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
+        """Yield what is left of each decoder block, in order.
+
+        Raises StageError for weights or inputs that it cannot round, ResourceError without memory.
+        """
+        raise NotImplementedError
+
+    def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
+        """Return the tensors of the output layer by their last name.
+
+        It is called behind the last block if `lm_head` was selected; raises as `quantized_blocks`.
+        """
+        raise NotImplementedError
+
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be
         written.
         """
         raise NotImplementedError
 
-    def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
-        """Return the chosen ones of a model's layers; `outside` are the linear layers outside the
-        blocks.
+    def select_layers(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+        """Return which of a model's layers are quantized; `outside` are those outside its blocks.
+
+        Raises StageError for a pattern that matches nothing, and if no layer is left.
         """
         return select(layers, tuple(outside), self.include, self.exclude, self.kind)
+
+    def layer_formats(self, selection: Selection) -> dict[str, LayerFormat]:
+        """Return the form of each selected layer. Raises StageError as `check_layers` does."""
+        formats = {name: self.layer_format(layer) for name, layer in selection.layers.items()}
+        self.check_layers(selection, formats)
+        return formats
+
+    def written_config(
+        self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]
+    ) -> dict[str, Any]:
+        """Return the config.json of the quantized model, of that of its source."""
+        told = with_own_head(config) if HEAD in formats else config
+        return {**told, "quantization_config": quantization_config(formats, selection.skipped)}
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block, straight from safetensors to safetensors.
@@ -138,20 +163,20 @@ class LayerQuantizer(Transform):
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
-        selection = self._select(*layers_of_skeleton(skeleton))
-        formats = self._formats(selection)
+        selection = self.select_layers(*layers_of_skeleton(skeleton))
+        formats = self.layer_formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
-            job = Job(skeleton, Path(source), selection, formats, context, task)
+            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task)
             self._write(job, target)
         copy_companions(source, target, context.trust_remote_code)
-        self._write_config(job, target)
+        self.write_model_config(job, target)
         job.details |= recount(Checkpoint(target), skeleton.checkpoint, selection, formats)
         job.details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
             changed=len(selection.layers),
             skipped={**selection.skipped, **skeleton.fused},
             details=job.details,
-            notes=(*self._notes(selection, formats), *job.notes),
+            notes=(*self.deployment_notes(selection, formats), *job.notes),
             calibrated_on=job.calibrated_on,
         )
 
@@ -159,8 +184,8 @@ class LayerQuantizer(Transform):
         """Return the exact tensors that it leaves; the memory is an estimate, near what was
         measured.
         """
-        selection = self._select(layers_of(shape), outside_of(shape))
-        formats = self._formats(selection)
+        selection = self.select_layers(layers_of(shape), outside_of(shape))
+        formats = self.layer_formats(selection)
         tensors: dict[str, TensorInfo] = {}
         for name, info in shape.tensors.items():
             module = name.removesuffix(".weight")
@@ -175,17 +200,12 @@ class LayerQuantizer(Transform):
             tensors |= {
                 f"{HEAD}.{leaf}": part for leaf, part in formats[HEAD].tensors(dtype, head.outputs, head.inputs).items()
             }
-        config = self._config(shape.config, selection, formats)
+        config = self.written_config(shape.config, selection, formats)
         left = ModelShape(config=config, tensors=tensors)
-        ram, gpu = self._memory(shape, selection.layers, device)
+        ram, gpu = self.working_memory(shape, selection.layers, device)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
 
-    def _formats(self, selection: Selection) -> dict[str, LayerFormat]:
-        formats = {name: self._format(layer) for name, layer in selection.layers.items()}
-        self._refuse(selection, formats)
-        return formats
-
-    def _write_config(self, job: Job, target: Path) -> None:
+    def write_model_config(self, job: QuantizationJob, target: Path) -> None:
         """Write config.json; it knows layers by their names in the model too, where transformers
         renames what it reads.
         """
@@ -198,22 +218,17 @@ class LayerQuantizer(Transform):
             **{names[name]: reason for name, reason in job.selection.skipped.items() if name in names},
         }
         write_config(
-            target, self._config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats)
+            target,
+            self.written_config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats),
         )
 
-    def _config(
-        self, config: Mapping[str, Any], selection: Selection, formats: Mapping[str, LayerFormat]
-    ) -> dict[str, Any]:
-        told = with_own_head(config) if HEAD in formats else config
-        return {**told, "quantization_config": quantization_config(formats, selection.skipped)}
-
-    def _write(self, job: Job, target: Path) -> None:
+    def _write(self, job: QuantizationJob, target: Path) -> None:
         checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
         with CheckpointWriter(target) as writer:
             for name in job.skeleton.outside_tensors:
                 if not (job.head and name == f"{HEAD}.weight"):
                     writer.add(name, checkpoint.read_finite(name))
-            for block, output in zip(blocks, self._blocks(job), strict=True):
+            for block, output in zip(blocks, self.quantized_blocks(job), strict=True):
                 replaced = dict(output.replaced)
                 for name in job.skeleton.block_tensors(block):
                     module = name.removesuffix(".weight")
@@ -226,7 +241,7 @@ class LayerQuantizer(Transform):
                     writer.add(name, tensor)
                 job.task.advance(note=block.name)
             if job.head:
-                for leaf, tensor in self._head(job).items():
+                for leaf, tensor in self.quantized_head(job).items():
                     writer.add(f"{HEAD}.{leaf}", tensor)
 
 
