@@ -17,10 +17,11 @@ from optkit.common.byte_sizes import size_text
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.plan import Plan, Step, check_texts
+from optkit.plan import Plan, Step
 from optkit.processes import stopping
 from optkit.source.lineage import Reader, with_sketches, without_sketches
 from optkit.source.models import import_model, locate_model
+from optkit.source.text_place import TextPlace
 from optkit.stage import Context, Report
 from optkit.store.durations import Durations
 from optkit.store.store import Store
@@ -152,6 +153,27 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
     return replace(report, calibrated_on=with_sketches(report.calibrated_on, step.stage, reader))
+
+
+def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
+    """Let the stages and evals that will run refuse what they cannot read, where the texts and the
+    tokenizer are here already.
+
+    `directory` is what the first of them reads, in a run, which imports transformers; left out, it
+    is looked for. Raises StageError, EvalError, SourceError.
+    """
+    running = directory is not None
+    there = [step.directory for step in plan.steps if step.directory]
+    directory = directory or (there[-1] if there else None)
+    if directory is None:
+        return
+    place = TextPlace(directory, data, store.root / "counts", plan.recipe.model.trust_remote_code, running)
+    for step in plan.pending:
+        if step.stage:
+            step.stage.check_texts(place)
+    for each in plan.evals:
+        if not (each.hit and each.baseline_hit):
+            each.eval.check_texts(place)
 
 
 def check_packages(plan: Plan) -> None:

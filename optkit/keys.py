@@ -10,16 +10,19 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
                and {seed} where the eval draws something,
                and {baseline: key of the model} where the eval compares,
                and {beside: artifact key of the other, device, cores, threads, torch, transformers} where it is timed,
-               with {onnxruntime} where one of the two is ONNX, and `Eval.circumstances`
+               with the versions of `Format.libraries`, and `Eval.circumstances`
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from optkit.common.frozen import digest
+from optkit.environment import cpu_cores, cpu_threads, device_name, package_version
+from optkit.onnx.builds import installed
 from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry
+from optkit.stage import Format
 
 SCHEMA = 1
 """Raised when the meaning of keys, or of what lies under them, changes: then nothing that was
@@ -71,3 +74,16 @@ def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
         "fields": entry.value.model_dump(mode="json"),
         **entry.value.made_with(),
     }
+
+
+def timing_circumstances(device: str, formats: Collection[Format]) -> dict[str, Any]:
+    """Return what decides a timing on a device beside its eval: the machine, and what runs models of these formats."""
+    described = {
+        "device": device_name(device),
+        "cores": cpu_cores() if device == "cpu" else None,
+        "threads": cpu_threads() if device == "cpu" else None,
+        "torch": package_version("torch"),
+        "transformers": package_version("transformers"),
+    }
+    libraries = {name: builds for format in formats for name, builds in format.libraries.items()}
+    return described | {name: installed(builds) for name, builds in libraries.items()}

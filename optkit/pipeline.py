@@ -25,10 +25,10 @@ from optkit.common.files import reading
 from optkit.common.own_files import RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import best_device, torch_has_cuda
 from optkit.errors import ArtifactError, UnsoundError, UsageError
-from optkit.execute import Execution, execute, materialize
+from optkit.execute import Execution, check_texts, execute, materialize
 from optkit.measuring.attribution import attribute, between
 from optkit.measuring.bench import Measurement, Subject, measure
-from optkit.plan import Plan, PlannedEval, check_texts, make_plan
+from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import Recipe, load_recipe
 from optkit.recipe.registry import stage_class

@@ -13,19 +13,17 @@ from typing import Any
 from pydantic import SerializeAsAny
 
 from optkit.common.frozen import Frozen
-from optkit.environment import cpu_cores, cpu_threads, device_name, gpu_memory_bytes, memory, package_version
+from optkit.environment import gpu_memory_bytes, memory
 from optkit.errors import EvalError, StageError
-from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
+from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity, timing_circumstances
 from optkit.measure import Eval
 from optkit.model.cost import Cost
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
-from optkit.onnx.builds import installed
 from optkit.recipe.gates import foreseen_failure, parse_gate
 from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry
 from optkit.recipe.rules import Start, broken_rules
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
-from optkit.source.text_place import TextPlace
 from optkit.stage import Format, Transform
 from optkit.store.durations import Durations
 from optkit.store.store import Store
@@ -197,27 +195,6 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
     )
 
 
-def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
-    """Let the stages and evals that will run refuse what they cannot read, where the texts and the
-    tokenizer are here already.
-
-    `directory` is what the first of them reads, in a run, which imports transformers; left out, it
-    is looked for. Raises StageError, EvalError, SourceError.
-    """
-    running = directory is not None
-    there = [step.directory for step in plan.steps if step.directory]
-    directory = directory or (there[-1] if there else None)
-    if directory is None:
-        return
-    place = TextPlace(directory, data, store.root / "counts", plan.recipe.model.trust_remote_code, running)
-    for step in plan.pending:
-        if step.stage:
-            step.stage.check_texts(place)
-    for each in plan.evals:
-        if not (each.hit and each.baseline_hit):
-            each.eval.check_texts(place)
-
-
 def _check_rules(recipe: Recipe, start: Start, device: str) -> None:
     """Raise the first broken rule, as validation says it, for recipes that were made or changed in
     Python and for what only the model tells.
@@ -293,7 +270,7 @@ def _plan_eval(
     model = steps[0].key
     with_baseline = {"baseline": model} if entry.value.compares else {}
     formats = {steps[0].format, steps[-1].format}
-    machine = _machine(device, formats) | entry.value.circumstances(device) if entry.value.timed else {}
+    machine = timing_circumstances(device, formats) | entry.value.circumstances(device) if entry.value.timed else {}
 
     def metric_key(of: str, applied: list[dict[str, Any]], beside: str) -> str:
         circumstances = with_baseline | machine | ({"beside": beside} if entry.value.timed else {})
@@ -368,15 +345,3 @@ def _eval_seconds(each: PlannedEval, durations: Durations, size_bytes: int) -> f
     keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
     known = [durations.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]
     return sum(filter(None, known)) if known and None not in known else None
-
-
-def _machine(device: str, formats: set[Format]) -> dict[str, Any]:
-    described = {
-        "device": device_name(device),
-        "cores": cpu_cores() if device == "cpu" else None,
-        "threads": cpu_threads() if device == "cpu" else None,
-        "torch": package_version("torch"),
-        "transformers": package_version("transformers"),
-    }
-    libraries = {name: builds for format in formats for name, builds in format.libraries.items()}
-    return described | {name: installed(builds) for name, builds in libraries.items()}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from optkit.errors import SourceError
 from optkit.model.adapter import CONFIG, WEIGHTS, read_adapter
 from optkit.session import open_session
+from optkit.source.models import ModelSource, pin_model
 from optkit.stage import Context
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
@@ -105,6 +106,16 @@ def test_its_layers_and_scales(adapted: Path) -> None:
     }
     assert found.size_bytes == 4 * (4 * (64 + 64) + 2 * (64 + 128))
     assert read_adapter(adapted / "adapter") is None
+
+
+def test_a_model_with_another_adapter_is_another_model(adapted: Path, tmp_path: Path) -> None:
+    def pinned() -> str | None:
+        return pin_model(ModelSource(name=str(adapted)), tmp_path / "cache").revision
+
+    before = pinned()
+    held = load_file(adapted / "adapter" / WEIGHTS)
+    save_file({name: 2 * tensor for name, tensor in held.items()}, adapted / "adapter" / WEIGHTS)
+    assert pinned() != before
 
 
 def change_config(directory: Path, **fields: object) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 from optkit_cli.main import main
 
-from optkit import plan as plan_module
+from optkit import keys as keys_module
 from optkit.errors import EvalError, SourceError, StageError
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape
@@ -194,7 +194,7 @@ def test_timings_of_onnx_are_those_of_one_build(
         return {each.kind: each.key for each in plan(name, device="cpu").evals}
 
     before, other = keys("tiny.yaml"), keys("other.yaml")
-    monkeypatch.setattr(plan_module, "installed", lambda builds: {"onnxruntime-gpu": "9.9"})
+    monkeypatch.setattr(keys_module, "installed", lambda builds: {"onnxruntime-gpu": "9.9"})
     after = keys("tiny.yaml")
     assert {kind for kind in before if before[kind] != after[kind]} == {"throughput"}
     assert keys("other.yaml") == other

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from optkit import keys as keys_module
 from optkit import plan as plan_module
 from optkit.common.frozen import Frozen
 from optkit.errors import EvalError, RecipeError, StageError
@@ -215,9 +216,9 @@ def test_only_comparing_evals_depend_on_the_baseline(tmp_path: Path, model: Mode
     assert score.baseline_key is not None
     assert distance.baseline_key is None
     assert distance.baseline_hit
-    assert plan_module.make_metric_key(EvalEntry(kind="score", value=Score()), 0, plan.weights_key, []) == score.key
+    assert keys_module.make_metric_key(EvalEntry(kind="score", value=Score()), 0, plan.weights_key, []) == score.key
     assert (
-        plan_module.make_metric_key(EvalEntry(kind="distance", value=Distance()), 0, plan.weights_key, [])
+        keys_module.make_metric_key(EvalEntry(kind="distance", value=Distance()), 0, plan.weights_key, [])
         != distance.key
     )
 
@@ -237,7 +238,7 @@ def test_timings_depend_on_the_machine_and_on_what_was_timed_beside(
         ("package_version", lambda name: "9.9"),
     ):
         with monkeypatch.context() as changed:
-            changed.setattr(plan_module, name, other)
+            changed.setattr(keys_module, name, other)
             there = keys(Shrink())
         assert there["score"] == here["score"]
         assert there["speed"][0] != here["speed"][0]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from optkit import pipeline
 from optkit.errors import SourceError, StageError
-from optkit.execute import execute
-from optkit.plan import Plan, check_texts, make_plan
+from optkit.execute import check_texts, execute
+from optkit.plan import Plan, make_plan
 from optkit.recipe.recipe import Recipe, load_recipe
 from optkit.source import token_counts
 from optkit.source.text_place import TextPlace
