@@ -7,12 +7,13 @@ module, like every stage module, imports no torch at import time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
@@ -22,6 +23,9 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
 from optkit.source.text_place import TextPlace
+
+if TYPE_CHECKING:
+    from optkit.model.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class Stage(Frozen):
     runs.
     """
 
+    @classmethod
+    def lacking(cls) -> tuple[str, str] | None:
+        """Return what this machine lacks for it beside packages, and the command that installs it."""
+        return None
+
     def made_with(self) -> dict[str, Any]:
         """Return what decides the result beside version and fields, as JSON values for the key;
         empty where nothing does.
@@ -143,8 +152,40 @@ class Transform(Stage):
                 part.check_texts(place)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How transformers reads weights that a setting spreads over devices or processes."""
+
+    kwargs: Mapping[str, Any]
+    """Keyword arguments for `from_pretrained` beside those of `Setting.load_kwargs`."""
+    finish: Callable[[Any], Sequence[str]] = lambda model: ()
+    """Completes the model that was read, and returns notes for the scorecard."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A model that is being opened, as the hooks of its settings see it."""
+
+    directory: Path
+    settings: tuple[Setting, ...]
+    device: str
+    dtype: str | None
+    """Torch name of the float dtype to compute in; None: that of the checkpoint."""
+    trust_remote_code: bool
+    progress: Progress
+
+    @cached_property
+    def load_kwargs(self) -> dict[str, Any]:
+        """What the settings give to `from_pretrained`, the last word of each counting."""
+        return {name: value for each in self.settings for name, value in each.load_kwargs(self.device).items()}
+
+
 class Setting(Stage):
-    """A stage that changes no weights: recorded in the artifact and applied when it is opened."""
+    """A stage that changes no weights: recorded in the artifact and applied when it is opened.
+
+    `optkit.session.open_session` asks its hooks in this order: `open`, `load_kwargs`, `loading`,
+    `on_load`, `cache`, `computing`, `on_open`.
+    """
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED, Format.ADAPTED})
     """What it can be applied to when it is opened; the built-in ones know torch models alone."""
@@ -191,6 +232,12 @@ class Setting(Stage):
         """
         return type(self).computing is not Setting.computing
 
+    def open(self, opening: Opening) -> Any:
+        """Return the session if the setting opens the model itself, e.g. in other processes; None
+        if this process opens it.
+        """
+        return None
+
     def load_kwargs(self, device: str) -> dict[str, Any]:
         """Return keyword arguments for `from_pretrained` / `from_config`, e.g.
         `{"attn_implementation": "sdpa"}`.
@@ -198,6 +245,15 @@ class Setting(Stage):
         A setting of ONNX models returns those of `optkit.session.onnx_session.OnnxSession`.
         """
         return {}
+
+    def loading(self, opening: Opening, checkpoint: Checkpoint, packed: bool) -> Loading | None:
+        """Return how transformers spreads the weights of a checkpoint; None if the setting does not
+        say.
+
+        `packed`: its weights or its KV cache are codes, which optkit reads itself and nothing can
+        spread. `opening.dtype` is known here. Raises StageError.
+        """
+        return None
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the opened torch model, changed as the setting says."""
@@ -211,6 +267,20 @@ class Setting(Stage):
         (`optkit.model.kv_scales.KvScales`), or None.
         """
         return None
+
+    def on_open(self, session: Any) -> Any:
+        """Return the opened session of a model for one of `tasks`, changed as the setting says.
+
+        A `TorchSession` learns here who computes its decode steps (`decode_with`), and who proposes
+        tokens that it checks (`speculate_with`).
+        """
+        return session
+
+    def step_mode(self, device: str) -> str:
+        """Return what makes one call of a decode step's operations, e.g. `reduce-overhead`; empty
+        if the setting leaves them alone.
+        """
+        return ""
 
     def forecast(self, shape: ModelShape, device: str) -> str:
         """Return one line for the plan: what opening a model will need, e.g. of each GPU; empty
@@ -230,9 +300,13 @@ def exclusion(settings: Sequence[Setting], device: str) -> tuple[int, int, str] 
     their order, and why.
     """
     for (first, one), (second, other) in combinations(enumerate(settings), 2):
-        if why := one.excludes(other, device) or other.excludes(one, device):
+        if why := one.excludes(other, device) or other.excludes(one, device) or _both_place(one, other):
             return first, second, why
     return None
+
+
+def _both_place(one: Setting, other: Setting) -> str:
+    return "Each of the two says itself where every weight lies" if one.places_weights and other.places_weights else ""
 
 
 def check_together(settings: Sequence[Setting], device: str) -> None:

@@ -19,7 +19,6 @@ from optkit.model.blocks import find_blocks
 from optkit.model.carried_state import CarriedState
 from optkit.session.memory import cache_bytes, weight_bytes
 from optkit.session.speculation import Step
-from optkit.settings.speculative import check_layers
 
 
 class EarlyExit:
@@ -34,7 +33,7 @@ class EarlyExit:
         """`step` computes logits of tokens that follow those in a state; `state` is an empty one,
         for a trial.
 
-        Raises StageError where the model has too few layers, or its first ones cannot be run alone.
+        Raises StageError if the model's first layers cannot be run alone.
         """
         self._model, self._step, self._layers, self._probe = model, step, layers, state
         try:
@@ -44,7 +43,6 @@ class EarlyExit:
         parent, _, self._name = name.rpartition(".")
         self._parent: nn.Module = model.get_submodule(parent)
         self._whole: nn.ModuleList = getattr(self._parent, self._name)
-        check_layers(layers, len(self._whole))
         self._first = nn.ModuleList(list(self._whole)[:layers])
         self._try()
         self._state: CarriedState | None = None

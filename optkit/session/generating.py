@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,35 @@ from optkit.session.tokenizer import encode
 from optkit.source.calibration import load_tokenizer
 
 NO_POSITIONS = 1 << 31
+
+
+class Steps(Protocol):
+    """The decode steps of one request."""
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, prompt] -> the tokens behind it, int64 [batch]."""
+        ...
+
+    def next(self) -> Tensor:
+        """Return the tokens behind those returned last, int64 [batch]."""
+        ...
+
+
+class Decoder(Protocol):
+    """Something that computes the greedy decode steps of an opened model, faster than the model
+    itself.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What it left to the model so far."""
+        ...
+
+    def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
+        """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers
+        together.
+        """
+        ...
 
 
 class GeneratingSession(ABC):

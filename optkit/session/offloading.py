@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.placement import Place, Unit, placement_text
 from optkit.model.skeleton import empty_model
-from optkit.settings.offload import Offload
+from optkit.stage import Opening
 
 
 class Offloading:
@@ -28,25 +28,23 @@ class Offloading:
 
     def __init__(
         self,
-        setting: Offload,
+        opening: Opening,
         checkpoint: Checkpoint,
-        device: str,
-        dtype: torch.dtype,
-        trust_remote_code: bool,
-        **options: Any,
+        place: Callable[[Sequence[Unit], int | None], dict[str, Place]],
+        folder: str | None,
     ) -> None:
-        """Decide. Raises StageError for a pattern in vain, too little room, or a folder that cannot
-        be written to.
+        """Decide: `place` says it of units, given the free bytes of a GPU.
+
+        Raises what `place` raises, and StageError if nothing can be written to the folder.
         """
-        setting.check_folder()
-        model = empty_model(checkpoint, dtype, trust_remote_code, **options)
-        free = None if device == "cpu" else memory(device).available_bytes
-        self.device = device
+        dtype = getattr(torch, str(opening.dtype))
+        model = empty_model(checkpoint, dtype, opening.trust_remote_code, **opening.load_kwargs)
+        self.device = opening.device
         self.units = tuple(_units(model))
-        self.places = setting.place(self.units, setting.room(device, free))
+        self.places = place(self.units, None if self.device == "cpu" else memory(self.device).available_bytes)
         for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
             self.places[self._unit_of(tied)] = self.places[self._unit_of(source)]
-        self._folder = self._make_folder(setting.folder)
+        self._folder = self._make_folder(folder)
 
     def _unit_of(self, parameter: str) -> str:
         return next(unit.name for unit in self.units if f"{parameter}.".startswith(f"{unit.name}."))

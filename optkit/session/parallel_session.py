@@ -7,7 +7,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
 from optkit.session.generating import GeneratingSession
 from optkit.session.ranks import Ranks
-from optkit.settings.tensor_parallel import TensorParallel
-from optkit.stage import Setting
+from optkit.stage import Opening
 
 
 class ParallelSession(GeneratingSession):
@@ -27,31 +25,22 @@ class ParallelSession(GeneratingSession):
     result.
     """
 
-    def __init__(
-        self,
-        setting: TensorParallel,
-        directory: Path,
-        settings: Sequence[Setting],
-        device: str,
-        dtype: str | None,
-        trust_remote_code: bool,
-    ) -> None:
-        """Start the ranks and let them open the model; raises what that raises, StageError for too
-        few GPUs.
+    def __init__(self, opening: Opening, count: int) -> None:
+        """Start the ranks, from the device of `opening` on, and let them open the model; raises what
+        that raises.
         """
-        setting.check_devices(device, torch.cuda.device_count())
+        device = opening.device
         first = int(device.partition(":")[2] or 0)
-        count = range(setting.devices)
-        self.devices = tuple("cpu" if device == "cpu" else f"cuda:{first + index}" for index in count)
-        super().__init__(directory, self.devices[0], trust_remote_code)
+        self.devices = tuple("cpu" if device == "cpu" else f"cuda:{first + index}" for index in range(count))
+        super().__init__(opening.directory, self.devices[0], opening.trust_remote_code)
         job = {
-            "directory": str(directory.absolute()),
+            "directory": str(opening.directory.absolute()),
             "settings": [
                 (f"{type(each).__module__}:{type(each).__qualname__}", each.model_dump(mode="json"))
-                for each in settings
+                for each in opening.settings
             ],
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
+            "dtype": opening.dtype,
+            "trust_remote_code": opening.trust_remote_code,
         }
         self._ranks = Ranks(job, self.devices)
         told = self._ranks.opened
@@ -61,7 +50,7 @@ class ParallelSession(GeneratingSession):
         self._said = tuple(told[0]["notes"])
         held = " and ".join(sorted({size_text(each["weights"]) for each in told}))
         how = "processes by gloo" if device == "cpu" else f"GPUs ({', '.join(self.devices)}) by nccl"
-        self._note = f"tensor_parallel: {setting.devices} {how}, {held} of weights on each"
+        self._note = f"tensor_parallel: {count} {how}, {held} of weights on each"
         self._check_alike(told)
 
     @property

@@ -127,8 +127,15 @@ class DraftModel:
             self._length = length
 
 
-def check_state(state: CarriedState) -> None:
-    """Raise StageError for a model that cannot forget its last tokens."""
+def check_speculates(state: CarriedState, compiled: bool) -> None:
+    """Raise StageError for a compiled model, and for one that cannot forget its last tokens."""
+    if compiled:
+        raise StageError(
+            "a compiled step cannot check several tokens",
+            where="speculative",
+            why="It was compiled for one token at a time and a cache as long as the request",
+            remedy="Take compile or speculative out of the recipe",
+        )
     check_keys_and_values(state.model, "speculative")
     others = sorted({type(layer).__name__ for layer in state.layers if not _forgets(layer)})
     if others:

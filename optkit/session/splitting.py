@@ -11,8 +11,6 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from optkit.settings.tensor_parallel import TensorParallel, no_plan_error
-
 _joined: list[DeviceMesh] = []
 
 
@@ -41,14 +39,13 @@ def is_joined() -> bool:
     return bool(_joined)
 
 
-def share_kwargs(setting: TensorParallel) -> dict[str, Any]:
+def share_kwargs(devices: int) -> dict[str, Any]:
     """Return what `from_pretrained` needs to read this process's share."""
     from transformers.distributed import DistributedConfig
 
-    return {"distributed_config": DistributedConfig(tp_size=setting.devices, tp_plan="auto"), "device_mesh": _joined[0]}
+    return {"distributed_config": DistributedConfig(tp_size=devices, tp_plan="auto"), "device_mesh": _joined[0]}
 
 
-def check_split(model: PreTrainedModel) -> None:
-    """Raise StageError where every process holds the whole model."""
-    if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        raise no_plan_error(type(model).__name__)
+def is_split(model: PreTrainedModel) -> bool:
+    """Whether this process holds only its share of a model."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())

@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from optkit.errors import OptkitError, StageError
+from optkit.errors import OptkitError
 from optkit.kernels.cpu.decoding import StepDecoder
 from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, state_name
+from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
 from optkit.session.cast_logits import cast_logits
-from optkit.session.generating import NO_POSITIONS, GeneratingSession
+from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession
 from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.session.offloading import delete_offloaded
-from optkit.session.speculation import Proposer, Speculation, check_state, speculate
+from optkit.session.speculation import Proposer, Speculation, check_speculates, speculate
 from optkit.session.static_caches import StaticCaches
-from optkit.settings.compile import RECOMPILE_LIMIT, times_given_up
 
 if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch
@@ -32,35 +32,6 @@ UNCOMPILED = (
     f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: "
     "ask for fewer batches and lengths"
 )
-
-
-class Steps(Protocol):
-    """The decode steps of one request."""
-
-    def prompt(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, prompt] -> the tokens behind it, int64 [batch]."""
-        ...
-
-    def next(self) -> Tensor:
-        """Return the tokens behind those returned last, int64 [batch]."""
-        ...
-
-
-class Decoder(Protocol):
-    """Something that computes the greedy decode steps of an opened model, faster than the model
-    itself.
-    """
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What it left to the model so far."""
-        ...
-
-    def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
-        """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers
-        together.
-        """
-        ...
 
 
 class TorchSession(GeneratingSession):
@@ -208,17 +179,9 @@ class TorchSession(GeneratingSession):
     def speculate_with(self, proposer: Proposer, tokens: int) -> None:
         """Decode from now on with up to `tokens` proposed tokens at once.
 
-        Raises StageError for a compiled model, or where tokens cannot be taken out of the cache
-        again.
+        Raises StageError for a compiled model, or if tokens cannot be taken out of the cache again.
         """
-        if self._compiled:
-            raise StageError(
-                "a compiled step cannot check several tokens",
-                where="speculative",
-                why="It was compiled for one token at a time and a cache as long as the request",
-                remedy="Take compile or speculative out of the recipe",
-            )
-        check_state(self.new_state())
+        check_speculates(self.new_state(), self._compiled)
         self._proposer, self.speculation = (proposer, tokens), Speculation()
 
     def decode_with(self, decoder: Decoder) -> None:

@@ -12,9 +12,9 @@ from pydantic import Field
 from optkit.environment import compute_capability
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.attention_choice import asked_of_attention, caps_scores, why_not_attention
+from optkit.model.compiling import allow_many_shapes, silence_advice
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit.settings.compile import allow_many_shapes, silence_advice
 from optkit.source.kernels import NAME, AttentionKernel, why_not_function
 from optkit.stage import Setting
 

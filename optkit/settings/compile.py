@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import warnings
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.compiling import allow_many_shapes, silence_advice
 from optkit.model.shape import ModelShape
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
 
-RECOMPILE_LIMIT = 64
-"""Shapes of requests (batch, length of the cache) that are compiled before torch stops compiling."""
-GIVEN_UP = "Dynamo recompile limit exceeded"
-"""How torch's counter of what it does not compile names too many shapes."""
+COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++")), "cuda": ("C", "CC", ("gcc", "clang", "cc"))}
+"""Kind of device -> language, environment variable and usual names of the compiler that is called."""
 
 
 class Compile(Setting):
@@ -103,36 +99,22 @@ class Compile(Setting):
         """Say whether the model is compiled on a device."""
         return _kind(device) in self.devices
 
+    def step_mode(self, device: str) -> str:
+        """Return the mode on devices where it is applied."""
+        return self.mode if self.applies(device) else ""
+
+    @classmethod
+    def lacking(cls) -> tuple[str, str] | None:
+        """Return that there is no C++ compiler, without which no CPU compiles."""
+        return (
+            None if _has_compiler("cpu") else ("no C++ compiler was found, which it needs on a CPU", "apt install g++")
+        )
+
     def describe(self, device: str) -> str:
         """Return e.g. `compile: default` or `compile: off on cpu (devices: cuda)`."""
         if self.applies(device):
             return f"compile: {self.mode}{', fullgraph' * self.fullgraph}{', dynamic' * self.dynamic}"
         return f"compile: off on {_kind(device)} (devices: {', '.join(self.devices)})"
-
-
-def silence_advice() -> None:
-    """Keep torch's compiler from telling the user of optkit to allow TensorFloat32, which would
-    change what is measured.
-    """
-    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning, r"torch\._inductor\.compile_fx")
-
-
-def allow_many_shapes() -> None:
-    """Let torch compile a function for `RECOMPILE_LIMIT` shapes; its own limit is 8."""
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-
-
-def times_given_up() -> int:
-    """Return how often in this process torch ran a function as it is because it had been compiled
-    for too many shapes.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import counters
-
-    return sum(count for reason, count in counters["unimplemented"].items() if reason.startswith(GIVEN_UP))
 
 
 def _kind(device: str) -> str:
@@ -154,11 +136,9 @@ def _require_compiler(kind: str) -> None:
     """Raise StageError where the compiler that torch (C++, on the CPU) or triton (C, on a GPU)
     calls is not there.
     """
-    language, variable, names = (
-        ("C++", "CXX", ("g++", "clang++")) if kind == "cpu" else ("C", "CC", ("gcc", "clang", "cc"))
-    )
-    named = os.environ.get(variable)
-    if not _found([named] if named else names):
+    if not _has_compiler(kind):
+        language, variable, names = COMPILERS[kind]
+        named = os.environ.get(variable)
         raise StageError(
             f"there is no {language} compiler{f' {named} (${variable})' if named else ''}",
             where=f"compile on {kind}",
@@ -167,5 +147,7 @@ def _require_compiler(kind: str) -> None:
         )
 
 
-def _found(names: Iterable[str]) -> bool:
-    return any(shutil.which(name) for name in names)
+def _has_compiler(kind: str) -> bool:
+    _, variable, names = COMPILERS[kind]
+    named = os.environ.get(variable)
+    return any(shutil.which(name) for name in ([named] if named else names))

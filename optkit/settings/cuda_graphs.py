@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from optkit.errors import StageError
 from optkit.kernels.cuda.families import REMEDY, why_not_family
@@ -48,6 +48,30 @@ class CudaGraphs(Setting):
     def applies(self, device: str) -> bool:
         """Say whether decoding changes on a device."""
         return device.startswith("cuda")
+
+    def on_open(self, session: Any) -> Any:
+        """Return the session, its decode steps one graph each.
+
+        Raises StageError for another step than the graph's, or if something else decides how the
+        model decodes.
+        """
+        if not self.applies(session.device):
+            return session
+        from optkit.kernels.cuda.decoding import GraphDecoder
+
+        if session.codes_cache:
+            raise StageError(
+                "the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats",
+                where="cuda_graphs",
+                why="Each of them decides how a token is decoded",
+                remedy="Take cuda_graphs or kv_scales out of the recipe",
+            )
+        session.decode_with(GraphDecoder(session.model))
+        return session
+
+    def step_mode(self, device: str) -> str:
+        """Return `cuda_graphs` on GPUs."""
+        return self.kind if self.applies(device) else ""
 
     def describe(self, device: str) -> str:
         """Return `cuda_graphs: on`, or that it is off."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -19,7 +19,10 @@ from optkit.model.placement import Place, Room, Unit, place_by_name, place_by_ro
 from optkit.model.shape import ModelShape
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
-from optkit.stage import Format, Setting
+from optkit.stage import Format, Loading, Opening, Setting
+
+if TYPE_CHECKING:
+    from optkit.model.checkpoint import Checkpoint
 
 SHARE = 0.9
 """Of the memory that is free, where no limit is given: the rest is for the KV cache and
@@ -87,6 +90,20 @@ class Offload(Setting):
         if isinstance(other, CudaGraphs) or (isinstance(other, Compile) and other.applies(device)):
             return "What is compiled or recorded holds the addresses of the weights, and these come and go"
         return ""
+
+    def loading(self, opening: Opening, checkpoint: Checkpoint, packed: bool) -> Loading:
+        """Return where accelerate puts each part. Raises StageError as `check` does."""
+        if packed:
+            raise packed_weights_error()
+        from optkit.session.offloading import Offloading
+        from optkit.source.quiet import quiet_accelerate
+
+        quiet_accelerate()
+        self.check_folder()
+        offloading = Offloading(
+            opening, checkpoint, lambda units, free: self.place(units, self.room(opening.device, free)), self.folder
+        )
+        return Loading(offloading.load_kwargs(), offloading.finish_)
 
     def room(self, device: str, free_gpu_bytes: int | None) -> Room:
         """Return the bytes that weights may take; without limits and without a driver, as if the

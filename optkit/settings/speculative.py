@@ -5,7 +5,7 @@ forward pass.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,9 @@ from optkit.source.models import ModelSource, locate_model, model_shape
 from optkit.source.places import pin_and_remember
 from optkit.source.vocabulary import other_token
 from optkit.stage import Setting
+
+if TYPE_CHECKING:
+    from optkit.session.speculation import Proposer
 
 
 class Speculative(Setting):
@@ -85,6 +88,36 @@ class Speculative(Setting):
             )
         if directory:
             check_tokens(place, directory)
+
+    def on_open(self, session: Any) -> Any:
+        """Return the session, which checks what is proposed from now on.
+
+        Raises StageError for a draft that does not fit, and what opening it raises.
+        """
+        session.speculate_with(self._proposer(session), self.tokens)
+        return session
+
+    def _proposer(self, session: Any) -> Proposer:
+        from optkit.session.early_exit import EarlyExit
+        from optkit.session.opening import open_session
+        from optkit.session.speculation import DraftModel, PromptLookup
+        from optkit.session.torch_session import TorchSession
+
+        if self.prompt_lookup is not None:
+            return PromptLookup(self.prompt_lookup)
+        if self.early_exit is not None:
+            check_layers(self.early_exit, session.model.config.get_text_config(decoder=True).num_hidden_layers)
+            return EarlyExit(session.model, self.early_exit, session.step, session.new_state())
+        place = self.draft_directory()
+        check_tokens(place, session.directory)
+        draft = open_session(place, (), session.device)
+        if not isinstance(draft, TorchSession) or draft.vocabulary != session.vocabulary:
+            raise StageError(
+                f"the draft {place} is no torch model with a vocabulary of {session.vocabulary}",
+                where="speculative",
+                remedy="Take a smaller model of the same family, or prompt_lookup",
+            )
+        return DraftModel(draft.step, draft.new_state, draft.decode_bytes)
 
     def draft_directory(self) -> Path:
         """Return where the draft lies; raises StageError where it is no directory yet."""

@@ -8,23 +8,23 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from optkit.common.byte_sizes import size_text
 from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.kv_scales import split_kv_scales
 from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
 from optkit.settings.cuda_graphs import CudaGraphs
-from optkit.settings.offload import Offload
 from optkit.settings.speculative import Speculative
-from optkit.stage import Format, Setting
+from optkit.stage import Format, Loading, Opening, Setting
 
 EXCLUDED: dict[type[Setting], str] = {
     CudaGraphs: "The graph computes whole layers on one GPU",
-    Offload: "Each of the two says itself where every weight lies",
     Speculative: "The processes follow one request token by token",
 }
 PLAN = "base_model_tp_plan"
@@ -92,10 +92,39 @@ class TensorParallel(Setting):
             )
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why it cannot be honoured beside settings that decide themselves how a step runs
-        or where weights lie.
-        """
+        """Return why it cannot be honoured beside settings that decide themselves how a step runs."""
         return next((why for kind, why in EXCLUDED.items() if isinstance(other, kind)), "")
+
+    def open(self, opening: Opening) -> Any:
+        """Return a session of several processes; None in each of these, which opens its share.
+
+        Raises StageError for weights that cannot be split.
+        """
+        import torch
+
+        from optkit.session.parallel_session import ParallelSession
+        from optkit.session.splitting import is_joined
+
+        if is_joined():
+            return None
+        checkpoint, scales = split_kv_scales(Checkpoint(opening.directory))
+        if checkpoint.quantization or scales:
+            raise packed_weights_error()
+        self.check_devices(opening.device, torch.cuda.device_count())
+        return ParallelSession(opening, self.devices)
+
+    def loading(self, opening: Opening, checkpoint: Checkpoint, packed: bool) -> Loading:
+        """Return how this process reads its share; raises StageError if every process would hold
+        the whole model.
+        """
+        from optkit.session.splitting import is_split, share_kwargs
+
+        def check(model: Any) -> tuple[str, ...]:
+            if not is_split(model):
+                raise no_plan_error(type(model).__name__)
+            return ()
+
+        return Loading(share_kwargs(self.devices), check)
 
     def device_bytes(self, shape: ModelShape) -> int:
         """Return the bytes of weights on each device, by the sizes on disk; all of them where the

@@ -29,7 +29,6 @@ from optkit.model.shape import ModelShape
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
-from optkit.session.opening import _graph_decoder
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.kv_cache import KvCache
@@ -222,11 +221,11 @@ def test_settings_that_exclude_each_other_are_refused_at_their_line(
 
 
 def test_a_cache_of_codes_in_the_checkpoint_is_refused() -> None:
-    session: Any = SimpleNamespace(codes_cache=True)
+    session: Any = SimpleNamespace(codes_cache=True, device="cuda")
     with pytest.raises(
         StageError, match="the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats"
     ):
-        _graph_decoder(session)
+        CudaGraphs().on_open(session)
 
 
 def test_the_graph_stays_with_what_is_only_another_dtype() -> None:

@@ -328,10 +328,10 @@ def test_a_model_that_is_no_directory_is_made_in_the_store(
 def test_what_is_known_of_a_session() -> None:
     config = SimpleNamespace(quantization_config={"quant_method": "gptq"}, _attn_implementation="eager")
     session = SimpleNamespace(device="cuda:1", dtype="float16", model=SimpleNamespace(config=config))
-    known = circumstances(session, {"compile": Compile(mode="reduce-overhead")})
+    known = circumstances(session, [Compile(mode="reduce-overhead")])
     assert known == Circumstances("cuda", "reduce-overhead", True, "float16", "eager", "torch")
-    assert circumstances(SimpleNamespace(device="cpu", dtype="float32"), {"compile": Compile()}).compiled is None
-    assert circumstances(session, {"cuda_graphs": CudaGraphs()}).compiled == "cuda_graphs"
+    assert circumstances(SimpleNamespace(device="cpu", dtype="float32"), [Compile()]).compiled is None
+    assert circumstances(session, [CudaGraphs()]).compiled == "cuda_graphs"
 
 
 @pytest.mark.gpu

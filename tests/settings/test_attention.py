@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedConfig
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.compiling import RECOMPILE_LIMIT
 from optkit.model.shape import ModelShape
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.settings import attention
 from optkit.settings.attention import Attention
-from optkit.settings.compile import RECOMPILE_LIMIT
 from optkit.store.store import Store
 
 

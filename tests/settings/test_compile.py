@@ -10,9 +10,10 @@ import torch._dynamo
 from pydantic import ValidationError
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.compiling import RECOMPILE_LIMIT
 from optkit.model.shape import ModelShape
 from optkit.settings import compile as compile_stage
-from optkit.settings.compile import RECOMPILE_LIMIT, Compile
+from optkit.settings.compile import Compile
 
 
 class Model:

@@ -15,6 +15,7 @@ from optkit.model.formats.registry import FORMATS, instance, resolve
 if TYPE_CHECKING:
     from optkit.model.layer_sizes import LayerSize
     from optkit.model.shape import ModelShape
+    from optkit.stage import Opening
 
 
 class _Listed(type):
@@ -58,7 +59,7 @@ class Format(str, metaclass=_Listed):
     libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """What runs it beside torch -> its distributions; their versions belong to the key of a timing."""
     session: ClassVar[str]
-    """`module:function` with the arguments of `optkit.session.open_session`; returns a session."""
+    """`module:function` that returns a session of an `optkit.stage.Opening`."""
     verification: ClassVar[str] = "optkit.verification.model_files:ModelFiles"
     """`module:Class` of an `optkit.verification.model_files.ModelFiles`."""
 
@@ -109,9 +110,11 @@ class Format(str, metaclass=_Listed):
         """Return what each layer takes on disk. Raises EvalError for a layout that is not known."""
         raise NotImplementedError
 
-    def open(self, directory: Path, **options: Any) -> Any:
-        """Return a session of a directory; the arguments are those of `optkit.session.open_session`."""
-        return resolve(self.session)(directory, **options)
+    def open(self, opening: Opening) -> Any:
+        """Return a session of a directory; settings are asked by `optkit.session.open_session` before
+        and after.
+        """
+        return resolve(self.session)(opening)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:

@@ -225,20 +225,15 @@ def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
 
 def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[Stage] | type[Eval]]) -> Part:
     try:
-        missing = unmet(load(name).requires)
+        loaded = load(name)
+        missing, lacking = unmet(loaded.requires), loaded.lacking() if issubclass(loaded, Stage) else None
     except OptkitError as error:
         return Part(role=role, name=name, works=False, note=str(error))
     if missing:
         remedy = f"pip install {shlex.join(missing)}"
         return Part(role=role, name=name, works=False, note=f"needs {', '.join(missing)}", remedy=remedy)
-    if name == "compile" and find_compiler() is None:
-        return Part(
-            role=role,
-            name=name,
-            works=False,
-            note="no C++ compiler was found, which it needs on a CPU",
-            remedy="apt install g++",
-        )
+    if lacking:
+        return Part(role=role, name=name, works=False, note=lacking[0], remedy=lacking[1])
     return Part(role=role, name=name, works=True, note="")
 
 

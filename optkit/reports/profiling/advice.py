@@ -18,7 +18,9 @@ class Circumstances:
 
     device: str
     compiled: str | None
-    """Mode of `compile`, or `cuda_graphs`; None if torch runs the step operation by operation."""
+    """What makes one call of a step, e.g. `reduce-overhead` or `cuda_graphs`; None if torch runs it
+    operation by operation.
+    """
     quantized: bool
     """Packed or rounded weights."""
     dtype: str

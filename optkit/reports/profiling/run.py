@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.advice import Circumstances, advise
 from optkit.reports.profiling.record import KINDS, SHOWN, Line, Phase, ProfileReport
-from optkit.stage import Context
+from optkit.stage import Context, Setting
 from optkit.store.store import Store, default_store
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _profile(
     from optkit.reports.profiling.torch_trace import mark_ranges, snapshot_memory, time_phases
 
     settings = settings_of(read_artifact(directory)) if is_artifact(directory) else []
-    known = circumstances(session, {setting.kind: setting for setting in settings})
+    known = circumstances(session, settings)
     files: list[str] = []
     phases: tuple[Phase, ...] = ()
     with progress.task("profiling", WARM_UP_RUNS + 2, "requests") as task:
@@ -189,15 +189,13 @@ def phase_of(
     return phase.model_copy(update={"advice": advise(phase, known)})
 
 
-def circumstances(session: Any, settings: Mapping[str, Any]) -> Circumstances:
+def circumstances(session: Any, settings: Sequence[Setting]) -> Circumstances:
     """Return what the advice depends on."""
-    compiled, graphs = settings.get("compile"), settings.get("cuda_graphs")
-    mode = compiled.mode if compiled and compiled.applies(session.device) else None
     model = getattr(session, "model", None)
     config = getattr(model, "config", None)
     return Circumstances(
         device=session.device.partition(":")[0],
-        compiled="cuda_graphs" if graphs and graphs.applies(session.device) else mode,
+        compiled=next((mode for each in settings if (mode := each.step_mode(session.device))), None),
         quantized=getattr(config, "quantization_config", None) is not None,
         dtype=session.dtype,
         attention=str(getattr(config, "_attn_implementation", "")),

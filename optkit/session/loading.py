@@ -1,0 +1,111 @@
+"""Have transformers read the weights of a model, and see that they are its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from optkit.common.limits import is_out_of_memory
+from optkit.errors import MissingPackageError, OptkitError, SourceError
+from optkit.model.attention_choice import attention_options
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.names import is_ignorable
+from optkit.model.task import Task, loader_of, task_of
+from optkit.source.quiet import quiet_bitsandbytes
+from optkit.stage import Loading, Opening
+
+PACKAGES = {
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel",
+}
+"""What transformers needs to open the quantization methods that optkit does not read itself."""
+BITSANDBYTES_TILE = 32, 64
+"""Outputs and inputs that bitsandbytes' kernel for CPUs with AVX512-BF16 takes together."""
+
+
+def load_by_transformers(
+    opening: Opening, checkpoint: Checkpoint, dtype: torch.dtype, spread: Loading | None
+) -> tuple[PreTrainedModel, list[str]]:
+    """Open a directory with transformers, its weights straight onto the device, or as a setting
+    spreads them; returns the model with notes.
+
+    Raises SourceError for weights that do not fit the model, MissingPackageError.
+    """
+    where = str(checkpoint.directory)
+    method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
+    if method == "bitsandbytes":
+        quiet_bitsandbytes()
+    options = attention_options(checkpoint.config, opening.load_kwargs)
+    if spread:
+        options = {**options, **spread.kwargs}
+    elif method or opening.device != "cpu":
+        options = {**options, "device_map": {"": opening.device}}
+    try:
+        model, report = getattr(transformers, loader_of(checkpoint.config)).from_pretrained(
+            where,
+            dtype=dtype,
+            trust_remote_code=opening.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            **options,
+        )
+    except ImportError as error:
+        if method in PACKAGES:
+            raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
+        raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+    except Exception as error:  # whatever transformers makes of numbers that it does not expect
+        if is_out_of_memory(error) or isinstance(error, OptkitError):
+            raise
+        raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+    report["missing_keys"] = [name for name in report["missing_keys"] if not _is_unused(name, checkpoint)]
+    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not is_ignorable(name, model)]
+    problems = [
+        f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]
+    ]
+    if problems:
+        raise SourceError(
+            f"the weights are not those of {type(model).__name__}: {', '.join(problems)}",
+            where=where,
+            why="A parameter without weights would be random numbers",
+            remedy="See that config.json and the weights belong together",
+        )
+    if method == "bitsandbytes" and opening.device == "cpu":
+        _refuse_unpackable(model, where)
+    notes = [f"{method}: opened by transformers, with the kernels that it has for it"] if method else []
+    return model.eval().requires_grad_(False), [*notes, *(spread.finish(model) if spread else ())]
+
+
+def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:
+    """Whether a parameter decides nothing: the pooler of an encoder whose features are asked for."""
+    return task_of(checkpoint.config) is Task.FEATURES and str(name).startswith("pooler.")
+
+
+def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:
+    """Raise SourceError for a layer of 4 bits that bitsandbytes would fail to pack anew for this
+    CPU at the first call.
+    """
+    for name, module in model.named_modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        outputs, inputs, (rows, columns) = module.out_features, module.in_features, BITSANDBYTES_TILE
+        if outputs % rows or inputs % columns:
+            raise SourceError(
+                f"{outputs} x {inputs} weights are no tiles of {rows} x {columns}",
+                where=f"{where}: {name}",
+                why="bitsandbytes packs 4-bit weights so for CPUs with AVX512-BF16",
+                remedy="Open it on a GPU, or exclude the layer from nf4",
+            )
+
+
+def _some(names: Any) -> str:
+    shown = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
+    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))
