@@ -61,10 +61,10 @@ def run_worker(
 def _failure(error: ChildError, name: str, log: Path) -> StageError:
     where = f"backend {name}"
     if isinstance(error, ChildEndedError):
-        remedy = f"Its output is in {log}" if log.exists() else ""
-        return StageError(
-            f"its process {error.how} and without a result", where=where, why=error.last_words, remedy=remedy
-        )
+        what = f"its process {error.how} and without a result"
+        if not log.exists():
+            return StageError(what, where=where, why="Its output was deleted meanwhile")
+        return StageError(what, where=where, why=error.last_words, remedy=f"Its output is in {log}")
     remedy = f"Its whole output is in {log}; `backend: optkit` does without it"
     return StageError(error.first_words, where=where, why="The library stopped there", remedy=remedy)
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from optkit.processes import stopping
-from optkit.processes.crashes import ChildEndedError, error_of
+from optkit.processes.crashes import ChildEndedError, error_of, keep_trace
 from optkit.processes.start import ask_to_end, kill_group, python_command, python_environment, start
 from optkit.progress import Progress, SilentProgress, Task
 
@@ -116,7 +116,7 @@ class Child:
                 if kind == "result":
                     return message["value"]
                 if kind == "error":
-                    self._keep_trace(message)
+                    keep_trace(message, self._log)
                     raise error_of(message, self.name)
                 if others and kind in others:
                     others[kind](**message)
@@ -162,11 +162,6 @@ class Child:
                 self._rest += part
             elif over:  # what it started may hold the channel open
                 return
-
-    def _keep_trace(self, said: Mapping[str, Any]) -> None:
-        if self._log and self._log.is_file():
-            with self._log.open("a", encoding="utf-8") as log:
-                log.write(said["trace"])
 
 
 class Bars:

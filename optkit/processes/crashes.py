@@ -67,8 +67,6 @@ def last_words(log: Path | None, count: int = LAST_LINES) -> str:
     """Return what a process printed last, as a sentence."""
     if log is None:
         return "What it printed stands above"
-    if not log.is_file():
-        return "Its output was deleted meanwhile"
     lines = last_lines(log, count)
     return f"Its last words: {' / '.join(lines)}" if lines else "It said nothing"
 
@@ -89,6 +87,13 @@ def error_of(said: Mapping[str, Any], process: str) -> OptkitError | ChildError:
     error.__cause__ = _limit(said)
     error.add_note(f"\nIn {process}:\n{said['trace']}")
     return error
+
+
+def keep_trace(said: Mapping[str, Any], log: Path | None) -> None:
+    """Write the traceback of a described error below what its process printed."""
+    if log is not None and log.is_file():
+        with log.open("a", encoding="utf-8") as file:
+            file.write(said["trace"])
 
 
 def _limit(said: Mapping[str, Any]) -> Exception:

@@ -30,6 +30,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,7 @@ def described(error: BaseException) -> dict[str, Any]:
         "one_line": one_line(error),
         "words": words(error),
         "trace": "".join(traceback.format_exception(error)),
+        "time": time.time(),
         "cause": error.__cause__ and described(error.__cause__),
     }
 

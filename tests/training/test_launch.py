@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import OptkitError, ResourceError, StageError
+from optkit.processes import worker
 from optkit.progress import SilentProgress
 from optkit.stage import Context
 from optkit.training.launch import _error, launch
@@ -61,18 +62,20 @@ def test_the_report_of_the_first_process_comes_back(tmp_path: Path) -> None:
     assert not list((tmp_path / "work").iterdir())
 
 
-def told(place: Path, rank: int, time: float, kind: str, log: str = "", **sentences: str) -> None:
-    (place / f"rank-{rank}.json").write_text(json.dumps({"time": time, "kind": kind, **sentences}))
+def told(place: Path, rank: int, time: float, error: Exception, log: str = "", **facts: str) -> None:
+    """Write what a rank tells of an error, after its progress."""
+    lines = [{"type": "say", "line": "before"}, {"type": "error", **worker.described(error), "time": time, **facts}]
+    (place / f"rank-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (place / f"rank-{rank}.log").write_text(log)
 
 
-MEMORY = {"what": "no memory", "where": "together", "why": "It is full", "remedy": "Buy some"}
-BROKEN = {"what": "Connection closed by peer"}
+MEMORY = ResourceError("no memory", where="together", why="It is full", remedy="Buy some")
+BROKEN = RuntimeError("Connection closed by peer")
 
 
 def test_what_all_refuse_is_refused_as_on_one_device(tmp_path: Path) -> None:
     for rank in (0, 1):
-        told(tmp_path, rank, 10.0 - rank, "ResourceError", **MEMORY)
+        told(tmp_path, rank, 10.0 - rank, MEMORY)
     error = _error(tmp_path, 2, "together")
     assert isinstance(error, ResourceError)
     assert str(error) == "together: no memory. It is full. Buy some."
@@ -80,36 +83,38 @@ def test_what_all_refuse_is_refused_as_on_one_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_what_one_refuses_names_it_though_others_miss_it_before(tmp_path: Path, devices: int) -> None:
-    told(tmp_path, 0, 1.0, "RuntimeError", **BROKEN)
-    told(tmp_path, 1, 2.0, "ResourceError", **MEMORY)
+    told(tmp_path, 0, 1.0, BROKEN)
+    told(tmp_path, 1, 2.0, MEMORY)
     error = _error(tmp_path, devices, "together")
     assert isinstance(error, ResourceError)
     assert str(error) == f"together, rank 1 of {devices}: no memory. It is full. Buy some."
 
 
 def test_a_mistake_of_the_code_names_the_first_rank_and_its_last_lines(tmp_path: Path) -> None:
-    told(tmp_path, 0, 2.0, "RuntimeError", "lost", **BROKEN)
+    told(tmp_path, 0, 2.0, BROKEN, "lost")
     told(
         tmp_path,
         1,
         1.0,
-        "ValueError",
+        ValueError(),
         "one\ntwo\n\nthree\nfour\n",
-        what="ValueError at x.py:3: a mistake",
+        one_line="ValueError at x.py:3: a mistake",
         trace="Traceback: all of it",
     )
     error = _error(tmp_path, 2, "together")
     assert str(error).startswith(
-        "together: rank 1 of 2 failed with ValueError at x.py:3: a mistake. Its last lines: "
+        "together: rank 1 of 2 failed with ValueError at x.py:3: a mistake. Its last words: "
         "two / three / four. What they"
     )
-    assert "Traceback: all of it" in error.__notes__[0]
+    assert error.__cause__ is not None
+    assert "Traceback: all of it" in error.__cause__.__notes__[0]
+    assert (tmp_path / "rank-1.log").read_text().endswith("Traceback: all of it")
 
 
 def test_processes_that_do_not_start_are_told_by_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "launcher.log").write_text("No module named accelerate\n")
     expected = (
-        "together: 2 processes could not be started. Its last lines: No module named accelerate. The "
+        "together: 2 processes could not be started. Its last words: No module named accelerate. The "
         f"launcher's output is in {tmp_path}."
     )
     assert str(_error(tmp_path, 2, "together")) == expected
@@ -123,7 +128,7 @@ def test_a_lost_process_is_named_with_its_last_lines_and_the_other_is_ended(tmp_
     assert str(error).startswith(
         "together: rank 1 of 2 was ended by SIGKILL (the system ends a process so when memory runs out)."
     )
-    assert "Its last lines: a line of rank 1." in str(error)
+    assert "Its last words: a line of rank 1." in str(error)
     assert f"is in {tmp_path / 'work' / 'ranks'}; the training goes on from its last checkpoint" in str(error)
     assert not alive(tmp_path)
 
@@ -142,11 +147,8 @@ def test_a_failure_is_told_as_it_was(tmp_path: Path, how: str, expected: str) ->
 
 
 def wait_for(place: Path, count: int = 2) -> None:
-    assert wait_until(
-        lambda: (
-            len([*(place / "target").glob("*.pid")]) == count and any((place / "work" / "ranks").glob("messages.jsonl"))
-        )
-    )
+    told = place / "work" / "ranks" / "rank-0.jsonl"
+    assert wait_until(lambda: len([*(place / "target").glob("*.pid")]) == count and "task" in told.read_text())
 
 
 @pytest.mark.slow
