@@ -80,6 +80,9 @@ def test_compile_needs_a_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_
     found = diagnose()
     assert found.compiler is None
     assert "c++ compiler  none" in plain_text(*diagnosis_view(found))
+    (part,) = (each for each in found.parts if (each.role, each.name) == ("stage", "compile"))
+    assert (part.works, part.note) == (False, "no C++ compiler was found, which it needs on a CPU")
+    assert part.remedy == "apt install g++"
     compiler = tmp_path / "clang++"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
