@@ -186,7 +186,7 @@ class LapackCalls(TorchDispatchMode):
 
 
 def test_nothing_is_solved_by_lu() -> None:
-    # A batched LU runs inside torch's threads, where Intel's MKL never returns after
+    # A batched LU runs inside torch's threads, and there Intel's MKL never returns after
     # torch.set_num_threads.
     weight, hessian = layer()
     with LapackCalls() as calls:

@@ -1,4 +1,4 @@
-"""Environments are built once, found by what they were made of, and leave nothing where they fail."""
+"""Environments are built once, found by what they were made of, and leave nothing if they fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Decoding on CPUs, in turns: torch in float32, INT4 artifacts, and llama.cpp where a Python with
+"""Decoding on CPUs, in turns: torch in float32, INT4 artifacts, and llama.cpp if a Python with
 llama-cpp-python is named.
 
-    python tests/benchmarks/cpu_decode.py --float MODEL --artifacts ARTIFACT... [--llama-cpp PYTHON --gguf FILE...]
+    python tests/benchmarks/cpu_decode.py --float MODEL --artifacts ARTIFACT...
+        [--llama-cpp PYTHON --gguf FILE...]
 
 Each runs in a fresh process in each round, one after the other, so that a machine that slows down
 costs all alike. A process warms up on one answer and times three: random token ids, greedy, no

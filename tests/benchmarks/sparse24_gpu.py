@@ -58,7 +58,7 @@ def time_us(run: Callable[[], None], calls: int) -> float:
 
 
 def measure(inputs: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return microseconds of a linear layer, eager and in a CUDA graph; why not, where it cannot be
+    """Return microseconds of a linear layer, eager and in a CUDA graph; why not, if it cannot be
     captured.
     """
     calls = max(CALLS, len(weights))
@@ -88,7 +88,7 @@ def pruned_weight(outputs: int, inputs: int) -> Tensor:
 
 
 def sparse(way: str, weight: Tensor, inputs: Tensor) -> Tensor:
-    """Return a weight as torch's semi-structured tensor; raises RuntimeError where a backend is not
+    """Return a weight as torch's semi-structured tensor; raises RuntimeError if a backend is not
     built in or does not take it.
     """
     SparseSemiStructuredTensor._FORCE_CUTLASS = way == "CUTLASS"

@@ -5,7 +5,7 @@ one with half of its layers offloaded.
         [--out DIRECTORY] [--limit-s 170]
 
 Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens
-(4 where weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
+(4 if weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
 `throughput`. The logits of 2 x 64 tokens are compared with those of one
 GPU: the norm of the difference over that of the logits; 8 layers in float32 say whether they are
 the same. tensor_parallel.json and

@@ -253,7 +253,7 @@ def test_what_a_models_own_code_prints_is_in_no_document(tiny_model: Callable[[s
 
 
 def test_processes_are_started_in_one_place() -> None:
-    """There, stdout is ours only where a caller says so."""
+    """There, stdout is ours only if a caller says so."""
     for file in (*(ROOT / "optkit").rglob("*.py"), *(ROOT / "evals").rglob("*.py"), *(ROOT / "cli").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("subprocess.run", "subprocess.Popen"):

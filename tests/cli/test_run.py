@@ -297,7 +297,7 @@ def test_what_is_measured_of_an_artifact_is_never_said_of_other_weights(
         row = next(row for row in found["rows"] if row["metric"]["name"] == "perplexity")
         return found["artifact_key"], row["metric"]["value"]
 
-    there = ["--model", str(tiny_model("llama"))] if change == "another machine" else []  # where nobody has seen it
+    there = ["--model", str(tiny_model("llama"))] if change == "another machine" else []  # which nobody has seen
     of_old = measured("eval", "old", "--evals", "evals.yaml", *there)
     of_new = measured("run", "tiny.yaml", "--out", "new", "--set", "evals.1.perplexity.windows=3")
     assert of_old[1] != of_new[1]

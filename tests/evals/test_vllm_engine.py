@@ -1,4 +1,4 @@
-"""Throughput under vLLM, with programs that stand for its Python; and vLLM itself where
+"""Throughput under vLLM, with programs that stand for its Python; and vLLM itself if
 $OPTKIT_VLLM_PYTHON names one.
 """
 

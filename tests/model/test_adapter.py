@@ -1,4 +1,4 @@
-"""An adapter beside packed weights: read, applied where the artifact is opened, and the same as
+"""An adapter beside packed weights: read, applied when the artifact is opened, and the same as
 peft's own.
 """
 

@@ -1,4 +1,4 @@
-"""What a config says of windows, rotary embeddings and norms is in the exported graph, where the
+"""What a config says of windows, rotary embeddings and norms is in the exported graph, which the
 builder alone would miss it.
 """
 

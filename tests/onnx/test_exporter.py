@@ -1,4 +1,4 @@
-"""The field `exporter` of the stage `onnx`: what is chosen where it is left out, and what the
+"""The field `exporter` of the stage `onnx`: what is chosen if it is left out, and what the
 exporter torch takes.
 """
 

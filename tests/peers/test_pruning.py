@@ -1,4 +1,4 @@
-"""llm-compressor itself, in its own environment, prunes the very weights that optkit prunes where
+"""llm-compressor itself, in its own environment, prunes the very weights that optkit prunes if
 both do what the papers say.
 """
 
@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "pruning.py"
 
 @pytest.fixture(scope="module")
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the Python of llm-compressor's environment, built where it is not there; $OPTKIT_ENVS
+    """Return the Python of llm-compressor's environment, built if it is not there; $OPTKIT_ENVS
     keeps it for the next run.
     """
     os.environ.setdefault("OPTKIT_ENVS", str(tmp_path_factory.mktemp("envs")))

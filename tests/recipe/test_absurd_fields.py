@@ -94,7 +94,7 @@ def entry(role: str, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(role: str, kind: str, fields: dict[str, Any]) -> str:
-    """Return what is said, nothing where the fields are accepted."""
+    """Return what is said, nothing if the fields are accepted."""
     try:
         load_recipe(entry(role, kind, fields))
     except RecipeError as error:

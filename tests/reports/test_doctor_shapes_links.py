@@ -1,4 +1,4 @@
-"""What doctor says of a model's shapes, of kernels, and of the links between processes (GPUs where
+"""What doctor says of a model's shapes, of kernels, and of the links between processes (GPUs if
 there are several).
 """
 

@@ -58,7 +58,7 @@ def test_a_gpu_is_only_chosen_by_a_torch_that_can_use_it(monkeypatch):
 
 
 def made_driver(ready: int = 0) -> SimpleNamespace:
-    """NVIDIA's driver with two GPUs; it answers 0 where it could do what it was asked."""
+    """NVIDIA's driver with two GPUs; it answers 0 if it could do what it was asked."""
 
     def answers(find):
         def answer(pointer, *asked):

@@ -174,7 +174,7 @@ def test_the_others_are_as_they_were(tiny_model: TinyModel) -> None:
         )
         assert attention_options(config, {}) == {}
     for kind in ("gemma2", "vaultgemma"):
-        # the cap is 50 where config.json does not say
+        # the cap is 50 if config.json does not say
         config = {"model_type": "seen", "text_config": {"model_type": kind}}
         assert attention_options(config, {"device_map": "cpu"}) == {"attn_implementation": "eager", "device_map": "cpu"}
         assert attention_options(config, {"attn_implementation": "flex_attention"}) == {

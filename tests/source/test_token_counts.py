@@ -1,4 +1,4 @@
-"""Too little text is found by the plan: counted as the training counts, quickly where there is
+"""Too little text is found by the plan: counted as the training counts, quickly if there is
 enough, and remembered.
 """
 

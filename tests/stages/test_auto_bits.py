@@ -1,5 +1,5 @@
 """Stage `auto_bits` on tiny models: budgets that are kept, choices that are offered, and what it
-says where it cannot work.
+says if it cannot work.
 """
 
 import itertools

@@ -98,7 +98,7 @@ EAGER = {
 def test_matrices_of_attention_are_counted(
     tiny_model: Callable[[str], Path], letters: Path, tmp_path: Path, stage: str
 ) -> None:
-    """They outweigh all else where a model with a soft cap reads long sequences."""
+    """They outweigh all else if a model with a soft cap reads long sequences."""
     source = tiny_model("gemma2")
     calibrated = EAGER[stage].model_copy(
         update={"calibration": Calibration(dataset=str(letters), samples=4, sequence_length=512)}

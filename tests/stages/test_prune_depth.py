@@ -271,7 +271,7 @@ def test_logits_that_are_not_finite(llama: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("search", ["at_once", "contiguous"])
 def test_logits_are_in_the_predicted_memory(search: str, tmp_path: Path) -> None:
-    """They are most of it where the vocabulary is large and the text is short."""
+    """They are most of it if the vocabulary is large and the text is short."""
     source = save_model("llama", tmp_path / "source", vocab_size=16384)
     fields = {
         "remove_layers": 2,

@@ -87,7 +87,7 @@ def fields(text: str) -> dict[str, Any]:
 
 
 def beginning(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without a calibration text where the codes to begin with read none."""
+    """Return the fields without a calibration text if the codes to begin with read none."""
     return {name: value for name, value in fields.items() if name != "calibration" or fields.get("start") != "rtn"}
 
 

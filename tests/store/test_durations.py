@@ -1,4 +1,4 @@
-"""What a plan says of time: what such work took on this machine, in proportion, and nothing where
+"""What a plan says of time: what such work took on this machine, in proportion, and nothing if
 it was never done here.
 """
 

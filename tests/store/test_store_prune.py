@@ -66,7 +66,7 @@ def store(place: Path) -> Store:
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> list[str]:
     """Return the lines of stdout, with single spaces, of a command that must end with this status;
-    stderr where it fails.
+    stderr if it fails.
     """
     capsys.readouterr()
     found = main(list(words))

@@ -1,5 +1,5 @@
 """`python -m tests.storm [--only FAMILY ...] [--cases N] [--seed N] [--workers N] [--keep DIR]`: a
-table, and 1 where anything failed.
+table, and 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHOWN = 40
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the storm and return 1 where a case failed."""
+    """Run the storm and return 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="storm", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[*FAMILIES], default=[*FAMILIES])
     parser.add_argument("--cases", type=int, help="of each family, as many as it has by default")

@@ -119,7 +119,7 @@ def together(desk: Desk, count: int | None) -> None:
 
 
 def _until(running: Running, moment_s: float) -> int | None:
-    """Wait for a moment; the exit status where it ended before."""
+    """Wait for a moment; the exit status if it ended before."""
     while time.monotonic() - running.started < moment_s:
         if (status := running.ended()) is not None:
             return status

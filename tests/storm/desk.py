@@ -138,7 +138,7 @@ def clear(place: Path) -> None:
 
 
 def drawn(cases: list[Any], count: int | None, draw: random.Random) -> list[Any]:
-    """Return so many of the cases, in a drawn order; all of them where None."""
+    """Return so many of the cases, in a drawn order; all of them if None."""
     return draw.sample(cases, len(cases))[: len(cases) if count is None else count]
 
 

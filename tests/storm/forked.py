@@ -146,7 +146,7 @@ def call_apart(words: Sequence[str], directory: Path, limit_s: float = 60.0) -> 
 
 
 def apart(work: Callable[[], Any], limit_s: float) -> int | None:
-    """Run a function in a fork; return its exit status, 0 where it returned, None where it was
+    """Run a function in a fork; return its exit status, 0 if it returned, None if it was
     still there at the limit.
     """
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Recipes and overrides that are wrong: each is refused by `validate`, or by `plan` where a model
+"""Recipes and overrides that are wrong: each is refused by `validate`, or by `plan` if a model
 or a machine is needed to see it.
 """
 

@@ -60,7 +60,7 @@ def fake_install(library: Library, directory: Path, torch: SharedTorch, progress
 
 @pytest.fixture
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environments:
-    """Return an empty place for environments where the only library is `toy`."""
+    """Return an empty place for environments whose only library is `toy`."""
     monkeypatch.setattr(libraries, "LIBRARIES", {"toy": TOY})
     monkeypatch.setattr(environments, "LIBRARIES", {"toy": TOY})
     monkeypatch.setattr(environments, "install", fake_install)

@@ -112,7 +112,7 @@ def test_the_peak_is_predicted_within_a_fifth(model: Callable[[str], Path], kind
 @pytest.mark.parametrize("kind", ["gptj", "gpt_oss", "bloom", "gemma2"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_matrices_of_attention_are_counted(model: Callable[[str], Path], kind: str, way: dict[str, bool]) -> None:
-    """They are most of what long sequences leave where attention has no kernel of its own."""
+    """They are most of what long sequences leave if attention has no kernel of its own."""
     measured, setup = peak_and_setup(model(kind), **way, length=384)
     predicted = predicted_memory(Checkpoint(model(kind)).shape, setup)
     assert predicted.total == pytest.approx(measured, rel=0.2), predicted.by_kind()

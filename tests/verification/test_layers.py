@@ -30,7 +30,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def quantized(source: Path, target: Path, kind: str, **fields: Any) -> Path:
-    """Run a stage on a model, in bfloat16 where it asks for that."""
+    """Run a stage on a model, in bfloat16 if it asks for that."""
     if kind == "mx":
         half = target.with_name("bfloat16")
         half.mkdir()
@@ -268,7 +268,7 @@ def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None
 
 def test_no_torch_is_needed(packed: Path) -> None:
     code = (
-        "import sys, pathlib; from optkit.model.checkpoint import Checkpoint; from optkit.verification.checks "
+        "import sys, pathlib; from optkit.model.checkpoint import Checkpoint; from optkit.verification.layers "
         "import problems_of_layers;"
         f"assert problems_of_layers(Checkpoint(pathlib.Path({str(packed)!r}))) == []; assert 'torch' not in sys.modules"
     )
