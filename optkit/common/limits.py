@@ -44,8 +44,8 @@ def room_error(error: BaseException, path: Path) -> OSError | None:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the system's number of what went wrong: of an OSError, or as Rust writes it, `(os
-    error 28)`; None if neither the error nor what it comes of has one.
+    """Return the system's error number, of an OSError or as Rust writes it, `(os error 28)`.
+    None if neither the error nor what it comes of has one.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
@@ -68,8 +68,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that failed into a ResourceError that names the layer or block and what to
-    lower.
+    """Turn an allocation that failed into a ResourceError.
+    It names the layer or block and what to lower.
     """
     try:
         yield

@@ -18,8 +18,8 @@ OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SV
 
 
 def is_own(relative: PurePath | str) -> bool:
-    """Say whether a file, by its name relative to the model's directory, is one of these or an
-    attachment.
+    """Say whether a file is one of these or an attachment.
+    Its name is relative to the model's directory.
     """
     path = PurePath(relative)
     return str(path) in OWN_FILES or path.parts[:1] == (ATTACHMENTS,)

@@ -13,8 +13,8 @@ from optkit.model.shape import DTYPE_BITS, ModelShape
 def calibration_bytes(
     shape: ModelShape, layers: Mapping[str, Layer], tokens: int, batch: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the bytes of the hidden states of a text of so many tokens, in the dtype of the file,
-    and of the activations in a block; `batch`: sequences that run at once, tokens of each.
+    """Return the bytes of a text's hidden states, as in the file, and of a block's activations.
+    `batch`: sequences that run at once, tokens of each.
     """
     width = shape.width or min(layer.inputs for layer in layers.values())
     element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)

@@ -88,7 +88,7 @@ def find_companions(root: Path, trusted: bool = False) -> Companions:
 
 
 def files_beside(root: Path) -> dict[str, Path]:
-    """Return relative name -> path of every file that holds no weights, whether it travels with them or not.
+    """Return relative name -> path of every file without weights, whether it travels or not.
 
     Hidden files and what lies outside of the directory are left out.
     """
@@ -96,9 +96,7 @@ def files_beside(root: Path) -> dict[str, Path]:
 
 
 def published_files(root: Path, trusted: bool) -> list[str]:
-    """Return the names of what an artifact has of a user's model directory: the weights,
-    and companions.
-    """
+    """Return an artifact's names of a user's model: the weights, and companions."""
     return sorted(Format.of(root).published(root) | find_companions(root, trusted).kept.keys())
 
 

@@ -31,8 +31,8 @@ def bits_per_weight(layers: Sequence[LayerSize]) -> float:
 
 
 def module_sizes(checkpoint: Checkpoint) -> dict[str, LayerSize]:
-    """Return module -> what it takes; raises EvalError for a quantized checkpoint whose layout is
-    not known.
+    """Return module -> what it takes.
+    Raises EvalError for a quantized checkpoint whose layout is not known.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():

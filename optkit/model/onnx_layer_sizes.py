@@ -79,8 +79,8 @@ activations.
 
 
 def onnx_layer_sizes(graph: OnnxFile) -> dict[str, LayerSize]:
-    """Return tensor -> what it takes with what belongs to it; each initializer counts once, whoever
-    reads it.
+    """Return tensor -> what it takes with what belongs to it.
+    Each initializer counts once, whoever reads it.
 
     Raises EvalError if quantized weights lie in a layout that is not known.
     """

@@ -21,14 +21,14 @@ class Opened(Protocol):
     positions: int
     """Longest sequence that the model was built for, in tokens."""
     hidden_memory: str
-    """Why torch does not know how much of the device's memory the session takes; empty where it
+    """Why torch does not know how much of the device's memory the session takes; empty if it
     does.
     """
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is in force and what fell back so far, one sentence each, e.g. `int4: 210 of 210
-        layers use torch's CPU kernel`.
+        """What is in force and what fell back so far, one sentence each.
+        For example `int4: 210 of 210 layers use torch's CPU kernel`.
         """
         ...
 
@@ -41,15 +41,11 @@ class Session(Opened, Protocol):
     """An opened causal language model: its evals see nothing else."""
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the
-        tokenizer itself adds.
-        """
+        """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
         ...
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the session's
-        device.
-        """
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on its device."""
         ...
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
@@ -57,15 +53,11 @@ class Session(Opened, Protocol):
         ...
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], one at a time, each when the device
-        has finished it.
-        """
+        """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it."""
         ...
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this
-        batch and context length.
-        """
+        """Return the fewest bytes of weights and KV cache that a decode step reads at this size."""
         ...
 
 
@@ -80,8 +72,8 @@ class EncoderSession(Opened, Protocol):
         ...
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask, int64 [texts, tokens of the longest], each text cut where the
-        model's own tokenizer cuts it.
+        """Return token ids and mask, int64 [texts, tokens of the longest].
+        Each text is cut as the model's own tokenizer cuts it.
         """
         ...
 
@@ -103,9 +95,7 @@ class AttendingSession(Protocol):
     """A session that can say which kernels compute its attention."""
 
     def attention_kernels(self, tokens: Tensor) -> str:
-        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step
-        after it.
-        """
+        """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step."""
         ...
 
 
@@ -114,11 +104,11 @@ class ProposingSession(Protocol):
     """A session that may keep several proposed tokens at once."""
 
     speculation: Any
-    """Counts of what was proposed and kept, with `reset`; None where it decodes token by token."""
+    """Counts of what was proposed and kept, with `reset`; None if it decodes token by token."""
 
     def token_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that a new token of each sequence makes read, on the average
-        since `speculation` was reset.
+        """Return the fewest bytes that a new token of each sequence makes read.
+        It is the average since `speculation` was reset.
         """
         ...
 
@@ -128,8 +118,8 @@ class SteppingSession(Protocol):
     """A session that can say what its decode steps compute for given tokens."""
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
-        token behind a prompt, one at a time.
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
+        The tokens behind the prompt are fed one at a time.
         """
         ...
 
@@ -141,7 +131,7 @@ class QueueingSession(Protocol):
     device: str
 
     def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield what `stream` yields, each when its work is queued on the current CUDA stream,
-        without waiting for the device.
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream.
+        It does not wait for the device.
         """
         ...

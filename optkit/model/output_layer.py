@@ -1,5 +1,5 @@
-"""The output layer, and what else is linear outside the decoder blocks, as far as names, shapes and
-config.json tell. No torch.
+"""The output layer, and what else is linear outside the decoder blocks.
+Names, shapes and config.json tell. No torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ HEAD = "lm_head"
 
 
 def tied_embedding(shape: ModelShape) -> str:
-    """Return the tensor that a tied lm_head shares: the matrix outside the blocks with a row for
-    each token (GPT-2's wpe has one for each position)."""
+    """Return the tensor that a tied lm_head shares.
+    It is the matrix outside the blocks with a row for each token (GPT-2's wpe has one for each
+    position).
+    """
     rows = text_config(shape.config).get("vocab_size")
     outside = {name: info for name, info in shape.tensors.items() if shape.block(name) is None and len(info.shape) == 2}
     return next(
@@ -26,9 +28,7 @@ def tied_embedding(shape: ModelShape) -> str:
 
 
 def head_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the output layer by its name as far as names and shapes tell, nothing where there is
-    none.
-    """
+    """Return the output layer by its name, by names and shapes, nothing if there is none."""
     name = (
         f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
     )
@@ -39,15 +39,15 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
 
 
 def outside_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the linear layers outside the decoder blocks as far as names tell: the output layer,
-    and those of other lists of blocks.
+    """Return the linear layers outside the decoder blocks as far as names tell.
+    They are the output layer, and those of other lists of blocks.
     """
     others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
     return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
 
 
 def tied(config: Mapping[str, Any]) -> bool:
-    """Say whether lm_head is the embedding, which transformers assumes where config.json is silent."""
+    """Say whether lm_head is the embedding, which transformers assumes if config.json is silent."""
     return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
 
 

@@ -36,8 +36,8 @@ def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, 
 
 
 def stored_names(skeleton: Skeleton) -> dict[str, str]:
-    """Return linear layer of transformers' model -> its name in the checkpoint; a tied lm_head
-    keeps its own.
+    """Return linear layer of transformers' model -> its name in the checkpoint.
+    A tied lm_head keeps its own.
     """
     uses = Counter(skeleton.tensor_names.values())
     modules = dict(skeleton.model.named_modules())

@@ -77,8 +77,8 @@ def loss_curves(found: Sequence[Training]) -> str:
 
 
 def pictures(steps: Iterable[StepLine]) -> dict[str, Attachment]:
-    """Return the loss curves of the stages that trained, as one picture with its place; nothing if
-    none did.
+    """Return the loss curves of the stages that trained, as one picture with its place.
+    Nothing if none did.
     """
     found = trainings(steps)
     return {CURVES: Attachment(CURVES, loss_curves(found).encode(), "image/svg+xml")} if found else {}

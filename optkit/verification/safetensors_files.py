@@ -1,5 +1,5 @@
-"""What can be said of a checkpoint without torch: whole files, layers, blocks and ties as config.json
-says, an adapter that fits.
+"""What can be said of a checkpoint without torch.
+Files are whole, layers, blocks and ties are as config.json says, and an adapter fits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _check(directory: Path) -> tuple[Check, ...]:
 
 
 def _adapter(checkpoint: Checkpoint) -> tuple[Check, ...]:
-    """Check the adapter beside packed weights; nothing where there is none."""
+    """Check the adapter beside packed weights; nothing if there is none."""
     try:
         adapter = read_adapter(checkpoint.directory) if checkpoint.quantization else None
     except OptkitError as error:
@@ -102,8 +102,8 @@ def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
 
 
 def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
-    """A tensor that one block alone lacks was lost where that block has nothing that the others
-    lack; hybrid blocks differ more.
+    """A tensor that one block alone lacks was lost if that block has nothing that the others lack.
+    Hybrid blocks differ more.
     """
     blocks: dict[str, dict[int, set[str]]] = {}
     for name in (f"{layer}.weight" for layer in linear_layers(checkpoint)):

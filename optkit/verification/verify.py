@@ -144,7 +144,7 @@ def _reference(
 
 
 def _unasked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
-    """Return why an engine need not be asked; empty where it is."""
+    """Return why an engine need not be asked; empty if it is."""
     if reason := engine.cannot_open(weights.format):
         return reason
     if weights.task is not Task.GENERATION and engine is ONNXRUNTIME_GENAI:

@@ -19,9 +19,7 @@ SUFFIX = ".safetensors"
 
 
 class FloatCheckpoint(Format):
-    """config.json, safetensors with float weights, tokenizer and every other non-weight file of the
-    source.
-    """
+    """config.json, safetensors with float weights, tokenizer and every other file of the source."""
 
     kind: ClassVar[str] = "checkpoint"
     label: ClassVar[str] = "safetensors"
@@ -63,7 +61,7 @@ class FloatCheckpoint(Format):
         return Checkpoint(directory).shape
 
     def layer_sizes(self, directory: Path) -> list[LayerSize]:
-        """Return the modules, and an adapter beside packed weights, which stands for no weight of its own."""
+        """Return the modules, and an adapter, which stands for no weight of its own."""
         from optkit.model.layer_sizes import LayerSize, module_sizes
 
         checkpoint = Checkpoint(directory)
@@ -73,8 +71,8 @@ class FloatCheckpoint(Format):
 
 
 class QuantizedCheckpoint(FloatCheckpoint):
-    """The same, with packed weights and a `quantization_config`: no further stage can change its
-    weights.
+    """The same, with packed weights and a `quantization_config`.
+    No further stage can change its weights.
     """
 
     kind: ClassVar[str] = "quantized"

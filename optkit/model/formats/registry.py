@@ -1,5 +1,5 @@
-"""Every format that a directory of weights can have: a dict of strings, so that listing imports
-nothing.
+"""Every format that a directory of weights can have.
+It is a dict of strings, so that listing imports nothing.
 """
 
 from __future__ import annotations
