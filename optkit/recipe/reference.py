@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from optkit.common.markdown import markdown_table
 from optkit.measure import Eval
 from optkit.recipe.entries import class_of, names_of
 from optkit.recipe.files import shipped_recipes
@@ -210,8 +211,7 @@ def _yaml(value: Any) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return f"{markdown_table(head, rows)}\n"
 
 
 def _prose(model: type[BaseModel]) -> str:

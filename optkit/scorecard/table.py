@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from optkit.common.markdown import markdown_table
 from optkit.measure import Metric
 from optkit.recipe.gates import Verdict, overall
 from optkit.scorecard.numbers import format_ratio, format_value
@@ -131,12 +132,6 @@ def compare_table(scorecards: Sequence[Scorecard]) -> Comparison:
 def metric_label(metric: Metric) -> str:
     """Return a metric's name and labels, e.g. `decode_tokens_per_s, batch 1, prompt 128`."""
     return ", ".join([metric.name, *(f"{label.replace('_', ' ')} {value}" for label, value in metric.labels.items())])
-
-
-def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def numbered(lines: Sequence[str]) -> str:

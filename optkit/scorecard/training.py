@@ -5,29 +5,24 @@ Each training has a panel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from typing import Literal
 
 from optkit.common.attachment import Attachment
+from optkit.common.plot import COLOURS, GREY, Axis, Key, Line, Panel, Point, even_axis, picture, round_numbers
 from optkit.scorecard.numbers import format_value, significant
 from optkit.scorecard.record import StepLine
-from optkit.training.record import KEY, TrainingRecord
+from optkit.training.record import KEY, Judged, TrainingRecord
 
 CURVES = "loss_curve.svg"
 PANEL = (640, 260)
 """Width and height of what is drawn in, in pixels."""
-MARGIN = (70, 56, 84, 50)
-"""Left, top, right and bottom of each panel, in pixels."""
-COLOURS = {"loss": "#4477aa", "judged": "#ee6677", "rate": "#999999"}
-"""Of Paul Tol's bright scheme, which colour-blind people can tell apart;
-https://personal.sron.nl/~pault/.
-"""
+DASHES = "5 4"
 LEAST = 1e-12
 """A loss nearer to 0 is drawn as 0."""
 WIDE_RANGE = 12
 """Largest loss divided by the smallest from which on the scale is logarithmic."""
-TICKS = 5
 FEW = 30
 """Up to so many points of the training loss have a mark."""
 
@@ -64,16 +59,7 @@ def training_line(training: Training) -> str:
 
 def loss_curves(found: Sequence[Training]) -> str:
     """Return the picture: training and held-out loss over tokens, before the learning rate."""
-    cell = (PANEL[0] + MARGIN[0] + MARGIN[2], PANEL[1] + MARGIN[1] + MARGIN[3])
-    width, height = cell[0], cell[1] * len(found)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        ' font-family="system-ui, sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for place, each in enumerate(found):
-        parts += _panel(each, MARGIN[0], place * cell[1] + MARGIN[1])
-    return "\n".join([*parts, "</svg>", ""])
+    return picture([_panel(each) for each in found], legend=list(_legend(found)), size=PANEL, columns=1)
 
 
 def pictures(steps: Iterable[StepLine]) -> dict[str, Attachment]:
@@ -120,99 +106,48 @@ def _loss(value: float) -> str:
     return significant(value, 4)
 
 
-def _panel(training: Training, left: int, top: int) -> list[str]:
+def _panel(training: Training) -> Panel:
     record = training.record
-    losses = [each.loss for each in record.points] + [each.loss for each in record.judged]
-    up, ticks = _scale(losses)
-    last = max([record.points[-1].tokens, *(each.tokens for each in record.judged)])
-
-    def across(tokens: int) -> float:
-        return left + PANEL[0] * tokens / last
-
-    def height(loss: float) -> float:
-        return top + PANEL[1] * (1 - up(loss))
-
-    parts = [_text(left, top - 34, f"{training.kind}: loss over tokens", size=14)]
-    parts += _legend(record, left, top - 14)
-    for tick in ticks:
-        y = height(tick)
-        parts.append(f'<line x1="{left}" x2="{left + PANEL[0]}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(_text(left - 8, y + 4, f"{tick:.4g}", anchor="end"))
-    for tokens in _even(0, last):
-        parts.append(_text(across(round(tokens)), top + PANEL[1] + 18, _tokens(tokens, last), anchor="middle"))
-    parts.append(_text(left + PANEL[0] / 2, top + PANEL[1] + 38, "tokens", anchor="middle"))
-    parts += _rate(record, left, top, across)
-    line = [(across(each.tokens), height(each.loss)) for each in record.points]
-    parts.append(_line(line, COLOURS["loss"], 1.8))
-    parts += [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{COLOURS["loss"]}"/>' for x, y in line if len(line) <= FEW
-    ]
-    judged = [(across(each.tokens), height(each.loss)) for each in record.judged]
-    parts.append(_line(judged, COLOURS["judged"], 1.8))
-    for (x, y), each in zip(judged, record.judged, strict=True):
-        title = f"<title>step {each.step:,}: {escape(record.judged_by)} {_loss(each.loss)}</title>"
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOURS["judged"]}" stroke="white">{title}</circle>'
-        )
-    return parts
-
-
-def _legend(record: TrainingRecord, left: int, y: int) -> list[str]:
-    parts = []
-    entries = [("loss", "training loss"), ("judged", record.judged_by), ("rate", "learning rate (right)")]
-    for key, words in entries:
-        if key == "judged" and not record.judged:
-            continue
-        dash = ' stroke-dasharray="5 4"' if key == "rate" else ""
-        parts.append(
-            f'<line x1="{left}" x2="{left + 24}" y1="{y - 4}" y2="{y - 4}" stroke="{COLOURS[key]}" '
-            f'stroke-width="2"{dash}/>'
-        )
-        parts.append(_text(left + 30, y, words))
-        left += 60 + 7 * len(words)
-    return parts
-
-
-def _rate(record: TrainingRecord, left: int, top: int, across: Callable[[int], float]) -> list[str]:
-    """Return the learning rate from 0 to its largest, which stands at the right."""
+    drawn = [(each.tokens, each.loss) for each in record.points] + [(each.tokens, each.loss) for each in record.judged]
+    up = _loss_axis([loss for _, loss in drawn])
+    last = max(tokens for tokens, _ in drawn)
+    across = Axis((0, last), [(each, _tokens(each, last)) for each in round_numbers(0, last)], "tokens")
     most = max(each.learning_rate for each in record.points)
-    if most <= 0:
-        return []
-    line = [(across(each.tokens), top + PANEL[1] * (1 - each.learning_rate / most)) for each in record.points]
-    right = left + PANEL[0] + 8
-    return [
-        _line(line, COLOURS["rate"], 1.2, dashes="5 4"),
-        _text(right, top + 4, f"{most:.2g}", colour="#666666"),
-        _text(right, top + PANEL[1] + 4, "0", colour="#666666"),
+    right = Axis((0, most), [(0, "0"), (most, f"{most:.2g}")]) if most > 0 else None
+    mark: Literal["", "dot"] = "dot" if len(record.points) <= FEW else ""
+    lines = [
+        Line([Point(each.tokens, each.loss, mark) for each in record.points], COLOURS[0], 1.8, radius=3),
+        Line([_judged(record, each) for each in record.judged], COLOURS[1], 1.8),
     ]
+    if right:
+        rate = [Point(each.tokens, each.learning_rate) for each in record.points]
+        lines.insert(0, Line(rate, GREY, 1.2, DASHES, on_right=True))
+    return Panel(f"{training.kind}: loss over tokens", across, up, lines, right)
 
 
-def _scale(losses: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
-    """Return a scale from 0 to 1 around the losses, even or logarithmic, and its lines' labels."""
+def _judged(record: TrainingRecord, each: Judged) -> Point:
+    return Point(each.tokens, each.loss, "dot", f"step {each.step:,}: {record.judged_by} {_loss(each.loss)}")
+
+
+def _legend(found: Sequence[Training]) -> Iterator[Key]:
+    yield Key("training loss", COLOURS[0])
+    for words in dict.fromkeys(each.record.judged_by for each in found if each.record.judged):
+        yield Key(words, COLOURS[1])
+    yield Key("learning rate (right)", GREY, DASHES)
+
+
+def _loss_axis(losses: Sequence[float]) -> Axis:
+    """Return an axis around the losses, even or logarithmic."""
     low, high = (0.0 if abs(loss) < LEAST else loss for loss in (min(losses), max(losses)))
-    if low > 0 and high / low >= WIDE_RANGE:
-        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        lines = [part * 10.0**power for power in range(first, last + 1) for part in (1, 2, 5)]
-        bottom, top = (
-            max(each for each in lines if each <= low * (1 + 1e-9)),
-            min(each for each in lines if each >= high * (1 - 1e-9)),
-        )
-        span = math.log(top / bottom)
-        return lambda loss: math.log(loss / bottom) / span, [each for each in lines if bottom <= each <= top]
-    ticks = _even(low, high, outside=True)
-    bottom, top = ticks[0], ticks[-1]
-    return lambda loss: (loss - bottom) / (top - bottom), ticks
-
-
-def _even(low: float, high: float, outside: bool = False) -> list[float]:
-    """Return about `TICKS` round numbers between two, or around them if `outside`."""
-    width = (high - low) or abs(high) or 1.0
-    raw = width / TICKS
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(part * power for part in (1, 2, 2.5, 5, 10) if part * power >= raw * (1 - 1e-9))
-    first = math.floor(low / step + 1e-9) if outside else math.ceil(low / step - 1e-9)
-    last = math.ceil(high / step - 1e-9) if outside else math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, max(last, first + 1) + 1)]
+    if low <= 0 or high / low < WIDE_RANGE:
+        return even_axis(low, high)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    lines = [part * 10.0**power for power in powers for part in (1, 2, 5)]
+    ends = (
+        max(each for each in lines if each <= low * (1 + 1e-9)),
+        min(each for each in lines if each >= high * (1 - 1e-9)),
+    )
+    return Axis(ends, [(each, f"{each:.4g}") for each in lines if ends[0] <= each <= ends[1]], log=True)
 
 
 def _tokens(tokens: float, largest: float) -> str:
@@ -220,19 +155,3 @@ def _tokens(tokens: float, largest: float) -> str:
         if largest >= 2 * scale:
             return f"{tokens / scale:,.4g}{unit if tokens else ''}"
     return f"{tokens:,.0f}"
-
-
-def _line(points: Sequence[tuple[float, float]], colour: str, width: float, dashes: str = "") -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return (
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" '
-        f'stroke-linejoin="round"{dashed}/>'
-    )
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start", size: int = 12, colour: str = "black") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
-        f'fill="{colour}">{escape(words)}</text>'
-    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from optkit.common.markdown import markdown_table
 from optkit.reports.sensitivity.report import SensitivityReport
 
 
@@ -21,21 +20,22 @@ def to_markdown(report: SensitivityReport) -> str:
         "",
         "## All layers",
         "",
-        *_table(
+        markdown_table(
             head,
             [
                 ["sum", *map(nats_text, report.totals)],
                 ["bits per weight", *(f"{bits:.3f}" for bits in report.bits_per_weight)],
             ],
+            numbers=True,
         ),
         "",
         "## By kind of layer",
         "",
-        *_table(head, ([kind, *map(nats_text, sums)] for kind, sums in report.by_kind().items())),
+        markdown_table(head, ([kind, *map(nats_text, sums)] for kind, sums in report.by_kind().items()), numbers=True),
         "",
         "## By layer",
         "",
-        *_table(head, ([row.name, *map(nats_text, row.divergence)] for row in report.layers)),
+        markdown_table(head, ([row.name, *map(nats_text, row.divergence)] for row in report.layers), numbers=True),
         "",
     ]
     if report.skipped:
@@ -46,12 +46,3 @@ def to_markdown(report: SensitivityReport) -> str:
 def nats_text(nats: float) -> str:
     """Return a divergence with three digits, e.g. `0.000412` or `1.3e-07`."""
     return f"{nats:.3g}"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    cells = list(head)
-    return [
-        f"| {' | '.join(cells)} |",
-        f"|{'|'.join(['---', *['---:'] * (len(cells) - 1)])}|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
