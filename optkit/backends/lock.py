@@ -1,5 +1,5 @@
-"""What an environment is made of, to the last package and its SHA-256: locks/NAME.txt, a file of
-requirements as pip and uv take it, for each library.
+"""What the environment of a library is made of, to the last package and its SHA-256:
+locks/NAME.txt, as pip and uv take requirements.
 
     python -m optkit.backends.lock [NAME ...]
 
