@@ -17,7 +17,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +60,7 @@ class Child:
         """
         self.name, self._log, self._patience_s = name, log, patience_s
         self._told_end, self._rest = False, b""
-        self._messages, writing = os.pipe()
+        self._channel, writing = os.pipe()
         command = [*(python or python_command()), str(WORKER), str(writing), str(target)]
         try:
             with contextlib.ExitStack() as files:
@@ -75,7 +75,7 @@ class Child:
                     **({"stdout": output, "stderr": output} if output else {}),
                 )
         except BaseException:
-            os.close(self._messages)
+            os.close(self._channel)
             raise
 
     def __enter__(self) -> Self:
@@ -85,10 +85,6 @@ class Child:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
-
-    def fileno(self) -> int:
-        """Return what is readable when there is a message."""
-        return self._messages
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Give an order; one that a child does not take any more is dropped."""
@@ -140,9 +136,9 @@ class Child:
     def kill(self) -> None:
         """End the child with everything that it started at once."""
         kill_group(self.process)
-        if self._messages >= 0:
-            os.close(self._messages)
-            self._messages = -1
+        if self._channel >= 0:
+            os.close(self._channel)
+            self._channel = -1
 
     def _said(self, timeout_s: float | None) -> Iterator[dict[str, Any]]:
         """Yield messages until the child ends; a safe point while it is silent. Raises TimeoutError."""
@@ -151,17 +147,27 @@ class Child:
             while b"\n" in self._rest:
                 line, _, self._rest = self._rest.partition(b"\n")
                 yield json.loads(line)
-            stopping.check()
-            left, over = deadline - time.monotonic(), self.process.poll() is not None
-            if left <= 0:
+            if not ready([self], deadline - time.monotonic()):
                 raise TimeoutError(f"{self.name} said nothing within {timeout_s:g} s")
-            if wait([self._messages], min(POLL_S, left)):
-                part = os.read(self._messages, 1 << 16)
-                if not part:
-                    return
-                self._rest += part
-            elif over:  # what it started may hold the channel open
+            # what a child started may hold the channel open after its end
+            part = os.read(self._channel, 1 << 16) if wait([self._channel], 0) else b""
+            if not part:
                 return
+            self._rest += part
+
+
+def ready(children: Collection[Child], timeout_s: float = float("inf")) -> list[Child]:
+    """Return the children that have told something or ended, none when the time is over; a safe
+    point while it waits.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        stopping.check()
+        over = [child for child in children if child.process.poll() is not None]
+        left = deadline - time.monotonic()
+        told = wait([child._channel for child in children], 0 if over else max(0, min(POLL_S, left)))
+        if told or over or left <= 0:
+            return [child for child in children if child._channel in told] or over
 
 
 class Bars:

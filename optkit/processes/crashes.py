@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from optkit import errors
-from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
 from optkit.errors import OptkitError
-from optkit.processes.worker import one_line
 
 LAST_LINES = 3
 LIMITS = (MemoryError, OSError, ImportError, RuntimeError)
@@ -102,31 +98,4 @@ def _limit(said: Mapping[str, Any]) -> Exception:
     error = kind(said["text"]) if said["errno"] is None else OSError(said["errno"], said["text"])
     if said["cause"]:
         error.__cause__ = _limit(said["cause"])
-    return error
-
-
-Error = TypeVar("Error", bound=BaseException)
-
-
-def told_crash(error: BaseException) -> dict[str, Any]:
-    """Return an exception as JSON values."""
-    trace = "".join(traceback.format_exception(error))
-    return {"what": one_line(error), "trace": trace, "no_memory": is_out_of_memory(error), "errno": errno_of(error)}
-
-
-def heard_crash(said: Mapping[str, Any], process: str) -> Exception:
-    """Return what `told_crash` told of a process: memory or room that ran out stays that,
-    everything else is a ChildError.
-    """
-    if said["no_memory"]:
-        return with_trace(MemoryError(said["what"]), said, process)
-    if said["errno"] in NO_ROOM:
-        return with_trace(OSError(said["errno"], os.strerror(said["errno"])), said, process)
-    return with_trace(ChildError(f"{process} failed with {said['what']}"), said, process)
-
-
-def with_trace(error: Error, said: Mapping[str, Any], process: str) -> Error:
-    """Return an error with the traceback of another process, which is printed below its own."""
-    if said.get("trace"):
-        error.add_note(f"\nIn {process}:\n{said['trace']}")
     return error

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -135,17 +134,3 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     stopping.release(process.pid)
     process.wait()
-
-
-def end_with_parent() -> None:
-    """Watch stdin, which ends when the parent is gone; this process, which leads its own group,
-    then ends with all of it.
-    """
-    threading.Thread(target=_wait_for_end, daemon=True).start()
-
-
-def _wait_for_end() -> None:
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -143,10 +143,10 @@ def described(error: BaseException) -> dict[str, Any]:
     }
 
 
-def answer(parent: Parent, work: Callable[[Parent], Any]) -> int:
+def answer(parent: Parent, work: Callable[[], Any]) -> int:
     """Tell what comes of the work, and return the exit status."""
     try:
-        parent.tell("result", value=work(parent))
+        parent.tell("result", value=work())
     except KeyboardInterrupt:  # the parent asked for the end
         return 128 + signal.SIGINT
     except BaseException as error:
@@ -163,7 +163,7 @@ def main(descriptor: int, target: str) -> int:
     with open(descriptor, "w", encoding="utf-8") as lines:
         parent = Parent(lines)
         parent.listen()
-        return answer(parent, lambda parent: _work_of(target)(parent))
+        return answer(parent, lambda: _work_of(target)(parent))
 
 
 def _work_of(target: str) -> Callable[[Parent], Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optkit.common.byte_sizes import size_text
+from optkit.common.frozen import described
 from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
 from optkit.session.generating import GeneratingSession
@@ -35,10 +36,7 @@ class ParallelSession(GeneratingSession):
         super().__init__(opening.directory, self.devices[0], opening.trust_remote_code)
         job = {
             "directory": str(opening.directory.absolute()),
-            "settings": [
-                (f"{type(each).__module__}:{type(each).__qualname__}", each.model_dump(mode="json"))
-                for each in opening.settings
-            ],
+            "settings": [described(each) for each in opening.settings],
             "dtype": opening.dtype,
             "trust_remote_code": opening.trust_remote_code,
         }

@@ -1,34 +1,29 @@
-"""One process of a model that is split over several, started by `ranks.py` through `rank_start.py`.
+"""One process of a model that is split over several, started by `ranks.py`.
 
-In: one JSON message, the fields of `Job`; then one for each call, which every rank makes, in the
-same order:
-`{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Out: a message for each: `{"done": ...}`
-or `{"error": {...}}`. Logits go through a file without a name that both processes have open.
+Its first order has the fields of `Job`; the further ones are calls, which every rank makes, in the
+same order: `{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Logits go through a file
+without a name that both processes have open.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import queue
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from optkit.common.frozen import restored
 from optkit.devices.peak_memory import Peak, watched_peak
-from optkit.errors import OptkitError
-from optkit.processes.crashes import told_crash
+from optkit.processes.worker import Parent, answer
 from optkit.session.memory import local_part
 from optkit.session.splitting import join
-from optkit.stage import Setting
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,8 @@ class Job:
     """What a rank opens, and which one it is."""
 
     directory: str
-    settings: Sequence[tuple[str, dict[str, Any]]]
-    """`module:Class` with its fields."""
+    settings: Sequence[dict[str, Any]]
+    """See `frozen.described`."""
     device: str
     """As this process sees it."""
     dtype: str | None
@@ -49,21 +44,24 @@ class Job:
     timeout_s: float
     """How long a rank waits for the others."""
     threads: int
+    memory: int
+    """The descriptor of the file for logits."""
 
 
 class Rank:
     """An opened share of a model, and what it does when it is called."""
 
-    def __init__(self, job: Job, memory: int) -> None:
+    def __init__(self, job: Job) -> None:
         """Join the others and open the model; raises what `open_session` raises."""
         from optkit.session.opening import open_session
         from optkit.session.torch_session import TorchSession
 
-        self._job, self._memory = job, memory
+        self._job, self._memory = job, job.memory
+        os.set_inheritable(job.memory, False)
         if job.device == "cpu":
             torch.set_num_threads(job.threads)
         join(job.device, job.rank, job.ranks, job.meeting, job.timeout_s)
-        settings = [_setting(name, fields) for name, fields in job.settings]
+        settings = [restored(each) for each in job.settings]
         opened = open_session(Path(job.directory), settings, job.device, job.dtype, None, job.trust_remote_code)
         assert isinstance(opened, TorchSession)
         self.session = opened
@@ -133,32 +131,13 @@ class Rank:
         return vars(self._peak)
 
 
-def serve(channel: Connection, asked: queue.SimpleQueue[dict[str, Any]], memory: int) -> None:
-    """Open the model, then do what is asked; `rank_start.py` ends this process when the parent is
-    gone.
-    """
-    job = Job(**asked.get())
-    rank: Rank | None = None
+def work(parent: Parent) -> None:
+    """Open the model, then do what is asked, until the parent ends this process."""
+    rank = Rank(Job(**parent.order()))
+    parent.tell("result", value=rank.opened())
     while True:
-        try:
-            if rank is None:
-                rank = Rank(job, memory)
-                reply: Any = rank.opened()
-            else:
-                message = asked.get()
-                reply = getattr(rank, message.pop("call"))(**message)
-            said = {"done": reply}
-        except Exception as error:
-            said = {"error": _described(error)}
-        channel.send_bytes(json.dumps(said).encode())
-        if rank is None:
-            return
-
-
-def _setting(name: str, fields: dict[str, Any]) -> Setting:
-    module, _, kind = name.partition(":")
-    found: Setting = getattr(import_module(module), kind).model_validate(fields)
-    return found
+        order = parent.order()
+        answer(parent, partial(getattr(rank, order.pop("call")), **order))
 
 
 def _agreed(logits: Tensor) -> Tensor:
@@ -168,15 +147,3 @@ def _agreed(logits: Tensor) -> Tensor:
     chosen = logits[:, -1:].argmax(-1)
     distributed.broadcast(chosen, src=0)
     return chosen
-
-
-def _described(error: Exception) -> dict[str, Any]:
-    if isinstance(error, OptkitError):
-        return {
-            "class": type(error).__name__,
-            "what": error.what,
-            "where": error.where,
-            "why": error.why,
-            "remedy": error.remedy,
-        }
-    return {"class": "", **told_crash(error)}

@@ -54,7 +54,7 @@ def main(directory: Path) -> None:
     with (directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as lines:
         parent = Parent(lines)
         parent.listen()
-        status = answer(parent, lambda parent: asdict(work(directory, rank, parent)))
+        status = answer(parent, lambda: asdict(work(directory, rank, parent)))
     sys.stdout.flush()
     os._exit(status)
 

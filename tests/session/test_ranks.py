@@ -3,9 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import EvalError, ResourceError, SourceError, StageError
+from optkit.processes.conversation import Child
 from optkit.session import ranks
 from optkit.session.ranks import Ranks
 from tests.support.waiting import ended
@@ -56,7 +54,10 @@ def test_every_call_goes_to_all_and_the_answers_come_in_order(two: Ranks) -> Non
 def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
     with pytest.raises(EvalError, match=r"^somewhere: too long\.$"):
         two.call("fail")
-    with pytest.raises(StageError, match=r"^tensor_parallel: process 1 of 2 \(cpu\) failed: ValueError: odd"):
+    with pytest.raises(
+        StageError,
+        match=r"^tensor_parallel: process 1 of 2 \(cpu\) failed with ValueError at fake_rank\.py",
+    ):
         two.call("raise")
     assert two.call("echo", value=1) == [[0, 1], [1, 1]]
 
@@ -66,7 +67,7 @@ def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
     [
         (
             "die",
-            r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL; .*memory runs out\. Its "
+            r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL \(.*memory runs out\)\. Its "
             r"last words: the last words\.$",
         ),
         ("leave", r"^tensor_parallel: process 2 of 2 \(cpu\) ended with status 7\. It said nothing\.$"),
@@ -113,16 +114,12 @@ def test_a_rank_ends_with_its_parent_before_it_has_imported_torch(tmp_path: Path
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("")
     (package / "rank.py").write_text("import time\ntime.sleep(600)\n")  # as long as torch takes, and longer
-    ours, theirs = socket.socketpair()
-    descriptor = str(theirs.fileno())
-    command = [sys.executable, "-P", str(Path(ranks.__file__).with_name("rank_start.py")), descriptor, "0"]
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=variables) as child:
-        theirs.close()
-        with pytest.raises(subprocess.TimeoutExpired):
-            child.wait(0.5)
-        ours.close()
-        assert child.wait(60) == 1
+    with Child("optkit.session.rank", name="a rank", env={**os.environ, "PYTHONPATH": str(tmp_path)}) as child:
+        with pytest.raises(TimeoutError):
+            child.result(timeout_s=0.5)
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+        assert child.process.wait(60) == -signal.SIGKILL
 
 
 def test_they_end_where_nobody_holds_them_any_more() -> None:

@@ -4,55 +4,44 @@ every way to fail is quick.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from multiprocessing.connection import Connection
+from functools import partial
+from typing import Any
 
-channel = Connection(int(sys.argv[1]))
-job = json.loads(channel.recv_bytes())
-mode, rank = job["directory"], job["rank"]
-
-
-def say(**message: object) -> None:
-    channel.send_bytes(json.dumps(message).encode())
+from optkit.errors import EvalError, ResourceError, SourceError
+from optkit.processes.worker import Parent, answer
 
 
-def fail(kind: str, what: str) -> None:
-    say(error={"class": kind, "what": what, "where": "somewhere", "why": "", "remedy": ""})
+def work(parent: Parent) -> None:
+    job = parent.order()
+    mode, rank = job["directory"], job["rank"]
+    if mode == "refused":
+        raise SourceError("weights are missing", where="somewhere")
+    if mode == "half refused" and rank == 1:
+        raise ResourceError("out of memory", where="somewhere")
+    if mode == "half refused":
+        time.sleep(600)
+    parent.tell("result", value={"rank": rank, "pid": os.getpid()})
+    while True:
+        answer(parent, partial(called, rank, **parent.order()))
 
 
-if mode == "refused":
-    fail("SourceError", "weights are missing")
-    sys.exit()
-if mode == "half refused" and rank == 1:
-    fail("ResourceError", "out of memory")
-    sys.exit()
-if mode == "half refused":
-    time.sleep(600)
-say(done={"rank": rank, "pid": os.getpid()})
-while True:
-    try:
-        message = json.loads(channel.recv_bytes())
-    except EOFError:
-        break
-    call = message["call"]
+def called(rank: int, call: str, value: Any = None) -> Any:
     if call == "echo":
-        say(done=[rank, message["value"]])
-    elif call == "fail":
-        fail("EvalError", "too long")
-    elif call == "raise":
-        fail("", "ValueError: odd")
-    elif call == "die" and rank == 1:
+        return [rank, value]
+    if call == "fail":
+        raise EvalError("too long", where="somewhere")
+    if call == "raise":
+        raise ValueError("odd")
+    if call == "die" and rank == 1:
         sys.stdout.write("the last words\n")
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-    elif call == "leave" and rank == 1:
-        sys.exit(7)
-    elif call in ("hang", "die", "leave", "stop here"):
-        if rank == 0 and call == "hang":
-            say(done=None)
-        else:
-            time.sleep(600)
+    if call == "leave" and rank == 1:
+        os._exit(7)
+    if rank == 1 or call != "hang":
+        time.sleep(600)
+    return None
