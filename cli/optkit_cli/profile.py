@@ -60,7 +60,7 @@ def command(
     The artifact's settings are applied.
 
     Writes prefill.trace.json and decode.trace.json for ui.perfetto.dev, on a GPU also memory.pickle
-    for docs.pytorch.org/memory_viz, and prints time by kind of operation, the kernels that take
+    for docs.pytorch.org/memory_viz. Prints time by kind of operation, the kernels that take
     longest, and one sentence on what to try.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)

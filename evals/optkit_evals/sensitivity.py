@@ -32,7 +32,7 @@ class Sensitivity(WindowedText, Eval):
     The errors are those of the artifact's own weights; what they do is predicted from gradients of
     the unmodified model's predictions (see `optkit.algorithms.sensitivity`), so the artifact is not
     run. If the sum is far from the measured divergence, the errors are too large for the
-    prediction, or something else than the rounding of weights is at work (rounded activations, the
+    prediction. Or something else than the rounding of weights is at work (rounded activations, the
     KV cache). An adapter beside the weights is refused: that of one layer makes up for what others
     do, and so the sum says nothing about it.
     """

@@ -2,8 +2,8 @@
 This is the multiple-choice knapsack, solved exactly.
 
 The Lagrangian relaxation gives a lower bound (Sinha and Zoltners 1979); a dynamic program over
-partial choices, with those that are dominated or cannot beat the best known answer left out (Dyer,
-Riha and Walker 1995), gives the optimum. No unit of size is needed.
+partial choices gives the optimum. It leaves out those that are dominated or cannot beat the best
+known answer (Dyer, Riha and Walker 1995). No unit of size is needed.
 """
 
 from __future__ import annotations

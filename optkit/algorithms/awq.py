@@ -1,11 +1,11 @@
 """AWQ: input channel scales under which rounding costs the outputs of linear layers the least.
 
 Lin et al. 2024, arXiv:2306.00978: weights that meet large activations are multiplied by s before
-they are rounded and their inputs are divided by it, so that their errors shrink. What differs: the
-error of the outputs is tr(E H E^T) with the Hessian H, gathered once, so that a candidate costs a
-matrix product on some rows and not a pass over text; candidates are rounded as the weights will be,
-with scales that are searched, by GPTQ too; and after the powers of the activations a descent on a
-convex bound of the error gives each channel a scale of its own.
+they are rounded. Their inputs are divided by it, so that their errors shrink. What differs: the
+error of the outputs is tr(E H E^T) with the Hessian H, gathered once. So a candidate costs a matrix
+product on some rows and not a pass over text; candidates are rounded as the weights will be, with
+scales that are searched, by GPTQ too; and after the powers of the activations a descent on a convex
+bound of the error gives each channel a scale of its own.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def search_input_scales(
     """Return the scales with the least error of the readers' outputs among those tried.
 
     rows: int64 [in], channels with the same number share their scale; None if each has its own.
-    Tried are `grid_points` powers, from 0
-    to below 1, of the root mean square of each channel, what a descent from the best of them comes
-    to, and the point between; their weights are rounded to nearest or by GPTQ. Raises ValueError
-    if GPTQ cannot.
+    Tried are `grid_points` powers, from 0 to below 1, of the root mean square of each channel. What
+    a descent from the best of them comes to, and the point between, are tried too; their weights
+    are rounded to nearest or by GPTQ. Raises ValueError if GPTQ cannot.
     """
     inputs = readers[0].weight.shape[1]
     sharing = (

@@ -1,7 +1,7 @@
 """GPTQ: round the weights one input at a time, and compensate each error in the inputs left.
 
 Frantar et al. 2022, arXiv:2210.17323, with static groups: scales are chosen before the first weight
-is rounded, so the order of the inputs leaves no trace in the stored weights and kernels need no
+is rounded. So the order of the inputs leaves no trace in the stored weights, and kernels need no
 permutation. Additions: the scales are searched with the Hessian's diagonal as importance, and the
 result is refined by turns of least-squares scales and coordinate descent (`refinement`).
 """

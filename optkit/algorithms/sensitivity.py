@@ -1,12 +1,12 @@
 """The KL divergence that a change of weights causes, to second order (Fisher information).
 
 For a small change the divergence of next-token distributions, summed over positions, is 1/2 E[<G,
-dW>^2]: dW is the change of the weight and G the gradient of sum_t v_t . z_t, with the
-logits and v_t random vectors with the covariance diag(p_t) - p_t p_t^T of the predictions p_t
+dW>^2]: dW is the change of the weight and G the gradient of sum_t v_t . z_t. The z_t are the
+logits, and the v_t random vectors with the covariance diag(p_t) - p_t p_t^T of the predictions p_t
 (Martens 2014, arXiv:1412.1193, section 9). The gradient is summed over the tokens of a sequence
 before it is squared, so what the errors at different tokens do together counts. Rounding errors of
 outputs that are far apart are independent: their cross terms are 0 on average and would only add
-noise, so the square is taken for each band of neighbouring outputs (a head, as a rule) alone.
+noise. So the square is taken for each band of neighbouring outputs (a head, as a rule) alone.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[G
     """Return the predicted divergence of rounding a weight, float32 [out, in], to each grid.
     In nats, summed over all tokens.
 
-    `compensated`: by GPTQ. Each grid is then rounded to nearest all the same, and what GPTQ leaves
-    of the divergence is measured for one of them, on other sequences than GPTQ saw, so that it
-    cannot look better than it is if the tokens are few.
+    `compensated`: by GPTQ. Each grid is then rounded to nearest all the same. What GPTQ leaves of
+    the divergence is measured for one of them. The sequences are others than GPTQ saw, so that few
+    tokens do not make it look better than it is.
     """
     hessian = Hessian(weight.shape[1], weight.device)
     unseen = seen[JUDGED - 1 :: JUDGED]

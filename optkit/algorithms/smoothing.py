@@ -2,9 +2,9 @@
 
 Input channel j of a layer is divided by s_j and column j of its weight multiplied by it. The paper
 has s_j = max|X_j|^alpha / max|W_j|^(1 - alpha). `search_smoothing` starts from the best alpha and
-then moves each s_j down the slope of the error that rounding is expected to leave in the outputs:
-steps of size d leave errors of variance d^2 / 12, a token's step is set by the largest of its
-channels, an output's by the largest of its weights, and all of them are differentiable in s.
+then moves each s_j down the slope of the error that rounding is expected to leave in the outputs.
+Steps of size d leave errors of variance d^2 / 12. A token's step is set by the largest of its
+channels, an output's by the largest of its weights. All of them are differentiable in s.
 """
 
 from __future__ import annotations

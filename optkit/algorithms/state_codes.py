@@ -1,7 +1,7 @@
 """Codes of keys and values: float [..., tokens, head_dim] and back, each token by itself.
 
 Integers have one scale and one zero point for a token's head or for groups of its channels, as the
-values of KIVI (arXiv:2402.02750). Keys are coded the same way, not per channel as there: a token
+values of KIVI (arXiv:2402.02750). Keys are coded the same way, not per channel as there. A token
 never waits for those after it, so prompt and decode steps see the same codes. float8 has one scale
 for a whole layer, as vLLM's cache.
 """

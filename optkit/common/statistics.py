@@ -101,7 +101,7 @@ def neighbours_half_width(samples: Sequence[float], correlation: float = NEIGHBO
 
     They are taken as a process in which each depends on the one before it (AR(1)). Its correlation
     is estimated from eight samples on, with Marriott and Pope's correction of the bias
-    (https://doi.org/10.1093/biomet/41.3-4.390), and is at least `correlation`: windows of real
+    (https://doi.org/10.1093/biomet/41.3-4.390), and is at least `correlation`. Windows of real
     texts correlate, and few of them do not show it. The variance of few such samples is too small
     as well. Raises ValueError for fewer than two samples.
     """

@@ -2,9 +2,10 @@
 
 torch's own int4 kernel is fast for bfloat16 alone: its float32 version is a scalar loop, 15 times
 slower than a dense float32 product. An embedding bag with weights per sample adds up quantized rows
-times numbers, so it is a matrix-vector product when the rows are the inputs, a bag is a group of
-inputs, and the weights are the activations: the sum over the inputs k of a group of x[k] (code[k,
-n] - 2^(bits - 1)), for all outputs n at once, in float32. Scales and zero points act on these sums.
+times numbers, so it can be a matrix-vector product. The rows are the inputs, a bag is a group of
+inputs, and the weights are the activations. It gives the sum over the inputs k of a group of x[k]
+(code[k, n] - 2^(bits - 1)), for all outputs n at once, in float32. Scales and zero points act on
+these sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The quantization methods that optkit opens with layers of its own, by `quant_method`.
 
 A method is a function that returns the quantized layers of a checkpoint
-(`optkit.kernels.stored.QuantizedLayer`), or None if the checkpoint asks for something beyond
-that method's layers here; transformers opens it then, with the packages that it needs.
+(`optkit.kernels.stored.QuantizedLayer`). It returns None if the checkpoint asks for something
+beyond that method's layers here; transformers opens it then, with the packages that it needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decoder blocks of a model: finding them, recording their calls, and running one alone.
 
 The base model decides per block what it passes (a sliding or a full attention mask, local or global
-rotary embeddings), so the arguments of every block are recorded, by running the model with blocks
+rotary embeddings). So the arguments of every block are recorded, by running the model with blocks
 that hand their input on unchanged.
 """
 

@@ -63,8 +63,8 @@ def shallower_config(
 ) -> dict[str, Any]:
     """Return config.json of a model with these of the blocks.
 
-    `resolved` is what transformers makes of the language model's part: kinds of blocks that it
-    derives from their index (a sliding window in all but every sixth, say) are written out, as the
+    `resolved` is what transformers makes of the language model's part: some kinds of blocks derive
+    from their index (a sliding window in all but every sixth, say). They are written out, as the
     index is another one now.
     """
     return with_text_config(config, lambda text: _shallower(text, kept, resolved or {}))

@@ -2,7 +2,7 @@
 transformers 5 holds the experts of a block in two 3-D parameters, checkpoints hold one matrix per
 projection.
 
-Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint, so each
+Quantizers work on `nn.Linear`, and inference engines expect the names of the checkpoint. So each
 fused module becomes a list of experts made of Linears, named as on disk (`experts.3.w1` for
 Mixtral, `experts.3.gate_proj` for Qwen and most others). The names are those that transformers
 itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of its eager experts.

@@ -9,8 +9,8 @@ import sys
 def return_freed_memory() -> None:
     """Ask glibc for it; elsewhere nothing is needed.
 
-    Weights and activations of a few MB come and go in an order that leaves its heap with holes:
-    over the blocks of a small model the resident memory grows to that of the whole model, although
+    Weights and activations of a few MB come and go in an order that leaves its heap with holes.
+    Over the blocks of a small model the resident memory grows to that of the whole model, although
     one block is alive; and a packed model that was opened would keep the words that were unpacked
     on the way.
     """

@@ -2,9 +2,9 @@
 Every one on both sides is accounted for, or it is an error.
 
 The names differ by the renamings of transformers (Mixtral's `block_sparse_moe` is `mlp` in the
-model), by the prefix of the base model (old GPT-2 files have no `transformer.`) and by tied weights
-(no `lm_head` in the file). transformers would fill a parameter that it does not find with random
-numbers; here that is a SourceError.
+model), and by the prefix of the base model (old GPT-2 files have no `transformer.`). Tied weights
+differ too (no `lm_head` in the file). transformers would fill a parameter that it does not find
+with random numbers; here that is a SourceError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who reads and who writes the residual stream, found by running a few tokens, not by names.
 
-A layer reads the stream if every row of its input is a row of what a norm made, bit by bit: that
+A layer reads the stream if every row of its input is a row of what a norm made, bit by bit. That
 holds for experts too, which are given some of the rows. A linear layer that makes vectors as wide
 as the stream and does not read it writes to it.
 """

@@ -1,12 +1,12 @@
 """Which layers read the output of another one, seen by multiplying it by powers of two.
 
 The output of the layer in question, the producer, is replaced by random numbers, once as they are
-and then multiplied channel by channel by powers of two, which no float format rounds. A layer whose
-input comes out multiplied by powers of two too, channel by channel, is a consumer, and its input is
-divided again on the spot; so when the outputs of the part are as before, nothing else depends on
-the producer. Any other change means that something in between is not linear. The powers spell the
-number of the producer's channel in base 8, a digit a run, so that permutations and repetitions
-(grouped-query attention) are read off.
+and then multiplied channel by channel. The factors are powers of two, which no float format rounds.
+A layer whose input comes out multiplied by powers of two too, channel by channel, is a consumer,
+and its input is divided again on the spot; so when the outputs of the part are as before, nothing
+else depends on the producer. Any other change means that something in between is not linear. The
+powers spell the number of the producer's channel in base 8, a digit a run, so that permutations and
+repetitions (grouped-query attention) are read off.
 """
 
 from __future__ import annotations

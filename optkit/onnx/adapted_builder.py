@@ -2,8 +2,8 @@
 that exports and nowhere else.
 
 It would load quantized weights by the names and layouts that it knows, and decides for a whole
-model whether matrices are codes or floats, rounding those that are still float, lm_head among them,
-to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
+model whether matrices are codes or floats. Those that are still float, lm_head among them, it
+rounds to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
 
 What a model computes it reads from config.json, by names of transformers 4
 (`optkit.onnx.older_names`), and by rules of its own where transformers has others: which layers

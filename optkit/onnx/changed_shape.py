@@ -2,7 +2,7 @@
 Neither torch nor onnx is needed.
 
 The source is an ONNX directory (`model.onnx_shape`) or what `onnx` will leave
-(`prediction.exported_shape`): so tensors are told by their names and shapes, and names of nodes are
+(`prediction.exported_shape`). So tensors are told by their names and shapes, and names of nodes are
 not known. A pattern that matches no tensor is taken to match none.
 """
 

@@ -1,8 +1,8 @@
 """An ONNX model that is being changed: its graph in memory, its weights on disk.
 
-What is written has one data file beside the graph, so that no model is too large for a protobuf (2
-GB), and no model has to fit into memory. Data files are read through a memory map: `onnx.load`
-refuses those with several hard links, which a user's may have.
+What is written has one data file beside the graph. So no model is too large for a protobuf (2 GB),
+and none has to fit into memory. Data files are read through a memory map: `onnx.load` refuses those
+with several hard links, which a user's may have.
 """
 
 from __future__ import annotations

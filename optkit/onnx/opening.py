@@ -68,10 +68,10 @@ def open_model(model: Path, device: str = "cpu", threads: int | None = None, pro
     """Open an ONNX file on a device.
     `providers` are keys of `PROVIDERS` in their order, by default the device's name.
 
-    `threads`: those within one operation, torch's own number if None. Nodes that no provider has
-    a kernel for run on the CPU. Raises MissingPackageError if a provider is not installed,
-    ResourceError without memory, SourceError if ONNX Runtime refuses the graph: too new for it,
-    an operation or dtype without a kernel, damage; OptkitError if a provider does not fit the
+    `threads`: those within one operation, torch's own number if None. Nodes that no provider has a
+    kernel for run on the CPU. Raises MissingPackageError if a provider is not installed, and
+    ResourceError without memory. Raises SourceError if ONNX Runtime refuses the graph: too new for
+    it, an operation or dtype without a kernel, damage; OptkitError if a provider does not fit the
     device, and if ONNX Runtime could not start the first one.
     """
     kind, _, index = device.partition(":")

@@ -2,7 +2,7 @@
 Logits on a text are compared at several batch sizes and lengths, and through the KV cache.
 
 The source is computed by torch in float32. What is compared with it is the export alone and not the
-choices that were asked for: a rounded lm_head computes in the source too, and MatMulNBits do not
+choices that were asked for. A rounded lm_head computes in the source too, and MatMulNBits do not
 round their inputs to 8 bits meanwhile. What the choices cost is measured apart, as the divergence
 of the graph as it stands from the source as it is.
 """

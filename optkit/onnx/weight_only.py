@@ -1,10 +1,9 @@
 """Weights in 4 or 8 bits, a block of inputs at a time, for the operator MatMulNBits.
 
 The numbers of `rtn`, `hqq` and `k_quant` come from onnxruntime's own `MatMulNBitsQuantizer`, which
-is given one slice of one matrix at a
-time: so memory stays small, each matrix may have bits of its own, and what the tool loses on the
-way (the accuracy level with HQQ, the bits
-with k-quant) does not matter. Those of `mse` are optkit's (`algorithms.scale_search`).
+is given one slice of one matrix at a time. So memory stays small, and each matrix may have bits of
+its own. What the tool loses on the way (the accuracy level with HQQ, the bits with k-quant) does
+not matter. Those of `mse` are optkit's (`algorithms.scale_search`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write the tokenizer of a GGUF file as transformers reads it, and correct what it gets wrong.
 
-transformers 5.17 takes the first token for the last one, leaves it out before a text, and cuts text
-as GPT-2 did, whatever the file says of it (`GGUFLlamaConverter` in
+transformers 5.17 takes the first token for the last one, and leaves it out before a text. It cuts
+text as GPT-2 did, whatever the file says of it (`GGUFLlamaConverter` in
 transformers/integrations/ggml.py). The patterns are those of llama.cpp's src/llama-vocab.cpp.
 """
 

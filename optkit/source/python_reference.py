@@ -49,8 +49,8 @@ def read_topics(split: str) -> list[str]:
     """Return the topics of a split, in the order of their names. Raises SourceError if this Python
     came without them.
 
-    A topic that is wholly repeated within another (`try` within `compound`) is left out, and so is
-    one that shares a long paragraph with a topic of an earlier split.
+    A topic that is wholly repeated within another (`try` within `compound`) is left out. So is one
+    that shares a long paragraph with a topic of an earlier split.
     """
     try:
         from pydoc_data.topics import topics

@@ -2,9 +2,9 @@
 A sketch has the least hashes of the text's runs of eight words.
 
 A. Broder, On the resemblance and containment of documents (1997): the least hashes are a random
-sample of all, so the share of them that the other text has too estimates the share of the whole.
-Words are compared without case, punctuation and white space, so that neither another split of the
-same data nor a tokenised or lower-cased edition of it passes for another text.
+sample of all. So the share of them that the other text has too estimates the share of the whole.
+Words are compared without case, punctuation and white space. So neither another split of the same
+data nor a tokenised or lower-cased edition of it passes for another text.
 """
 
 from __future__ import annotations

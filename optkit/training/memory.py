@@ -2,12 +2,13 @@
 
 No torch is needed.
 
-Counted is what `optkit.training.loop` and `objective` hold: float32 weights, gradients and AdamW
-states, the casts that autocast keeps of weights until the backward pass, what each block keeps for
-its gradients as transformers writes it, and the logits of as many positions as are computed at
-once. A step has three moments that can be its peak: when the loss is known, with all activations
-and no gradients but those of lm_head, when the last block gets its gradients, and when all
-gradients are there. Between them activations go and gradients come, block by block.
+Counted is what `optkit.training.loop` and `objective` hold. That is float32 weights, gradients and
+AdamW states, and the casts that autocast keeps of weights until the backward pass. What each block
+keeps for its gradients as transformers writes it, and the logits of as many positions as are
+computed at once, count too. A step has three moments that can be its peak. When the loss is known,
+there are all activations and no gradients but those of lm_head. The others are when the last block
+gets its gradients, and when all gradients are there. Between them activations go and gradients
+come, block by block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The processes of a training, one per device; all see the same losses and make the same steps.
 
-A training on several devices is the one on a single device, divided: each forward pass takes its
-share of the sequences of the batch, means of means are the mean because the shares are equally
-large, and whatever decides how the training goes on is the first process's word.
+A training on several devices is the one on a single device, divided. Each forward pass takes its
+share of the sequences of the batch. Means of means are the mean because the shares are equally
+large. Whatever decides how the training goes on is the first process's word.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ outputs in a wrong order makes 0.26 or more."""
 ROUNDED_ACTIVATIONS = 0.1
 """Largest mean KL in nats if the inputs of layers are rounded to 8 or fewer bits, in any dtype.
 
-There a difference in the last place moves a few codes, these move more in the next layer, and after
+There a difference in the last place moves a few codes, and these move more in the next layer. After
 some layers two sound engines differ by as much as the rounding itself does. Of SmolLM2-135M with
 FP8 inputs: embeddings changed by 1e-7 in float32 make 0.015, engines 0.017 to 0.023.
 """

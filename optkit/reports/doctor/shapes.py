@@ -1,6 +1,6 @@
 """Matrix sizes that tensor cores or packed kernels dislike: no multiples of 8, 16 or 64.
 
-NVIDIA, Matrix Multiplication Background User's Guide: tensor cores take 16 bytes at once, so sizes
+NVIDIA, Matrix Multiplication Background User's Guide: tensor cores take 16 bytes at once. So sizes
 should be multiples of 8 in 16 bits and of 16 in 8 bits, best of 64 and 128 (128 bytes).
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
 """

@@ -98,9 +98,9 @@ def pays_until(work: Work, form: Form, over: Form, device: Device, context: int)
     """Return the smallest batch at which a form is less than `WORTHWHILE` times as fast as another.
     None if there is none.
 
-    Both read the same cache and (unless it rounds its inputs too) do the same operations, so the
-    gain falls with the batch: (W1 + n K) / (W2 + n K) while memory binds, to 1 if arithmetic
-    binds both, n >= W1 / (F B / R - K).
+    Both read the same cache and (unless it rounds its inputs too) do the same operations. So the
+    gain falls with the batch: (W1 + n K) / (W2 + n K) while memory binds, to 1 if arithmetic binds
+    both, n >= W1 / (F B / R - K).
     """
     return _first(lambda batch: gain(work, form, over, device, batch, context) < WORTHWHILE)
 

@@ -2,9 +2,8 @@
 
 A matrix of n weights costs a token 2 n operations (a multiply and an add). Attention costs 2 (query
 width + value width) operations for each pair of a query and a key that it may see. Norms,
-activations, rotary angles and softmax are not counted, nor are the bytes of
-activations: all that is left out makes the true time longer, so that what follows from these
-numbers is a limit.
+activations, rotary angles and softmax are not counted, nor are the bytes of activations. All that
+is left out makes the true time longer, so that what follows from these numbers is a limit.
 """
 
 from __future__ import annotations
