@@ -86,7 +86,7 @@ def test_what_needs_the_model_in_this_process_is_refused(split_llama: ParallelSe
 def test_throughput_reports_the_memory_of_all_processes(split_llama: ParallelSession) -> None:
     grid, context = Throughput(prompts=(8,), new_tokens=3, repeats=2, warmup=1, limit_s=1), EvalContext()
     rows = {metric.name: metric.value for metric in grid.run(split_llama, context)}
-    resident = sum(psutil.Process(process.pid).memory_info().rss for process in split_llama._ranks._processes)
+    resident = sum(psutil.Process(child.process.pid).memory_info().rss for child in split_llama._ranks._children)
     assert rows["peak_memory_bytes"] == pytest.approx(resident, rel=0.2)
     assert any("the peak of memory was" in note and "in the processes" in note for note in context.notes)
     assert rows["decode_bytes_per_s"] / rows["decode_tokens_per_s"] == pytest.approx(split_llama.decode_bytes(1, 9))
@@ -107,7 +107,7 @@ def test_biases_and_a_cache_of_codes_and_a_process_that_dies(tiny_model: TinyMod
     split: Any = open_session(tiny_model("qwen2"), [cache, TWO])
     assert near(split.logits(TOKENS), alone.logits(TOKENS), 1e-4)
     assert split.generate(TOKENS, 5).equal(alone.generate(TOKENS, 5))
-    os.kill(split._ranks._processes[1].pid, signal.SIGKILL)
+    os.kill(split._ranks._children[1].process.pid, signal.SIGKILL)
     with pytest.raises(StageError, match=r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL"):
         split.logits(TOKENS)
 
@@ -178,7 +178,7 @@ def test_the_processes_end_with_their_parent(tiny_model: TinyModel) -> None:
         "from pathlib import Path\nfrom optkit.session import open_session\n"
         "from optkit.settings.tensor_parallel import TensorParallel\n"
         f"session = open_session(Path({str(tiny_model('llama'))!r}), [TensorParallel(devices=2)])\n"
-        "print(*(process.pid for process in session._ranks._processes), flush=True)\nsys.stdin.read()\n"
+        "print(*(child.process.pid for child in session._ranks._children), flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
