@@ -5,7 +5,7 @@ run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from optkit.pipeline import open_artifact, plan, run
 from optkit.recipe import registry
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
-from optkit.stage import Context, Cost, Report, Setting, Transform
+from optkit.stage import Context, Cost, Opening, Report, Setting, Transform
 from optkit.verification.checks import check_artifact
 from tests.support.bigram_session import BigramSession
 
@@ -72,9 +72,9 @@ class Toy(Format):
         return {name: TensorInfo("I8", tuple(shape)) for name, shape in json.loads(header).items()}
 
 
-def open_toy(directory: Path, settings: Sequence[Setting], device: str, **_: object) -> BigramSession:
+def open_toy(opening: Opening) -> BigramSession:
     session = BigramSession()
-    session.directory, session.notes = directory, tuple(setting.kind for setting in settings)
+    session.directory, session.notes = opening.directory, tuple(setting.kind for setting in opening.settings)
     return session
 
 
