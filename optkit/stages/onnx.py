@@ -4,10 +4,7 @@ to say what its source says.
 
 from __future__ import annotations
 
-import json
-import random
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -16,30 +13,25 @@ from pydantic import model_validator
 
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import package_version
-from optkit.errors import SourceError, StageError
+from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task, architecture_of, task_of
-from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
 from optkit.onnx.forms import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
-from optkit.onnx.prediction import comparing_bytes, exported_config, exported_shape, float32_shape, float_bytes, is_tied
+from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 
 if TYPE_CHECKING:
     from optkit.onnx.builder import Order
 
-CHARACTERS = 8_000
-"""Of the text that graph and source are compared on."""
 LIBRARY_BYTES = 700_000_000
 """What torch, transformers and ONNX Runtime take."""
 TORCH = "Take exporter: torch, or leave the exporter out"
-STALE = ("quantize_config.json",)
-"""Files that say how the source's layers were quantized."""
 
 
 class Onnx(Transform):
@@ -193,6 +185,7 @@ class Onnx(Transform):
 
         from optkit.backends.optimum_export import export_with_optimum
         from optkit.onnx.builder import build
+        from optkit.onnx.export_steps import choices, compared_text, notes, write_beside
         from optkit.onnx.genai_config import write_genai_config
         from optkit.onnx.genai_tokenizer import agree_on_tokens
         from optkit.onnx.model_file import ModelFile
@@ -205,14 +198,15 @@ class Onnx(Transform):
         with context.progress.task("onnx", layers + PARTS, "parts") as task:
             made = export_with_optimum(order, context.progress) if order.exporter == "optimum" else build(order, task)
             exported = time.monotonic()
-            _write_beside(order)
+            write_beside(order)
             unfit = write_genai_config(target) if order.exporter != "genai" and order.kv_cache else ""
-            text, ids = _text(order)
+            unfit = f"ONNX Runtime GenAI does not run it: {unfit}" if unfit else ""
+            text, ids = compared_text(order)
             apart = check_parity(order, torch.tensor(ids), task) if comparable(order) else {}
         disagreement = agree_on_tokens(target, text, ids) if text and (target / GENAI_CONFIG).exists() else ""
         graph = ModelFile(target)
         details = {
-            **_choices(order),
+            **choices(order),
             "opset": next(entry.version for entry in graph.proto.opset_import if entry.domain in ("", "ai.onnx")),
             "ir_version": graph.proto.ir_version,
             "nodes": graph.node_kinds(),
@@ -223,9 +217,7 @@ class Onnx(Transform):
             **made,
         }
         return Report(
-            changed=len(graph.initializers),
-            details=details,
-            notes=(*_notes(order, details), *filter(None, [_not_for_genai(unfit), disagreement])),
+            changed=len(graph.initializers), details=details, notes=notes(order, details, unfit, disagreement)
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
@@ -342,70 +334,3 @@ class Onnx(Transform):
 
 def _head_is_coded(shape: ModelShape) -> bool:
     return any(f"{HEAD}.{leaf}" in shape.tensors for leaf in CODES)
-
-
-def _write_beside(order: Order) -> None:
-    """Add config.json and every file of the source that holds no weights, and correct what the
-    exporter says of the provider.
-    """
-    copy_companions(order.source, order.target, order.trust_remote_code)
-    for name in STALE:
-        (order.target / name).unlink(missing_ok=True)
-    write_config(order.target, exported_config(Checkpoint(order.source).config, order.dtype))
-    path = order.target / GENAI_CONFIG
-    if not path.exists():
-        return
-    genai = json.loads(path.read_text(encoding="utf-8"))
-    if order.provider == "cpu":
-        genai["model"]["decoder"]["session_options"]["provider_options"] = []
-    path.write_text(json.dumps(genai, indent=2) + "\n", encoding="utf-8")
-
-
-def _text(order: Order) -> tuple[str, list[int]]:
-    """Return a text to compare on and its tokens; "" and some numbers where the source has no
-    tokenizer.
-    """
-    from optkit.source.calibration import load_tokenizer
-    from optkit.source.texts import TextSource
-
-    vocabulary = int(Checkpoint(order.source).config["vocab_size"])
-    try:
-        tokenizer = load_tokenizer(order.source, order.trust_remote_code)
-    except SourceError:
-        return "", random.Random(0).choices(range(vocabulary), k=CHARACTERS // 4)
-    text = TextSource(dataset="python-reference").joined(None)[:CHARACTERS]
-    return text, [each for each in tokenizer(text, verbose=False).input_ids if each < vocabulary]
-
-
-def _choices(order: Order) -> dict[str, Any]:
-    """Return what was ordered, as the report says it."""
-    if order.exporter != "genai":
-        return {"dtype": order.dtype, "kv_cache": order.kv_cache}
-    return {
-        "target": order.provider,
-        "dtype": order.dtype,
-        "lm_head": f"{order.head_bits} bits" if order.head_bits else "as in the source",
-        "embedding": "the codes of lm_head" if order.shared_embedding else "as in the source",
-        "activations": "float" if order.float_activations else "int8",
-    }
-
-
-def _not_for_genai(reason: str) -> str:
-    return f"ONNX Runtime GenAI does not run it: {reason}" if reason else ""
-
-
-def _notes(order: Order, details: Mapping[str, Any]) -> list[str]:
-    both = " and the embedding that is tied to it are" if order.shared_embedding else " is"
-    rounded = [f"lm_head{both} rounded to {order.head_bits} bits for the export"] if order.head_bits else []
-    rounded += (
-        []
-        if order.float_activations
-        else ["ONNX Runtime rounds the inputs of quantized layers to 8 bits while it computes"]
-    )
-    cost = f"; it costs {details['divergence']:.2g} nats a token" if "divergence" in details else ""
-    told = [f"{'; '.join(rounded)}{cost}"] if rounded else []
-    unproven = (
-        f"the graph was not compared with its source: ONNX Runtime has no kernels of {order.dtype} "
-        "here, only with --device cuda"
-    )
-    return told if "logits_apart" in details else [*told, unproven]

@@ -235,15 +235,15 @@ def test_numbers_that_are_none_fail(exported: Exported, tiny_model: TinyModel, t
 def test_a_source_without_a_tokenizer_is_compared_on_numbers(
     exported: Exported, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    from optkit.stages.onnx import _text
+    from optkit.onnx.export_steps import compared_text
 
     order = order_of(exported("llama"), tiny_model("llama"), tmp_path)
-    assert len(_text(order)[1]) > 700
+    assert len(compared_text(order)[1]) > 700
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").hardlink_to(order.source / "config.json")
     (bare / "model.safetensors").hardlink_to(order.source / "model.safetensors")
-    text, numbers = _text(replace(order, source=bare))
+    text, numbers = compared_text(replace(order, source=bare))
     assert (text, len(numbers)) == ("", 2000)
     assert 0 <= min(numbers) < max(numbers) < 512
 
