@@ -28,8 +28,14 @@ def digest(value: Any) -> str:
 
 
 def described(value: Frozen) -> dict[str, Any]:
-    """Return a record with its class as JSON values, for another process."""
-    return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "fields": value.model_dump(mode="json")}
+    """Return a record with its class as JSON values, for another process. The kind travels with it:
+    the registry, which may have filled it in, is not asked there.
+    """
+    return {
+        "class": f"{type(value).__module__}:{type(value).__qualname__}",
+        "kind": getattr(value, "kind", None),
+        "fields": value.model_dump(mode="json"),
+    }
 
 
 def restored(said: Mapping[str, Any]) -> Any:
@@ -38,4 +44,6 @@ def restored(said: Mapping[str, Any]) -> Any:
     found: Any = import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
+    if said["kind"] and "kind" not in vars(found):
+        found.kind = said["kind"]
     return found.model_validate(said["fields"])
