@@ -19,8 +19,9 @@ from optkit.common.own_files import ATTACHMENTS, OWN_FILES, RECORD, SCORECARD_JS
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
+from optkit.store.files import describe_file, is_unchanged, list_files
 from optkit.store.output import place, settle_beside
-from optkit.store.store import Store, describe_file, explain_os_error, is_unchanged, list_files
+from optkit.store.store import Store, explain_os_error
 
 SCHEMA = 1
 AGAIN = "Delete the directory and run its recipe again"

@@ -33,12 +33,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from optkit.common.files import sha256_of
 from optkit.common.frozen import digest
 from optkit.common.held_files import hold
 from optkit.common.limits import NO_ROOM
 from optkit.errors import ResourceError, StoreError
 from optkit.processes.stopping import take_lock
+from optkit.store.files import describe_file, is_unchanged, list_files, make_readable
 
 RECORD = "record.json"
 ALIVE = "alive"
@@ -317,40 +317,3 @@ def note_use(path: Path) -> None:
     """Set a file's time of change to now; nothing happens where the store is another's."""
     with contextlib.suppress(OSError):
         os.utime(path)
-
-
-def list_files(directory: Path) -> list[str]:
-    """Return the relative names of all files below a directory, sorted, with forward slashes."""
-    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-
-
-def make_readable(directory: Path) -> None:
-    """Give all files the rights that the user's umask gives to new ones; safetensors writes for the
-    owner alone.
-    """
-    mask = os.umask(0)
-    os.umask(mask)
-    for name in list_files(directory):
-        path = directory / name
-        path.chmod(path.stat().st_mode | (0o666 & ~mask))
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Return size, time of the last change and SHA-256 of a file."""
-    status = path.stat()
-    return {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256_of(path)}
-
-
-def is_unchanged(path: Path, known: Any) -> bool:
-    """Say whether a file is still what `describe_file` saw; it is read again only where its time of
-    change differs.
-
-    It is not where `known`, which comes out of a file too, is no such description.
-    """
-    try:
-        status = path.stat()
-    except (OSError, ValueError):
-        return False
-    if not isinstance(known, dict) or status.st_size != known.get("size_bytes"):
-        return False
-    return bool(status.st_mtime_ns == known.get("mtime_ns") or sha256_of(path) == known.get("sha256"))

@@ -9,7 +9,7 @@ from optkit.common.files import read_json, sha256_of
 from optkit.common.own_files import is_own
 from optkit.errors import OptkitError
 from optkit.model.formats.base import Format
-from optkit.store.store import list_files
+from optkit.store.files import list_files
 from optkit.verification.check import Check, check_of, some
 from optkit.verification.model_files import model_files
 

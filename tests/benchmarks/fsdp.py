@@ -84,8 +84,9 @@ class Training(Transform):
 
         from optkit.errors import StageError
         from optkit.training.account import Trainee, account, spending
+        from optkit.training.course import TrainingOptions
         from optkit.training.data import split
-        from optkit.training.loop import Loop, TrainingOptions
+        from optkit.training.loop import Loop
         from optkit.training.memory import Setup, predicted_memory
         from optkit.training.objective import LossWeights, Objective
         from optkit.training.ranks import current

@@ -22,7 +22,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.scorecard.published import without_places
 from optkit.source.models import ModelSource
 from optkit.source.places import find_recorded, pin_and_remember
-from optkit.store.store import list_files
+from optkit.store.files import list_files
 
 RECIPE = """\
 name: tiny

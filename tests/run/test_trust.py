@@ -17,7 +17,7 @@ from optkit.errors import SourceError
 from optkit.source.directory import check_config
 from optkit.source.foreign_code import classes_in, kernels_in, libraries_in
 from optkit.source.models import ModelSource, model_key, pin_model
-from optkit.store.store import describe_file
+from optkit.store.files import describe_file
 
 RECIPE = "name: tiny\nmodel: {model}\nstages:\n  - rtn: {{group_size: 32}}\nevals:\n  - footprint\n"
 EVALS = "evals:\n  - footprint\n"

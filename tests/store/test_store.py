@@ -13,7 +13,8 @@ import pytest
 
 from optkit.common.atomic import write_text_atomically
 from optkit.errors import ResourceError, StoreError
-from optkit.store.store import Store, default_store, explain_os_error, is_unchanged
+from optkit.store.files import is_unchanged
+from optkit.store.store import Store, default_store, explain_os_error
 
 
 @pytest.fixture

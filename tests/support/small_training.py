@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from optkit.progress import SilentProgress
+from optkit.training.course import TrainingOptions, TrainingResult
 from optkit.training.data import TrainingData, split
-from optkit.training.loop import TrainingOptions, TrainingResult, train
+from optkit.training.loop import train
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.student import open_student
 

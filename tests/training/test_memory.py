@@ -24,8 +24,9 @@ from optkit.progress import SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.stages.distill import Distill
 from optkit.store.store import Store
+from optkit.training.course import TrainingOptions
 from optkit.training.data import split
-from optkit.training.loop import TrainingOptions, train
+from optkit.training.loop import train
 from optkit.training.memory import Setup, predicted_memory
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.student import checkpoint_activations_, open_student

@@ -30,7 +30,7 @@ from optkit.scorecard import (
 )
 from optkit.scorecard.training import PANEL
 from optkit.training.account import Spent, Trainee, account
-from optkit.training.loop import Course, TrainingResult
+from optkit.training.course import Course, TrainingResult
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
 from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned

@@ -39,8 +39,8 @@ from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
     from optkit.training.account import Trainee
+    from optkit.training.course import TrainingOptions, TrainingResult
     from optkit.training.data import TrainingData
-    from optkit.training.loop import TrainingOptions, TrainingResult
     from optkit.training.objective import Objective
     from optkit.training.ranks import Ranks
     from optkit.training.student import Student
@@ -367,7 +367,7 @@ class Trained(Taught):
         )
 
     def _options(self, data: TrainingData) -> TrainingOptions:
-        from optkit.training.loop import TrainingOptions
+        from optkit.training.course import TrainingOptions
 
         same = (
             "batch_size",
