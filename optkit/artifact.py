@@ -19,6 +19,10 @@ from optkit.common.own_files import ATTACHMENTS, OWN_FILES, RECORD, SCORECARD_JS
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
+from optkit.recipe.registry import stage_class
+from optkit.scorecard.published import located_setting
+from optkit.scorecard.record import StepLine
+from optkit.stage import Setting
 from optkit.store.files import describe_file, is_unchanged, list_files
 from optkit.store.output import place, settle_beside
 from optkit.store.store import Store, explain_os_error
@@ -176,6 +180,25 @@ def measured_weights(artifact: Artifact, store: Store) -> str:
         if contents(store.record(key)["files"]) == files:
             return key
     return digest(files)
+
+
+def settings_of(artifact: Artifact) -> list[Setting]:
+    """Return the settings that an artifact was measured with."""
+    found = []
+    for entry in artifact.record.settings:
+        for kind, fields in entry.items():
+            with reading(artifact.directory / RECORD, f"the setting {kind} cannot be read", AGAIN, ArtifactError):
+                setting = stage_class(kind).model_validate(fields)
+            if not isinstance(setting, Setting):
+                raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
+            found.append(located_setting(setting, artifact.directory.parent))
+    return found
+
+
+def steps_of(artifact: Artifact) -> list[StepLine]:
+    """Return the transforms that made an artifact."""
+    with reading(artifact.directory / RECORD, "the steps cannot be read", AGAIN, ArtifactError):
+        return [StepLine.model_validate(step) for step in artifact.record.steps]
 
 
 def is_artifact(directory: Path) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit import __version__
+from optkit.errors import UsageError
 
 PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy")
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
@@ -78,6 +79,22 @@ def torch_has_cuda() -> bool:
         return False
     text = version.read_text(encoding="utf-8") if version.is_file() else ""
     return re.search(r"^cuda(?::[^=]+)?\s*=\s*['\"]", text, re.MULTILINE) is not None
+
+
+def usable_device(device: str | None) -> str:
+    """Return the device, the best one where None; raises UsageError for a GPU that torch does not
+    see.
+    """
+    if device is None or device == "cpu":
+        return device or best_device()
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) < count:
+        return device
+    why = "" if torch_has_cuda() else "The installed torch was built without CUDA"
+    known = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
+    raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", why=why, remedy=f"Use {known}")
 
 
 def visible_gpus() -> int:

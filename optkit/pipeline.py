@@ -4,7 +4,7 @@ anything, for what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,30 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.artifact import (
-    AGAIN,
     Artifact,
     is_artifact,
-    measured_weights,
     publish,
     read_finished,
+    settings_of,
     standing,
 )
-from optkit.common.files import reading
-from optkit.common.own_files import RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN
-from optkit.environment import best_device, torch_has_cuda
-from optkit.errors import ArtifactError, UnsoundError, UsageError
-from optkit.execute import Execution, check_texts, execute, materialize
+from optkit.common.own_files import SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.environment import usable_device
+from optkit.errors import ArtifactError, UnsoundError
+from optkit.execute import Execution, check_texts, execute
 from optkit.measuring.attribution import attribute, between
-from optkit.measuring.bench import Measurement, Subject, measure
-from optkit.plan import Plan, PlannedEval, make_plan
+from optkit.measuring.evaluation import context_of, measure_plan, metric_keys
+from optkit.measuring.evaluation import evaluate as evaluate
+from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import Recipe, load_recipe
-from optkit.recipe.registry import stage_class
 from optkit.scorecard import (
     Comparison,
     Scorecard,
-    StepLine,
-    build_scorecard,
     compare_table,
     file_lines,
     pictures,
@@ -45,15 +41,12 @@ from optkit.scorecard import (
     to_markdown,
 )
 from optkit.scorecard.published import (
-    located,
-    located_setting,
     published_attachments,
     published_scorecard,
     without_places,
 )
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
-from optkit.stage import Context, Setting
 from optkit.store.output import reserve, settle
 from optkit.store.store import Store, default_store
 from optkit.trust import allow_code, allow_directory, say_code
@@ -76,7 +69,7 @@ def plan(
     will need; computes nothing.
     """
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
-    chosen = _usable(device)
+    chosen = usable_device(device)
     shelf = Store(store or default_store())
     made = make_plan(wanted.pinned(data), shelf, chosen)
     check_texts(made, shelf, data)
@@ -107,33 +100,30 @@ def run(
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
-    chosen = _usable(device)
+    chosen = usable_device(device)
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
     shelf = Store(store or default_store())
     with reserve(target, shelf.root), ExitStack() as held:
         todo = make_plan(wanted.pinned(data), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
-        held.enter_context(
-            shelf.using([*(step.key for step in todo.steps), *_metric_keys(*todo.evals, *steps_between)])
-        )
+        held.enter_context(shelf.using([*(step.key for step in todo.steps), *metric_keys(*todo.evals, *steps_between)]))
         standing(target, todo.artifact_key)
         say_code(todo.recipe, progress)
         for gate in todo.doomed:
             progress.warn(gate)
-        context = _context(todo, progress, data)
+        context = context_of(todo, progress, data)
         execution = execute(todo, shelf, context)
         artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
-        measured = measure(
+        scorecard, measured = measure_plan(
             todo,
-            Subject(lambda: artifact.directory, _settings(todo), todo.recipe.model.trust_remote_code),
-            _baseline(todo, shelf, context) if todo.artifact_key != todo.baseline_key else None,
             shelf,
-            data=data,
-            progress=progress,
+            context,
+            artifact.directory,
+            alone=todo.artifact_key == todo.baseline_key,
+            steps=[asdict(step) for step in execution.steps],
             calibrated_on=execution.calibrated_on,
             retime=retime,
         )
-        scorecard = _scorecard(todo, measured, [asdict(step) for step in execution.steps])
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         notes = (*scorecard.notes, *_left_out(todo))
         scorecard = scorecard.model_copy(
@@ -178,7 +168,7 @@ def verify(
         found,
         engines=engines,
         pythons=pythons or {},
-        device=_usable(device),
+        device=usable_device(device),
         tokens=tokens,
         timeout_s=timeout_s,
         trust_remote_code=trusted,
@@ -189,72 +179,6 @@ def verify(
         if (found.directory / SCORECARD_JSON).is_file():
             _attach(found, read_scorecard(found.directory))
     return done
-
-
-def evaluate(
-    model: str,
-    evals: Path | str,
-    *,
-    device: str | None = None,
-    store: Path | None = None,
-    data: Path | None = None,
-    retime: bool = False,
-    unmodified: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Scorecard:
-    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a
-    YAML file; makes and changes nothing.
-
-    What the store holds is not measured again, but for timings where `retime` is true. `unmodified`
-    is the place of the model that the artifact was made from, which its record does not say;
-    SourceError where it is neither named nor found. Code that comes with the model is run only with
-    `trust_remote_code`, whatever an artifact says of itself; SourceError where it needs that.
-    """
-    progress = progress or SilentProgress()
-    shelf = Store(store or default_store())
-    chosen = _usable(device)
-    if not is_artifact(Path(model)):
-        if unmodified is not None:
-            raise UsageError(
-                f"{model} is no artifact", where="--model", why="It is measured alone", remedy="Leave --model out"
-            )
-        asked = load_recipe(evals, model=model).trusting(trust_remote_code)
-        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
-        if asked.stages:
-            progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
-        say_code(todo.recipe, progress)
-        context = _context(todo, progress, data)
-        with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
-            found = measure(
-                todo, _baseline(todo, shelf, context), None, shelf, data=data, progress=progress, retime=retime
-            )
-        return published_scorecard(_scorecard(todo, found, []), todo.recipe)
-    artifact = read_finished(Path(model))
-    artifact.check()
-    allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
-    steps = steps_of(artifact)
-    made = located(load_recipe(artifact.record.recipe), artifact.directory.parent, unmodified)
-    asked = (
-        load_recipe(evals, model=made.model.name).model_copy(update={"model": made.model, "stages": ()}).pinned(data)
-    )
-    wanted = made.model_copy(update={"evals": asked.evals, "gates": asked.gates})
-    todo = make_plan(wanted, shelf, chosen, measured_weights(artifact, shelf)).model_copy(
-        update={"artifact_key": artifact.record.key}
-    )
-    context = _context(todo, progress, data)
-    with shelf.using([todo.steps[0].key, *_metric_keys(*todo.evals)]):
-        measured = measure(
-            todo,
-            Subject(lambda: artifact.directory, _settings(todo), made.model.trust_remote_code),
-            _baseline(todo, shelf, context) if artifact.record.key != artifact.record.baseline_key else None,
-            shelf,
-            data=data,
-            progress=progress,
-            calibrated_on=artifact.record.calibrated_on,
-            retime=retime,
-        )
-    return published_scorecard(_scorecard(todo, measured, steps), todo.recipe)
 
 
 def read_scorecard(artifact: Path) -> Scorecard:
@@ -294,31 +218,12 @@ def open_artifact(
     directory = Path(directory)
     if not is_artifact(directory):
         trusted = allow_directory(directory, trust_remote_code, progress or SilentProgress())
-        return open_session(directory, (), _usable(device), dtype, progress, trusted)
+        return open_session(directory, (), usable_device(device), dtype, progress, trusted)
     artifact = read_finished(directory)
     artifact.check()
     settings = settings_of(artifact)
     trusted = allow_code(artifact, settings, trust_remote_code, progress or SilentProgress())
-    return open_session(directory, settings, _usable(device), dtype, progress, trusted)
-
-
-def settings_of(artifact: Artifact) -> list[Setting]:
-    """Return the settings that an artifact was measured with."""
-    found = []
-    for entry in artifact.record.settings:
-        for kind, fields in entry.items():
-            with reading(artifact.directory / RECORD, f"the setting {kind} cannot be read", AGAIN, ArtifactError):
-                setting = stage_class(kind).model_validate(fields)
-            if not isinstance(setting, Setting):
-                raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
-            found.append(located_setting(setting, artifact.directory.parent))
-    return found
-
-
-def steps_of(artifact: Artifact) -> list[StepLine]:
-    """Return the transforms that made an artifact."""
-    with reading(artifact.directory / RECORD, "the steps cannot be read", AGAIN, ArtifactError):
-        return [StepLine.model_validate(step) for step in artifact.record.steps]
+    return open_session(directory, settings, usable_device(device), dtype, progress, trusted)
 
 
 def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
@@ -332,49 +237,11 @@ def _refuse_damaged(done: Verified) -> None:
         raise UnsoundError(f"it was made, and it is not sound: {'; '.join(wrong)}", where=str(done.artifact))
 
 
-def _usable(device: str | None) -> str:
-    """Return the device, the best one where None; raises UsageError for a GPU that torch does not
-    see.
-    """
-    if device is None or device == "cpu":
-        return device or best_device()
-    import torch
-
-    count = torch.cuda.device_count()
-    if int(device.partition(":")[2] or 0) < count:
-        return device
-    why = "" if torch_has_cuda() else "The installed torch was built without CUDA"
-    known = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-    raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", why=why, remedy=f"Use {known}")
-
-
-def _context(todo: Plan, progress: Progress, data: Path | None) -> Context:
-    trusted = todo.recipe.model.trust_remote_code
-    return Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data, trust_remote_code=trusted)
-
-
 def _left_out(todo: Plan) -> list[str]:
     """Return a note on the files of the user's own model directory that the artifact does not have."""
     directory = locate_model(todo.recipe.model)
     said = left_out(directory, todo.recipe.model.trust_remote_code) if directory else ""
     return [said] if said else []
-
-
-def _metric_keys(*evals: PlannedEval) -> Iterator[str]:
-    """Yield the keys of what evals measure of the artifact and of the unmodified model."""
-    for each in evals:
-        yield each.key
-        if each.baseline_key is not None:
-            yield each.baseline_key
-
-
-def _settings(todo: Plan) -> list[Setting]:
-    return [entry.value for entry in todo.recipe.settings]
-
-
-def _baseline(todo: Plan, store: Store, context: Context) -> Subject:
-    settings = [entry.value for entry in todo.baseline_settings]
-    return Subject(lambda: materialize(todo, 0, store, context, set()), settings, todo.recipe.model.trust_remote_code)
 
 
 def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
@@ -392,19 +259,3 @@ def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
         "calibrated_on": execution.calibrated_on,
     }
     return dict(without_places(said, recipe))
-
-
-def _scorecard(todo: Plan, measured: Measurement, steps: Sequence[Any]) -> Scorecard:
-    return build_scorecard(
-        name=todo.recipe.name,
-        artifact_key=todo.artifact_key,
-        recipe=todo.recipe.resolved(),
-        metrics=measured.metrics,
-        baseline=measured.baseline,
-        gates=todo.recipe.gates,
-        steps=steps,
-        settings=[setting.describe(todo.device) for setting in _settings(todo)],
-        notes=[*todo.steps[0].cost.notes, *measured.notes],
-        baseline_notes=measured.baseline_notes,
-        environment=measured.environment,
-    )

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.errors import UsageError
+from optkit.measuring import evaluation
 from optkit.measuring.bench import Measurement
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import Scorecard
@@ -221,7 +222,7 @@ def test_sequences_longer_than_the_model_are_refused_before_anything_runs(
         _, err = spoken(
             capsys, command, "tiny.yaml", "--device", "cpu", "--set", "evals.1.perplexity.window=600", status=1
         )
-        assert err.startswith("error: perplexity: its sequences have 600 tokens, and ")
+        assert err.startswith("error: recipe tiny: the sequences of perplexity have 600 tokens, and ")
         assert "was built for 512" in err
     assert not (desk / "store" / "steps").exists()
 
@@ -230,13 +231,13 @@ def test_a_run_holds_its_steps_until_it_ends(
     desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = []
-    measure = pipeline.measure
+    measure = evaluation.measure
 
     def measure_while_another_prunes(*words: Any, **settings: Any) -> Measurement:
         kept.extend(step.kind for step in prune(Store(desk / "store"), everything=True).in_use)
         return measure(*words, **settings)
 
-    monkeypatch.setattr(pipeline, "measure", measure_while_another_prunes)
+    monkeypatch.setattr(evaluation, "measure", measure_while_another_prunes)
     spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
     assert kept == ["cast"]
     assert spoken(capsys, "store", "prune", "--all")[0].splitlines()[-2].startswith("1 step and 4 measurements deleted")

@@ -30,15 +30,15 @@ def artifact(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 @damages(150)
 def test_records_of_artifacts(artifact: Path, draw: Random) -> None:
-    from optkit.artifact import read_finished
+    from optkit.artifact import read_finished, settings_of, steps_of
     from optkit.progress import SilentProgress
     from optkit.trust import allow_code
 
     def read() -> None:
         found = read_finished(artifact)
-        settings = pipeline.settings_of(found)
+        settings = settings_of(found)
         allow_code(found, settings, False, SilentProgress())
-        pipeline.steps_of(found)
+        steps_of(found)
         load_recipe(found.record.recipe)
         found.check()
         pipeline.read_scorecard(artifact)

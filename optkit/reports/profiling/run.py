@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from optkit.artifact import is_artifact, read_artifact
+from optkit.artifact import is_artifact, read_artifact, settings_of
 from optkit.environment import device_name
 from optkit.errors import EvalError, UsageError
 from optkit.execute import materialize
-from optkit.pipeline import open_artifact, plan, settings_of
+from optkit.pipeline import open_artifact, plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.advice import Circumstances, advise

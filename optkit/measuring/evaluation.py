@@ -1,0 +1,144 @@
+"""Measure the models of a plan and form their scorecard: of a run, or of a model that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from optkit.artifact import Artifact, is_artifact, measured_weights, read_finished, settings_of, steps_of
+from optkit.environment import usable_device
+from optkit.errors import UsageError
+from optkit.execute import materialize
+from optkit.measuring.bench import Measurement, Subject, measure
+from optkit.plan import Plan, PlannedEval, make_plan
+from optkit.progress import Progress, SilentProgress
+from optkit.recipe.recipe import load_recipe
+from optkit.scorecard import Scorecard, build_scorecard
+from optkit.scorecard.published import located, published_scorecard
+from optkit.stage import Context
+from optkit.store.store import Store, default_store
+from optkit.trust import allow_code, say_code
+
+
+def evaluate(
+    model: str,
+    evals: Path | str,
+    *,
+    device: str | None = None,
+    store: Path | None = None,
+    data: Path | None = None,
+    retime: bool = False,
+    unmodified: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Scorecard:
+    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a
+    YAML file; makes and changes nothing.
+
+    What the store holds is not measured again, but for timings if `retime` is true. `unmodified`
+    is the place of the model that the artifact was made from, which its record does not say;
+    SourceError if it is neither named nor found. Code that comes with the model is run only with
+    `trust_remote_code`, whatever an artifact says of itself; SourceError if it needs that.
+    """
+    progress = progress or SilentProgress()
+    shelf = Store(store or default_store())
+    chosen = usable_device(device)
+    if is_artifact(Path(model)):
+        artifact = read_finished(Path(model))
+        artifact.check()
+        allow_code(artifact, settings_of(artifact), trust_remote_code, progress)
+        todo = _plan_of_artifact(artifact, evals, unmodified, data, shelf, chosen)
+        alone = artifact.record.key == artifact.record.baseline_key
+        steps, calibrated_on = steps_of(artifact), artifact.record.calibrated_on
+        directory: Path | None = artifact.directory
+    else:
+        if unmodified is not None:
+            raise UsageError(
+                f"{model} is no artifact", where="--model", why="It is measured alone", remedy="Leave --model out"
+            )
+        asked = load_recipe(evals, model=model).trusting(trust_remote_code)
+        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
+        if asked.stages:
+            progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
+        say_code(todo.recipe, progress)
+        directory, alone, steps, calibrated_on = None, True, [], ()
+    context = context_of(todo, progress, data)
+    with shelf.using([todo.steps[0].key, *metric_keys(*todo.evals)]):
+        scorecard, _ = measure_plan(
+            todo, shelf, context, directory, alone=alone, steps=steps, calibrated_on=calibrated_on, retime=retime
+        )
+    return published_scorecard(scorecard, todo.recipe)
+
+
+def measure_plan(
+    todo: Plan,
+    store: Store,
+    context: Context,
+    directory: Path | None,
+    *,
+    alone: bool,
+    steps: Sequence[Any] = (),
+    calibrated_on: tuple[dict[str, str], ...] = (),
+    retime: bool = False,
+) -> tuple[Scorecard, Measurement]:
+    """Return the scorecard of an artifact's directory, of the unmodified model without one, and what
+    was measured. `alone`: nothing was changed, so that there is no baseline.
+
+    `steps` made the artifact; raises what `measure` does.
+    """
+    trusted = todo.recipe.model.trust_remote_code
+    unmodified = Subject(
+        lambda: materialize(todo, 0, store, context, set()), [entry.value for entry in todo.baseline_settings], trusted
+    )
+    settings = [entry.value for entry in todo.recipe.settings]
+    measured = measure(
+        todo,
+        Subject(lambda: directory, settings, trusted) if directory else unmodified,
+        None if alone else unmodified,
+        store,
+        data=context.data,
+        progress=context.progress,
+        calibrated_on=calibrated_on,
+        retime=retime,
+    )
+    scorecard = build_scorecard(
+        name=todo.recipe.name,
+        artifact_key=todo.artifact_key,
+        recipe=todo.recipe.resolved(),
+        metrics=measured.metrics,
+        baseline=measured.baseline,
+        gates=todo.recipe.gates,
+        steps=steps,
+        settings=[setting.describe(todo.device) for setting in settings],
+        notes=[*todo.steps[0].cost.notes, *measured.notes],
+        baseline_notes=measured.baseline_notes,
+        environment=measured.environment,
+    )
+    return scorecard, measured
+
+
+def context_of(todo: Plan, progress: Progress, data: Path | None) -> Context:
+    """Return what the stages of a plan get from outside."""
+    trusted = todo.recipe.model.trust_remote_code
+    return Context(device=todo.device, seed=todo.recipe.seed, progress=progress, data=data, trust_remote_code=trusted)
+
+
+def metric_keys(*evals: PlannedEval) -> Iterator[str]:
+    """Yield the keys of what evals measure of the artifact and of the unmodified model."""
+    for each in evals:
+        yield each.key
+        if each.baseline_key is not None:
+            yield each.baseline_key
+
+
+def _plan_of_artifact(
+    artifact: Artifact, evals: Path | str, unmodified: str | None, data: Path | None, store: Store, device: str
+) -> Plan:
+    """Return the plan of an artifact's recipe with other evals and gates."""
+    made = located(load_recipe(artifact.record.recipe), artifact.directory.parent, unmodified)
+    asked = load_recipe(evals, model=made.model.name)
+    asked = asked.model_copy(update={"model": made.model, "stages": ()}).pinned(data)
+    wanted = made.model_copy(update={"evals": asked.evals, "gates": asked.gates})
+    todo = make_plan(wanted, store, device, measured_weights(artifact, store))
+    return todo.model_copy(update={"artifact_key": artifact.record.key})
