@@ -1,5 +1,5 @@
-"""Stage `auto_bits`: give each layer the form that harms the predictions least, under a budget of
-bits or bytes, and quantize so.
+"""Stage `auto_bits`: give each layer the form that harms the predictions least, and quantize so.
+The budget is in bits or bytes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Problem:
 
 
 class AutoBits(Transform):
-    """Choose bits and groups of each layer by what they cost in predictions, under a budget, and
-    quantize so (GPTQ or RTN).
+    """Choose bits and groups of each layer by what they cost in predictions, under a budget.
+    Layers are quantized so by GPTQ or RTN.
 
     The divergence that each layer alone causes in each form is predicted to second order from one
     pass over a few windows of the calibration text (`optkit sensitivity` shows it); the choice with
@@ -128,7 +128,7 @@ class AutoBits(Transform):
         """Measure, choose, quantize and compare.
 
         Raises StageError for a budget that nothing fits and for a layer that no choice fits,
-        SourceError where the text is too short, and what the stages `gptq` and `rtn` raise.
+        SourceError if the text is too short, and what the stages `gptq` and `rtn` raise.
         """
         from optkit.algorithms.allocation import choose
 
@@ -167,8 +167,8 @@ class AutoBits(Transform):
         return replace(report, details=details, calibrated_on=(self.calibration.identity(),))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what the largest choices of one kind that fit would take: which ones it will be is
-        known after the measuring.
+        """Return what the largest choices of one kind that fit would take.
+        Which ones it will be is known after the measuring.
 
         Raises StageError as `run` does.
         """
@@ -244,8 +244,8 @@ class AutoBits(Transform):
         windows: Tensor,
         details: dict[str, Any],
     ) -> Report:
-        """Quantize with a single form too, and leave in `target` the model that diverges less on
-        held-out windows; returns its report.
+        """Quantize with a single form too, and leave in `target` the model that diverges less.
+        Held-out windows decide. Returns its report.
         """
         import torch
 
@@ -273,8 +273,8 @@ class AutoBits(Transform):
         return simpler
 
     def _held_out(self, source: Path, tokens: Tensor, context: Context) -> Tensor:
-        """Return windows of the calibration text that nothing was calibrated on, int64
-        [held_out_samples, sequence_length].
+        """Return windows of the calibration text that nothing was calibrated on.
+        They are int64 [held_out_samples, sequence_length].
         """
         more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
         used = {tuple(row) for row in tokens.tolist()}
@@ -295,6 +295,6 @@ def _override(choice: Choice) -> Override:
 
 
 def _spread(tokens: Tensor, count: int) -> Tensor:
-    """Return so many of the windows, evenly spread; all of them where there are fewer."""
+    """Return so many of the windows, evenly spread; all of them if there are fewer."""
     step = max(1, len(tokens) // count)
     return tokens[::step][:count]

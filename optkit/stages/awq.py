@@ -1,6 +1,4 @@
-"""Stage `awq`: scale the inputs of layers so that the weights that matter most are rounded most
-finely, then round to nearest.
-"""
+"""Stage `awq`: scale inputs so that weights that matter most are rounded most finely."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.
 
 
 class Awq(InputScaling, Backed):
-    """Scale inputs so that weights that meet large activations are rounded more finely (AWQ,
-    arXiv:2306.00978), then round to nearest.
+    """Scale inputs so that weights that meet large activations are rounded more finely.
+    After AWQ (arXiv:2306.00978); then they are rounded to nearest.
 
     The scales are folded into the norm or linear layer that makes the input, found by running each
     block, so the model has no new layer. They are searched with the second moments of the inputs,
@@ -151,8 +149,8 @@ class Awq(InputScaling, Backed):
         return quantized
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
-        """Round the output layer, each input weighted by its activations; what makes its input
-        takes no scales.
+        """Round the output layer, each input weighted by its activations.
+        What makes its input takes no scales.
         """
         from optkit.stages.quantizing.hessians import head_hessian
 

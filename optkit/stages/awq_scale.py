@@ -1,6 +1,4 @@
-"""Stage `awq_scale`: the same model with the input scales of AWQ folded in, for `gptq` or `rtn` to
-round.
-"""
+"""Stage `awq_scale`: fold the input scales of AWQ into a model, for `gptq` or `rtn` to round."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ LESS_MEMORY = f"Lower {STAGE}.batch_size, {STAGE}.calibration.samples or {STAGE}
 
 
 class AwqScale(InputScaling, Transform):
-    """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers, and round
-    nothing: the model computes what it did.
+    """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers.
+    Nothing is rounded: the model computes what it did.
 
     A quantizer after it rounds the weights that matter most more finely; `gptq` with few bits gains
     the most. The grid is the one that the scales are searched for: that of the quantizer.
@@ -50,7 +48,7 @@ class AwqScale(InputScaling, Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Scale block by block, from safetensors to safetensors.
 
-        Raises StageError where no input can be scaled, SourceError for weights that are NaN or Inf,
+        Raises StageError if no input can be scaled, SourceError for weights that are NaN or Inf,
         ResourceError when memory runs out.
         """
         from optkit.model.skeleton import Skeleton

@@ -68,9 +68,7 @@ class Cast(Transform):
         return Report(changed=len(changing), details=details)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact size that it leaves, and the memory of one shard beside the largest
-        tensor in both dtypes.
-        """
+        """Return the exact size, and the memory of one shard and the largest tensor in both dtypes."""
         changing = self._changing(shape)
         tensors = {name: self._stored(info) if name in changing else info for name, info in shape.tensors.items()}
         left = ModelShape(config=self._config(shape.config), tensors=tensors)
@@ -112,8 +110,8 @@ class Cast(Transform):
         return cast
 
     def _config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with the new dtype, in nested configs too; `torch_dtype`, its old
-        name, goes.
+        """Return config.json with the new dtype, in nested configs too.
+        `torch_dtype`, its old name, goes.
         """
         return self._renamed(config) | {"dtype": self.dtype}
 

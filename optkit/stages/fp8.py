@@ -1,5 +1,5 @@
-"""Stage `fp8`: weights as 8-bit floats (E4M3), activations rounded to them too, which GPUs since
-Ada multiply at twice the speed.
+"""Stage `fp8`: weights as 8-bit floats (E4M3), and activations rounded to them too.
+GPUs since Ada multiply them at twice the speed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Fp8(EightBitQuantizer):
-    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them: half of
-    bfloat16, no text needed.
+    """Store weights as 8-bit floats (E4M3, arXiv:2209.05433) and round activations to them.
+    That is half the size of bfloat16, and no text is needed.
     """
 
     kind: ClassVar[str] = "fp8"
@@ -36,7 +36,7 @@ class Fp8(EightBitQuantizer):
     128 x 128 (DeepSeek-V3's way).
     """
     activations: Literal["dynamic", "static", "none"] = "dynamic"
-    """`dynamic`: rounded with a scale for each token (for 128 inputs of it where `scales: block`),
+    """`dynamic`: rounded with a scale for each token (for 128 inputs of it if `scales: block`),
     no calibration. `static`: with one scale for all tokens, calibrated; a little faster and a
     little worse. `none`: not rounded, weights alone are small."""
     rounding: Literal["nearest", "gptq"] = "nearest"

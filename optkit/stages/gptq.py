@@ -1,6 +1,4 @@
-"""Stage `gptq`: quantize block by block so that each layer's outputs on calibration text stay as
-they were.
-"""
+"""Stage `gptq`: quantize block by block so that outputs on calibration text stay as they were."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class GptqFields(Frozen):
     """How codes are chosen so that the outputs on a calibration text stay as they were."""
 
     damping: Damping = 0.01
-    """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, where
+    """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, if
     a Hessian needs more.
     """
     activation_order: bool = True
@@ -73,8 +71,8 @@ class GptqFields(Frozen):
 
 
 class Gptq(GptqFields, Backed):
-    """Quantize layer by layer so that the outputs on a calibration text stay as they were (GPTQ,
-    arXiv:2210.17323), block by block.
+    """Quantize layer by layer so that the outputs on a calibration text stay as they were.
+    After GPTQ (arXiv:2210.17323), block by block.
 
     At most one decoder block and the hidden states of the calibration text are in memory. Scales
     are static, so `activation_order` costs nothing when the model runs.
@@ -98,9 +96,7 @@ class Gptq(GptqFields, Backed):
         tell_zeros(job)
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
-        """Yield the quantized layers of each block, and count the zeros of pruned ones in the job's
-        details.
-        """
+        """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
         from optkit.stages.quantizing.hessians import HessianCollector
 
         device, skeleton = job.context.device, job.skeleton
@@ -131,8 +127,8 @@ class Gptq(GptqFields, Backed):
             )
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
-        """Quantize the output layer, some rows at a time: its Hessian is small and it has a row for
-        each token.
+        """Quantize the output layer, some rows at a time.
+        Its Hessian is small, and it has a row for each token.
         """
         from optkit.algorithms.grid import joined
         from optkit.stages.quantizing.hessians import head_hessian
@@ -148,8 +144,8 @@ class Gptq(GptqFields, Backed):
     def _quantize_turn(
         self, job: QuantizationJob, layers: Mapping[str, nn.Module], collector: HessianCollector
     ) -> dict[str, QuantizedWeight]:
-        """Quantize layers whose inputs are observed together; their Hessians are gone when it
-        returns.
+        """Quantize layers whose inputs are observed together.
+        Their Hessians are gone when it returns.
         """
         hessians = collector.collect(layers) if layers else {}
         quantized: dict[str, QuantizedWeight] = {}
@@ -186,7 +182,7 @@ class Gptq(GptqFields, Backed):
         return quantized
 
     def _held(self, weights: Sequence[Tensor]) -> Tensor | None:
-        """Return which weights of stacked layers stay 0, bool [out, in]; None where none has to."""
+        """Return which weights of stacked layers stay 0, bool [out, in]; None if none has to."""
         import torch
 
         from optkit.algorithms.pruning import zeros_of_pruning
@@ -206,8 +202,8 @@ class Gptq(GptqFields, Backed):
     def _rounded(
         self, job: QuantizationJob, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
     ) -> tuple[QuantizedWeight, Tensor | None]:
-        """Return float32 [out, in] on its grid, and the Hessian that decided it; None where it was
-        rounded to nearest.
+        """Return float32 [out, in] on its grid, and the Hessian that decided it.
+        The Hessian is None if the weight was rounded to nearest.
         """
         from optkit.algorithms.gptq import GptqOptions, gptq
         from optkit.algorithms.grid import minmax_scales
@@ -233,8 +229,8 @@ class Gptq(GptqFields, Backed):
     def _alike(
         self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
     ) -> list[list[str]]:
-        """Return the layers in groups with the same Hessian, form and way of rounding; one that saw
-        no token is alone.
+        """Return the layers in groups with the same Hessian, form and way of rounding.
+        One that saw no token is alone.
         """
         groups: dict[tuple[Any, ...], list[str]] = {}
         for name in layers:
@@ -281,8 +277,8 @@ def tell_zeros(job: QuantizationJob) -> None:
 
 
 def _work_bytes(stack: list[Layer]) -> int:
-    """Bytes that GPTQ works with on layers that share their input: four matrices of the Hessian's
-    size, ten of the weights'.
+    """Bytes that GPTQ works with on layers that share their input.
+    They are four matrices of the Hessian's size, ten of the weights'.
     """
     outputs, inputs = sum(layer.outputs for layer in stack), stack[0].inputs
     if stack[0].name == HEAD:

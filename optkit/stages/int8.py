@@ -1,5 +1,5 @@
-"""Stage `int8`: LLM.int8() weights as bitsandbytes stores them, large inputs kept out of the 8
-bits; no calibration.
+"""Stage `int8`: LLM.int8() weights as bitsandbytes stores them; no calibration.
+Large inputs are kept out of the 8 bits.
 """
 
 from __future__ import annotations

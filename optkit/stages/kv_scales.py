@@ -1,5 +1,5 @@
-"""Stage `kv_scales`: scales of a float8 KV cache, measured on a text and stored where vLLM reads
-them.
+"""Stage `kv_scales`: scales of a float8 KV cache, measured on a text.
+They are stored for vLLM to read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WITHOUT_GROUPS: Mapping[str, Any] = {
 
 
 class KvScales(Transform):
-    """Store the scales of a float8 (E4M3) KV cache: the largest key and value of each layer on a
-    text, over 448.
+    """Store the scales of a float8 (E4M3) KV cache.
+    They are the largest key and value of each layer on a text, over 448.
 
     vLLM then keeps its KV cache in float8 on its own (`kv_cache_scheme` of compressed-tensors), and
     so does optkit. Weights stay as they are, float or packed by compressed-tensors; put this stage
@@ -56,7 +56,7 @@ class KvScales(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Run the text through the whole model, link its weights into `target` and add the scales.
 
-        Raises StageError where the scales would not be read: another format than
+        Raises StageError if the scales would not be read: another format than
         compressed-tensors, scales that are there already, an architecture without k_proj;
         ResourceError without memory.
         """
@@ -96,8 +96,8 @@ class KvScales(Transform):
         return Report(changed=len(layers), details=details, calibrated_on=(self.calibration.identity(),))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact tensors that it leaves; the memory is that of the whole model and of one
-        batch.
+        """Return the exact tensors that it leaves.
+        The memory is that of the whole model and of one batch.
         """
         layers = _layers(shape)
         tensors = dict(shape.tensors) | {
@@ -142,7 +142,7 @@ class KvScales(Transform):
 
 
 def _layers(shape: ModelShape) -> list[str]:
-    """Return the attention layers that get scales. Raises StageError where nothing would read them."""
+    """Return the attention layers that get scales. Raises StageError if nothing would read them."""
     quantization = shape.config.get("quantization_config") or {}
     method = quantization.get("quant_method")
     if method not in (None, "compressed-tensors"):
@@ -177,8 +177,8 @@ def _config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _write(
     checkpoint: Checkpoint, target: Path, layers: list[str], keys: list[float], values: list[float], *, link: bool
 ) -> None:
-    """Link or copy the files with the weights into `target` as shards, and add one more with the
-    scales and the index of all.
+    """Link or copy the files with the weights into `target` as shards.
+    One more has the scales; the index has all.
     """
     import torch
     from safetensors.torch import save_file

@@ -1,5 +1,5 @@
-"""Stage `lora_recover`: adapters beside the layers of a pruned or quantized model, trained to make
-up for what it lost.
+"""Stage `lora_recover`: adapters beside the layers of a pruned or quantized model.
+They are trained to recover what it lost.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NUMBERS = 4
 
 
 class LoraRecover(Trained):
-    """Train small matrices beside the layers so that the model says again what it said before: LoRA
-    (arXiv:2106.09685) or DoRA.
+    """Train small matrices beside the layers so that the model says again what it said before.
+    They are LoRA (arXiv:2106.09685) or DoRA.
 
     Float weights, pruned ones before all, get them merged. Packed weights stay as they are, and the
     adapter lies beside them in `adapter/`: optkit applies it, peft loads it over transformers, vLLM
@@ -119,8 +119,8 @@ class LoraRecover(Trained):
         return replace(report, skipped=skipped, details=details, notes=(*report.notes, *notes))
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return the weights and the adapter that it leaves, and the memory of a float32 model,
-        teacher, adapters and activations.
+        """Return the weights and the adapter that it leaves, and its memory.
+        The memory is that of a float32 model, teacher, adapters and activations.
 
         Raises StageError for patterns that match nothing, a rank larger than a layer, what packed
         weights do not allow, and what `Trained.predict_beside` does.
@@ -250,9 +250,7 @@ class LoraRecover(Trained):
 
 
 def _without_gradients(config: Mapping[str, Any]) -> str:
-    """Return what weights those of a `quantization_config` are, where nothing can be learned beside
-    them.
-    """
+    """Return which weights a `quantization_config` has, if nothing can be learned beside them."""
     if config.get("load_in_8bit"):
         return "8-bit weights of bitsandbytes"
     formats = {config.get("format"), *(group.get("format") for group in (config.get("config_groups") or {}).values())}

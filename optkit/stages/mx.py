@@ -1,6 +1,4 @@
-"""Stage `mx`: 4-bit floats in small blocks with a scale each, MXFP4 or NVFP4; no calibration,
-seconds of work.
-"""
+"""Stage `mx`: 4-bit floats in small scaled blocks, MXFP4 or NVFP4; no calibration."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 
 
 class Mx(LayerQuantizer):
-    """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4); activations
-    stay as they are.
+    """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4).
+    Activations stay as they are.
     """
 
     kind: ClassVar[str] = "mx"
@@ -44,8 +42,8 @@ class Mx(LayerQuantizer):
     """
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Quantize block by block; raises what every quantizer raises, and StageError where the
-        model is not in bfloat16.
+        """Quantize block by block.
+        Raises what every quantizer raises, and StageError if the model is not in bfloat16.
         """
         _refuse_other_dtypes(Checkpoint(source).shape, self.kind)
         return super().run(source, target, context)
@@ -138,7 +136,7 @@ def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
 
 
 def _refuse_any(names: list[str], what: str, *, where: str, why: str, remedy: str) -> None:
-    """Raise StageError where there are layers of the kind that `what` says."""
+    """Raise StageError if there are layers of the kind that `what` says."""
     if names:
         shown = names[0] + (", ..." if len(names) > 1 else "")
         raise StageError(f"{len(names):,} layers {what} ({shown})", where=where, why=why, remedy=remedy)

@@ -1,5 +1,5 @@
-"""Stage `nf4`: weights in 4-bit NormalFloat or 4-bit floats, as bitsandbytes stores them; no
-calibration, seconds of work.
+"""Stage `nf4`: weights in 4-bit NormalFloat or 4-bit floats, as bitsandbytes stores them.
+No calibration, seconds of work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Nf4(BitsAndBytesQuantizer):
-    """Store weights in 4 bits with bitsandbytes: NormalFloat (NF4, arXiv:2305.14314) in blocks of
-    64, the start of a QLoRA.
+    """Store weights in 4 bits with bitsandbytes, the start of a QLoRA.
+    NormalFloat (NF4, arXiv:2305.14314) has blocks of 64.
     """
 
     kind: ClassVar[str] = "nf4"

@@ -1,5 +1,5 @@
-"""Stage `onnx`: a checkpoint as an ONNX model that ONNX Runtime and ONNX Runtime GenAI run, proven
-to say what its source says.
+"""Stage `onnx`: a checkpoint as an ONNX model, proven to say what its source says.
+ONNX Runtime and ONNX Runtime GenAI run it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TORCH = "Take exporter: torch, or leave the exporter out"
 
 
 class Onnx(Transform):
-    """Export a model to ONNX, proven to say what its source says: decoders with fused attention and
-    a KV cache, and encoders.
+    """Export a model to ONNX, proven to say what its source says.
+    Decoders have fused attention and a KV cache; encoders are exported too.
 
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
     """
@@ -69,7 +69,7 @@ class Onnx(Transform):
     out: 8, but keep for cpu with `activations: float`."""
     embedding: Literal["keep", "shared"] | None = None
     """`shared`: an embedding that is tied to a rounded lm_head reads its codes; `keep` leaves it
-    float, a matrix of its own. Left out: shared for cpu, where they are tied and lm_head has 8
+    float, a matrix of its own. Left out: shared for cpu, if they are tied and lm_head has 8
     bits."""
     activations: Literal["int8", "float"] | None = None
     """Of a quantized model: what the inputs of a layer are rounded to while it computes: int8 in
@@ -103,9 +103,7 @@ class Onnx(Transform):
         return self
 
     def _idle(self, exporter: str) -> tuple[str, str] | None:
-        """Return the first field that means nothing to an exporter, and why; None where there is
-        none.
-        """
+        """Return the first field that means nothing to an exporter, and why. None if there is none."""
         if exporter == "genai":
             name = next((name for name in ("opset", "kv_cache") if getattr(self, name) is not None), None)
             return (
@@ -137,7 +135,7 @@ class Onnx(Transform):
         return self.lm_head or ("keep" if self._float_activations and self.target == "cpu" else 8)
 
     def made_with(self) -> dict[str, Any]:
-        """Return the exporter's version: another one makes another graph. Where the model decides
+        """Return the exporter's version: another one makes another graph. If the model decides
         on the exporter, those of both.
         """
         genai = f"onnxruntime-genai=={next(iter(installed(GENAI_BUILDS).values()), 'none')}"
@@ -151,8 +149,8 @@ class Onnx(Transform):
         """Export, then compare the graph with its source.
 
         Raises StageError for a model that the exporter does not know or whose codes ONNX Runtime
-        has no operator for, and where the graph does not say what the source says; ResourceError
-        where memory or disk run out.
+        has no operator for, and if the graph does not say what the source says; ResourceError
+        if memory or disk run out.
         """
         shape = Checkpoint(source).shape
         config, chosen = shape.config, self._exporter(shape)
@@ -221,8 +219,8 @@ class Onnx(Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of the graph's weights, and the memory of the source in float32 or of the
-        graph as ONNX Runtime holds it.
+        """Return the size of the graph's weights, and the memory.
+        The memory is that of the source in float32 or of the graph as ONNX Runtime holds it.
         """
         if (exporter := self._exporter(shape)) != "genai":
             self._refuse_for(exporter, shape)
@@ -298,8 +296,8 @@ class Onnx(Transform):
         return self.exporter or exporter_for(shape.config)
 
     def _head_bits(self, shape: ModelShape) -> int | None:
-        """Return the bits that lm_head is rounded to; None where it stays or is quantized already.
-        Raises StageError where it cannot be.
+        """Return the bits that lm_head is rounded to; None if it stays or is quantized already.
+        Raises StageError if it cannot be.
         """
         if self._lm_head == "keep" or _head_is_coded(shape):
             return None

@@ -35,8 +35,8 @@ ROUNDING = ("MatMulNBits", "MatMulInteger", "QuantizeLinear", "DynamicQuantizeLi
 
 
 class OnnxOptimize(Transform):
-    """Fold constants and fuse nodes ahead of time, convert to float16, or write another opset; what
-    the model says stays.
+    """Fold constants and fuse nodes ahead of time, convert to float16, or write another opset.
+    What the model says stays.
 
     ONNX Runtime fuses the same nodes whenever it opens a model: done here, a model opens faster and
     its graph can be looked at.
@@ -79,10 +79,10 @@ class OnnxOptimize(Transform):
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Change the opset, then the graph, then the dtype; and compare the result with the source
-        on a few tokens.
+        """Change the opset, then the graph, then the dtype.
+        The result is compared with the source on a few tokens.
 
-        Raises StageError where the result says something else or float16 does not hold a weight,
+        Raises StageError if the result says something else or float16 does not hold a weight,
         SourceError for a damaged model or one that ONNX Runtime does not open, ResourceError
         without memory or disk.
         """
@@ -120,8 +120,8 @@ class OnnxOptimize(Transform):
         return Report(changed=changed, details=details, notes=(*self._notes(written), *notes))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of what is left, written twice on the way, and the memory of the fusions
-        and of the conversion to float16.
+        """Return the size of what is left, written twice on the way, and the memory.
+        The memory is that of the fusions and of the conversion to float16.
         """
         from optkit.onnx.changed_shape import optimized_shape, whole_bytes
 
@@ -158,8 +158,8 @@ class OnnxOptimize(Transform):
         return kinds, [name for name in nodes if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
     def _compare(self, target: Path, wanted: NDArray[Any] | None, limit: float) -> tuple[tuple[str, ...], float | None]:
-        """Return notes, and how far the result is from the source as a share of the largest value;
-        None where neither could be run.
+        """Return notes, and how far the result is from the source as a share of the largest value.
+        The share is None if neither could be run.
         """
         from optkit.onnx.proof import run_it
 
@@ -191,7 +191,7 @@ class OnnxOptimize(Transform):
 
 
 def _say_float16(directory: Path) -> None:
-    """Correct the dtype in config.json, where it says one."""
+    """Correct the dtype in config.json, if it says one."""
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "dtype" in config:

@@ -1,6 +1,4 @@
-"""Stage `onnx_quantize`: an ONNX model with weights in 4 or 8 bits, or with weights and activations
-in int8.
-"""
+"""Stage `onnx_quantize`: an ONNX model with weights in 4 or 8 bits, or all in int8."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ INT8_COPIES = 4.0
 
 
 class OnnxQuantize(Transform):
-    """Quantize an ONNX model: its weights to 4 or 8 bits a block at a time, or weights and
-    activations to int8.
+    """Quantize an ONNX model: its weights a block at a time, or weights and activations.
+    Weights take 4 or 8 bits; with activations both are int8.
 
     GPTQ and AWQ belong before the export: the stages `gptq` and `awq` choose better codes than any
     method here, and `onnx` passes them on.
@@ -95,7 +93,7 @@ class OnnxQuantize(Transform):
     per_channel: bool = True
     """dynamic, static: one scale per output channel of a weight; false: one for the whole weight."""
     reduce_range: bool = False
-    """dynamic, static: weights in 7 bits, for CPUs without VNNI, where sums of 8 bit products
+    """dynamic, static: weights in 7 bits, for CPUs without VNNI, on which sums of 8 bit products
     overflow.
     """
     calibration: Calibration | None = None
@@ -105,7 +103,7 @@ class OnnxQuantize(Transform):
     entropy, or a share of the values.
     """
     percentile: float = Field(default=99.999, gt=50, le=100)
-    """static: the share, in percent, where `ranges` is `percentile`."""
+    """static: the share, in percent, if `ranges` is `percentile`."""
     include: Distinct[Name] = ("*",)
     """Glob patterns on the names of nodes or of their weights: what to quantize."""
     exclude: Distinct[Name] = ()
@@ -148,7 +146,7 @@ class OnnxQuantize(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize matrix by matrix; memory holds the largest one a few times over.
 
-        Raises StageError where nothing is left to quantize and for patterns that match nothing,
+        Raises StageError if nothing is left to quantize and for patterns that match nothing,
         SourceError for a damaged model, ResourceError when the disk is full.
         """
         from optkit.onnx.model_file import ModelFile, copy_files_beside
@@ -176,8 +174,8 @@ class OnnxQuantize(Transform):
         return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the size of the codes and of what stays, and the memory of rounding a matrix or,
-        for int8, of ONNX Runtime's own tool.
+        """Return the size of the codes and of what stays, and the memory.
+        The memory is that of rounding a matrix or, for int8, of ONNX Runtime's own tool.
 
         Patterns on names of nodes are not known here: what they would choose counts as kept.
         """

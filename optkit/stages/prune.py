@@ -1,5 +1,5 @@
-"""Stage `prune`: set the weights of linear layers to 0 that the outputs miss least; the checkpoint
-keeps its form.
+"""Stage `prune`: set the weights of linear layers to 0 that the outputs miss least.
+The checkpoint keeps its form.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DEFAULT_SPREAD = 0.08
 
 
 class Prune(Transform):
-    """Set weights of linear layers to 0: by magnitude, Wanda (arXiv:2306.11695) or SparseGPT
-    (arXiv:2301.00774), anywhere or n of every m.
+    """Set weights of linear layers to 0, anywhere or n of every m.
+    Magnitude, Wanda (arXiv:2306.11695) or SparseGPT (arXiv:2301.00774) choose them.
 
     Later blocks see what pruning left of the earlier ones. At most one decoder block and the hidden
     states of the calibration text are in memory. Zeros alone make no engine faster and no file
@@ -55,7 +55,7 @@ class Prune(Transform):
     """`unstructured`: zeros anywhere. `2:4`: 2 of every 4 neighbouring inputs stay, which the
     sparse tensor cores of NVIDIA GPUs since Ampere compute with. `4:8`: 4 of every 8."""
     sparsity: float | None = Field(default=None, gt=0)
-    """The share of weights that become 0, between 0 and 1; 0.5 where nothing else says. A pattern
+    """The share of weights that become 0, between 0 and 1; 0.5 by default. A pattern
     n:m fixes it at (m - n) / m.
     """
     allocation: Literal["uniform", "owl", "sensitivity"] = "uniform"
@@ -63,7 +63,7 @@ class Prune(Transform):
     input norm) keep more (arXiv:2310.05175). `sensitivity`: layers whose zeros move the predictions
     most keep more. The model's sparsity stays the one asked for."""
     allocation_spread: Share | None = None
-    """How far the sparsity of a layer may lie from `sparsity`; 0.08 where `allocation` is not
+    """How far the sparsity of a layer may lie from `sparsity`; 0.08 if `allocation` is not
     uniform.
     """
     outlier_threshold: float | None = Field(default=None, gt=1, le=1e6)
@@ -86,7 +86,7 @@ class Prune(Transform):
     """
     damping: Damping | None = None
     """`sparsegpt`: added to the diagonal of each Hessian, as a fraction of its mean; 0.01. Raised,
-    and reported, where one needs more.
+    and reported, if one needs more.
     """
     refinements: int | None = Field(default=None, ge=0, le=100)
     """`sparsegpt`: steps of conjugate gradients on the weights that stay, after it
@@ -163,7 +163,7 @@ class Prune(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Prune block by block, straight from safetensors to safetensors.
 
-        Raises StageError where patterns or sparsity do not fit the model, SourceError for weights
+        Raises StageError if patterns or sparsity do not fit the model, SourceError for weights
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
@@ -261,10 +261,9 @@ def _write(pruner: BlockPruner, tokens: Tensor | None, target: Path) -> None:
 
 
 def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:
-    """Return the share of zeros in the pruned layers and in the whole model, counted in the written
-    files.
+    """Return the share of zeros in the pruned layers and in the model, counted in the files.
 
-    Raises StageError where a layer does not follow its pattern.
+    Raises StageError if a layer does not follow its pattern.
     """
     from optkit.algorithms.pruning import follows
 

@@ -1,5 +1,5 @@
-"""Stage `prune_structured`: a smaller model of the same architecture, for the engines of the larger
-one (but see `notes_on_heads`).
+"""Stage `prune_structured`: a smaller model of the same architecture.
+Engines of the larger one open it (but see `notes_on_heads`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from optkit.stages.narrowing.importance import Chosen
 
 POSITIONS_AT_ONCE = 256
-"""Positions whose logits are held together where perplexity says what matters."""
+"""Positions whose logits are held together if perplexity says what matters."""
 MOST_BLOCKS = 100_000
 """No model has more."""
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -60,8 +60,8 @@ class _Planned:
 
 
 class PruneStructured(WidthFields, Transform):
-    """Remove whole parts of the model, those that matter least on a text: what is left is a smaller
-    plain checkpoint.
+    """Remove whole parts of the model, those that matter least on a text.
+    What is left is a smaller plain checkpoint.
 
     Whole decoder blocks, channels of the feed-forward layers, heads of the attention, heads of keys
     and values, channels of the hidden states. Nothing is retrained, so a stage that distills
@@ -169,8 +169,8 @@ class PruneStructured(WidthFields, Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact size that it leaves; which blocks that are is known when it has run, so
-        here the last ones are missing.
+        """Return the exact size that it leaves.
+        Which blocks that are is known when it has run, so here the last ones are missing.
         """
         planned, blocks = self._planned(shape), block_count(shape.config)
         named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
@@ -225,8 +225,8 @@ class PruneStructured(WidthFields, Transform):
         return NarrowerBlocks(chooser, names, context.device, self.compensate, LESS_MEMORY, hidden)
 
     def _count(self, shape: ModelShape) -> int:
-        """Return how many blocks go; raises StageError where the model has not so many or is left
-        without one.
+        """Return how many blocks go.
+        Raises StageError if the model has not so many or is left without one.
         """
         blocks, asked = block_count(shape.config), self.remove_layers
         where = f"{KIND}.remove_layers"
@@ -277,8 +277,8 @@ class PruneStructured(WidthFields, Transform):
         return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
 
     def _measuring_bytes(self, shape: ModelShape, planned: _Planned) -> int:
-        """Return the bytes of the hidden states on the text, of the largest part, and of a batch in
-        a block, Hessians or logits.
+        """Return the bytes of the hidden states, of the largest part, and of a batch in a block.
+        Hessians or logits count too.
         """
         if not self._reads_text(planned):
             return 0
@@ -305,8 +305,8 @@ class PruneStructured(WidthFields, Transform):
         )
 
     def _logit_bytes(self, shape: ModelShape, element: int) -> int:
-        """Return the bytes of logits as they come, in float32 where that is another dtype, and
-        their logarithms of softmax.
+        """Return the bytes of logits as they come, and their logarithms of softmax.
+        If the logits have another dtype, their float32 form counts too.
         """
         vocabulary = text_config(shape.config).get("vocab_size") or 0
         return (
@@ -315,8 +315,8 @@ class PruneStructured(WidthFields, Transform):
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
-    """Return parameters, bytes, and bytes that the KV cache takes for each token in the dtype of
-    the weights.
+    """Return parameters, bytes, and the KV cache's bytes for each token.
+    The cache is in the dtype of the weights.
     """
     attending, _ = attention_of(shape.config, block_count(shape.config))
     bits = next(DTYPE_BITS[info.dtype] for info in shape.tensors.values() if info.dtype in FLOATS)
@@ -325,8 +325,8 @@ def sizes(shape: ModelShape) -> dict[str, int]:
 
 
 def _widths_told(planned: _Planned, blocks: NarrowerBlocks) -> dict[str, Any]:
-    """Return the widths before and after, and which heads and channels of the hidden states are
-    left.
+    """Return the widths before and after.
+    Which heads and channels of the hidden states are left is told too.
     """
     told: dict[str, Any] = {"widths_before": asdict(planned.before), "widths_after": asdict(planned.after)}
     if planned.before.heads != planned.after.heads:

@@ -1,5 +1,5 @@
-"""Stage `qat`: quantization-aware training: GPTQ's codes, and then training of the weights behind
-them, ending in codes again.
+"""Stage `qat`: quantization-aware training.
+It begins with GPTQ's codes, trains the weights behind them, and ends in codes again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COPIES = 3
 and its backward pass.
 """
 OF_GPTQ = ("calibration", "damping", "true_sequential", "scale_search", "refinements", "equal_tokens", "batch_size")
-"""Fields that decide the codes to begin with, where they are those of gptq."""
+"""Fields that decide the codes to begin with, if they are those of gptq."""
 BEGIN, END = "begin.safetensors", "end.safetensors"
 """Codes in front of the training, and after it."""
 
@@ -64,8 +64,8 @@ class CodeTraining(Trained):
         sizes: Sequence[tuple[int, int]],
         rounds_inputs: bool,
     ) -> MemoryKinds:
-        """Return the peak memory of each device; `sizes`: (outputs, inputs) of the layers that
-        compute with codes.
+        """Return the peak memory of each device.
+        `sizes`: (outputs, inputs) of the layers that compute with codes.
 
         The rounded weights of all layers lie there until the backward pass, and so do the rounded
         inputs, each layer's own.
@@ -125,8 +125,8 @@ class CodesTraining(CodeTraining):
 
 
 class Qat(GptqFields, WeightQuantizer):
-    """Quantize as `gptq` does, then train the weights behind the codes so that the model says what
-    it said before (LSQ, arXiv:1902.08153).
+    """Quantize as `gptq` does, then train the weights behind the codes (LSQ, arXiv:1902.08153).
+    The model says again what it said before.
 
     Forward passes compute with the rounded weights, gradients go straight through the rounding, and
     what is written are the codes of the best step: the same packed form as gptq's, for the same
@@ -226,8 +226,8 @@ class Qat(GptqFields, WeightQuantizer):
         return digest({"fields": self.model_dump(mode="json", exclude={"training"}), "version": self.version})
 
     def _begin(self, job: QuantizationJob, path: Path) -> tuple[dict[str, QuantizedWeight], Mapping[str, Any]]:
-        """Return the codes to begin with, and what is known of them; a run that was killed has left
-        them at the path.
+        """Return the codes to begin with, and what is known of them.
+        A run that was killed has left them at the path.
         """
         from optkit.training.code_files import read_codes, write_codes
 
@@ -262,14 +262,12 @@ class Qat(GptqFields, WeightQuantizer):
         return {name: getattr(self, name) for name in of.model_fields}
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what `predict_beside` does where the recipe starts from the model that is
-        quantized.
-        """
+        """Return what `predict_beside` does if the recipe starts from the model that is quantized."""
         return self.predict_beside(shape, device, shape)
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return what `gptq` leaves, and the memory and the disk space of the training, checkpoints
-        and codes among it.
+        """Return what `gptq` leaves, and the memory and the disk space of the training.
+        Checkpoints and codes count.
         """
         cost, left = super().predict(shape, device)
         training, _ = self.training.predict_beside(shape, device, origin)
@@ -292,8 +290,8 @@ class Qat(GptqFields, WeightQuantizer):
 
 @contextmanager
 def _place(context: Context) -> Iterator[Path]:
-    """Give a directory for the codes: the workspace, where a run that is killed leaves them to the
-    next.
+    """Give a directory for the codes.
+    In the workspace a run that is killed leaves them to the next.
     """
     if context.workspace is None:
         with tempfile.TemporaryDirectory(prefix="optkit-codes-") as place:

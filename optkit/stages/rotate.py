@@ -1,5 +1,5 @@
-"""Stage `rotate`: the same model in a rotated basis, whose weights have no outliers and quantize
-better.
+"""Stage `rotate`: the same model in a rotated basis.
+Its weights have no outliers there and quantize better.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Job:
 
 
 class Rotate(Transform):
-    """Rotate the residual stream and the heads of the values by randomized Hadamard matrices
-    (QuaRot, arXiv:2404.00456).
+    """Rotate the residual stream and the heads of the values by randomized Hadamard matrices.
+    After QuaRot, arXiv:2404.00456.
 
     The model computes what it did. Rotations are folded into the weights, so nothing is left to do
     when it runs; those of SpinQuant (arXiv:2405.16406) that are called R1 and R2, without learning.
@@ -61,8 +61,9 @@ class Rotate(Transform):
 
     residual: bool = True
     """Rotate the residual stream (R1). It evens out the activations, for stages that quantize these
-    too; for weights alone (GPTQ, 3 bits, groups of 64) it cost SmolLM2-135M more than it gave,
-    where `heads` alone helped."""
+    too; for weights alone (GPTQ, 3 bits, groups of 64) it cost SmolLM2-135M more than it gave;
+    `heads` alone helped.
+    """
     heads: bool = True
     """Rotate the heads of the values against the output projection of the attention (R2). Alone it
     leaves norms and `lm_head` as they are, whatever these are."""
@@ -76,7 +77,7 @@ class Rotate(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Rotate block by block, in float32, from safetensors to safetensors.
 
-        Raises StageError where the architecture does not commute with a rotation or a block
+        Raises StageError if the architecture does not commute with a rotation or a block
         computes something else afterwards, SourceError for weights that are NaN or Inf.
         """
         import torch
@@ -161,8 +162,8 @@ class Rotate(Transform):
         return Cost(disk_bytes=left.size_bytes, ram_bytes=work + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
 
     def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> Tensor:
-        """Write a block rotated; return what it makes of hidden states that are not, float [1,
-        tokens, hidden].
+        """Write a block rotated.
+        Return what it makes of hidden states that are not, float [1, tokens, hidden].
         """
         import torch
 
@@ -216,8 +217,8 @@ class Rotate(Transform):
 
 
 def _run_up_to_blocks(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return what enters the first block for some tokens, float [1, tokens, hidden], and the calls
-    of all blocks.
+    """Return what enters the first block for some tokens, and the calls of all blocks.
+    The hidden states are float [1, tokens, hidden].
     """
     inputs = job.skeleton.capture_inputs(_tokens(job), job.context.device)
     return inputs.hidden, inputs.batches[0].calls
@@ -233,8 +234,8 @@ def _tokens(job: _Job) -> Tensor:
 
 
 def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
-    """Write the embedding rotated, once it is seen that what enters the first block is its rows, up
-    to a factor.
+    """Write the embedding rotated.
+    Before that it is seen that what enters the first block is its rows, up to a factor.
     """
     import torch
 
@@ -257,8 +258,8 @@ def _rotate_embedding(job: _Job, hidden: Tensor) -> None:
 
 
 def _rotate_head(job: _Job, hidden: Tensor) -> None:
-    """Write the last norm folded into lm_head, lm_head rotated, and everything else outside the
-    blocks as it is.
+    """Write the last norm folded into lm_head, and lm_head rotated.
+    Everything else outside the blocks is written as it is.
     """
     from optkit.model.head import logits_behind
     from optkit.model.residual_rotation import fold_norms_, refuse_difference, rotate_stream_
@@ -286,8 +287,8 @@ def _rotate_head(job: _Job, hidden: Tensor) -> None:
 
 
 def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = None) -> None:
-    """Write a tensor of the checkpoint: what it became, in the dtype that it (or `like`) is stored
-    in, or as it is.
+    """Write a tensor of the checkpoint: what it became, or as it is.
+    It has the dtype that it (or `like`) is stored in.
     """
     checkpoint = job.skeleton.checkpoint
     if rotated is None:
@@ -319,8 +320,8 @@ def _embedding(skeleton: Skeleton) -> str:
 
 
 def _refuse_fused(skeleton: Skeleton) -> None:
-    """Raise StageError for weights that would stay in the old basis: fused experts, and parts that
-    the language model does not read.
+    """Raise StageError for weights that would stay in the old basis.
+    They are fused experts, and parts that the language model does not read.
     """
     for name, reason in skeleton.fused.items():
         raise StageError("the experts cannot be rotated", where=f"rotate: {name}", why=reason)

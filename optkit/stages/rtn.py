@@ -1,5 +1,5 @@
-"""Stage `rtn`: round every weight to the nearest point of its group's grid; no calibration, seconds
-of work.
+"""Stage `rtn`: round every weight to the nearest point of its group's grid.
+No calibration, seconds of work.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FLOAT_COPIES = 6
 
 
 class Rtn(Backed):
-    """Round each weight to the nearest point of its group's grid (RTN): no calibration text,
-    seconds instead of minutes.
+    """Round each weight to the nearest point of its group's grid (RTN).
+    It needs no calibration text, and seconds instead of minutes.
     """
 
     kind: ClassVar[str] = "rtn"

@@ -1,5 +1,5 @@
-"""Stage `smoothquant`: weights and activations as 8-bit integers, outliers of activations moved
-into the weights before (W8A8).
+"""Stage `smoothquant`: weights and activations as 8-bit integers (W8A8).
+Outliers of activations are moved into the weights before.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ROW_COPIES = 7
 WEIGHT_COPIES = 5
 """The same of their weights."""
 WEIGHT_COPIES_OF_FOLDING = 2
-"""The same where scales are only folded."""
+"""The same if scales are only folded."""
 PROBE = 2, 32
 """Sequences and tokens of each that the wiring of a block is found with."""
 
 
 class SmoothQuant(EightBitQuantizer):
-    """Store weights as 8-bit integers, one scale per output channel, and round activations to 8
-    bits as well (W8A8, arXiv:2211.10438).
+    """Store weights as 8-bit integers, and round activations to 8 bits as well.
+    Each output channel has one scale (W8A8, arXiv:2211.10438).
 
     Outliers of the activations are first moved into the weights: input channels of a layer are
     divided by scales that are folded into what makes them, a norm or a linear layer. The embedding
@@ -56,7 +56,7 @@ class SmoothQuant(EightBitQuantizer):
     paper. `search`: the best alpha for each norm or layer that takes scales, and then each scale
     for itself, so that the outputs of the rounded layers are as near as can be."""
     folding: Literal["all", "norms"] = "all"
-    """What takes the scales: `norms` alone, as in the paper, or linear layers too, where one makes
+    """What takes the scales: `norms` alone, as in the paper, or linear layers too, if one makes
     the input (up_proj, v_proj).
     """
     activations: Literal["dynamic", "static"] = "dynamic"
@@ -123,8 +123,8 @@ class _Smoothing:
     """A few tokens in front of the first block."""
 
     def __call__(self, index: int, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
-        """Fold scales into a block; returns the tensors of the checkpoint that changed and are not
-        rounded afterwards.
+        """Fold scales into a block.
+        Returns the tensors of the checkpoint that changed and are not rounded afterwards.
         """
         from optkit.model.wiring import fold_groups
 
@@ -152,8 +152,8 @@ class _Smoothing:
         return {name: tensor for name, tensor in replaced.items() if name.removesuffix(".weight") not in ranges}
 
     def _fold_(self, group: FoldGroup, ranges: Mapping[str, InputRange]) -> dict[str, Tensor]:
-        """Smooth the layers of a group that are rounded; returns the tensors of the checkpoint that
-        changed.
+        """Smooth the layers of a group that are rounded.
+        Returns the tensors of the checkpoint that changed.
         """
         import torch
 

@@ -33,9 +33,9 @@ class NarrowerBlocks:
     device: str
     compensate: bool
     less_memory: str
-    """What to lower where memory runs out."""
+    """What to lower if memory runs out."""
     hidden: Tensor | None = None
-    """int64: channels of the hidden states that are left; None where they all are."""
+    """int64: channels of the hidden states that are left; None if they all are."""
     lefts: list[Left] = field(default_factory=list)
     """What is left of each block that was written."""
 
@@ -44,8 +44,8 @@ class NarrowerBlocks:
         return self.chooser.skeleton
 
     def write(self, kept: Sequence[int], writer: CheckpointWriter, task: Task) -> None:
-        """Write these of the blocks and everything outside; raises StageError for weights that no
-        longer fit their dtype.
+        """Write these of the blocks and everything outside.
+        Raises StageError for weights that no longer fit their dtype.
         """
         outside = Left(self.chooser.before, self.chooser.after, self.hidden)
         for tensor in self.skeleton.outside_tensors:
@@ -59,8 +59,8 @@ class NarrowerBlocks:
             task.advance(note=block.name)
 
     def masked_(self, skeleton: Skeleton, target: Checkpoint, index: int, number: int) -> None:
-        """Put what was written of a block into the loaded block of another skeleton of the source,
-        0 in place of what was removed.
+        """Put what was written of a block into the loaded block of another skeleton of the source.
+        0 takes the place of what was removed.
         """
         prefix = f"{skeleton.blocks[index].name}."
         for name, tensor in skeleton.tensor_names.items():

@@ -1,5 +1,5 @@
-"""Which channels and heads of a block are left, by what they add to the outputs of the layers that
-read them, on a text.
+"""Which channels and heads of a block are left, by what they add to outputs on a text.
+The outputs are those of the layers that read them.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Reader:
         return _weight(self.module)
 
     def making_up(self, left: Left) -> Tensor | None:
-        """Return the weight that makes up for what was removed, 0 there, float32 as the checkpoint
-        stores it; None where nothing was.
+        """Return the weight that makes up for what was removed, 0 there; None if nothing was.
+        It is float32 as the checkpoint stores it.
         """
         kept = left.channels(self.role)
         if kept is None:
@@ -72,7 +72,7 @@ class WidthChooser:
 
     skeleton: Skeleton
     inputs: BlockInputs | None
-    """What the text becomes in front of the next block; None where nothing is chosen by a text."""
+    """What the text becomes in front of the next block; None if nothing is chosen by a text."""
     axes: Mapping[str, tuple[Axis, ...] | None]
     """Of each tensor of the checkpoint."""
     before: Widths
@@ -83,8 +83,8 @@ class WidthChooser:
     """
 
     def hidden(self, blocks: Sequence[int], device: str) -> Tensor:
-        """Return the channels of the hidden states that matter most, int64 [hidden], over all
-        blocks; takes the hidden states through them.
+        """Return the hidden channels that matter most, int64 [hidden], over all blocks.
+        This takes the hidden states through the blocks.
 
         A channel counts by its share of what the layers that read a norm make of it, and all these
         layers count the same.
@@ -155,8 +155,8 @@ class WidthChooser:
 def left_heads(
     energies: Tensor, before: Widths, after: Widths, pooling: bool
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...] | None]:
-    """Return the heads of the queries that are left, and for each head of keys and values that is
-    left those that it is the mean of.
+    """Return the heads of the queries that are left.
+    For each head of keys and values that is left it returns those that it is the mean of.
 
     energies: float32 [heads], of the queries. Every head of keys and values that is left has
     equally many queries.

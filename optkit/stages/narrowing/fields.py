@@ -1,5 +1,4 @@
-"""The fields of `prune_structured` that say how wide the model is afterwards, and the widths that
-no model can have.
+"""The fields of `prune_structured` that give the new widths, and the widths no model can have.
 
 No torch is needed.
 """
@@ -87,8 +86,8 @@ class WidthFields(Frozen):
         )
 
     def widths(self, shape: ModelShape) -> tuple[Widths, Widths]:
-        """Return the widths of the model and those that are left; raises StageError for those that
-        it cannot have.
+        """Return the widths of the model and those that are left.
+        Raises StageError for those that it cannot have.
         """
         before = widths_of(shape)
         after = replace(
@@ -180,9 +179,7 @@ def _divisors(number: int) -> str:
 
 
 def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> None:
-    """Raise StageError where config.json could not say what is left, or the norms do not carry
-    over.
-    """
+    """Raise StageError if config.json could not say what is left, or the norms do not carry over."""
     text = text_config(shape.config)
     kind, roles = str(text.get("model_type")), changing(before, after)
     says = kind in OWN_HEADS or {"head_dim", "num_key_value_heads"} <= set(text)

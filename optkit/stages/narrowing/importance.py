@@ -1,5 +1,5 @@
-"""How much each decoder block matters on a text: what it does to the hidden states, or what the
-model loses without it.
+"""How much each decoder block matters on a text.
+That is what it does to the hidden states, or what the model loses without it.
 
 One block is in memory at a time. Scores are of runs of blocks: run k is blocks k, k + 1, ... k +
 length - 1 of those that are left.
@@ -35,10 +35,10 @@ class Chosen:
     removed: list[int]
     scores: list[float]
     """Block influence, or the perplexity without it, of each block of the whole model; of each run
-    of blocks where they are contiguous.
+    of blocks if they are contiguous.
     """
     perplexity: float | None = None
-    """Of the whole model on the same text, where that was computed."""
+    """Of the whole model on the same text, if that was computed."""
     rounds: list[dict[str, float]] = field(default_factory=list)
     """Where blocks went one by one: each round's block, counted as in the whole model, and its
     score.
@@ -83,8 +83,8 @@ class BlockImportance:
     _whole: float | None = None
 
     def influences(self, left: Sequence[int], length: int) -> list[float]:
-        """Return the mean of 1 - cos between what enters and what leaves each run of `length` of
-        the blocks that are left.
+        """Return the mean of 1 - cos between what enters and what leaves runs of `length` blocks.
+        Only the blocks that are left count.
         """
         inputs = self._inputs()
         entering: deque[Tensor] = deque(maxlen=length)
@@ -102,8 +102,7 @@ class BlockImportance:
         return found
 
     def perplexities(self, left: Sequence[int], length: int) -> list[float]:
-        """Return the perplexity of the text without each run of `length` of the blocks that are
-        left.
+        """Return the text's perplexity without each run of `length` of the blocks that are left.
 
         The hidden states of all these models are in memory: each begins as a copy of the whole
         one's in front of the run that it skips.
@@ -136,8 +135,8 @@ class BlockImportance:
 
     @torch.no_grad()
     def _perplexity(self, hidden: Tensor) -> float:
-        """float [sequences, sequence_length, hidden], behind the last block; every token but the
-        first of a sequence is predicted.
+        """float [sequences, sequence_length, hidden], behind the last block.
+        Every token but the first of a sequence is predicted.
         """
         total = 0.0
         for row, tokens in zip(hidden, self.tokens.to(self.device), strict=True):

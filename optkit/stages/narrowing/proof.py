@@ -1,6 +1,4 @@
-"""Show that a smaller model, opened anew from its files, computes what the parts that it was made
-of compute.
-"""
+"""Show that a smaller model, opened from its files, computes what the parts it is made of do."""
 
 from __future__ import annotations
 
@@ -38,14 +36,14 @@ def prove(
     masked_: Callable[[Skeleton, Checkpoint, int, int], None] | None = None,
     channels: Tensor | None = None,
 ) -> float:
-    """Return the largest difference between the model in `target` and the kept blocks of the
-    source, relative to a token's vector.
+    """Return the largest difference between the model in `target` and the source's kept blocks.
+    It is relative to a token's vector.
 
     Both are run block by block in float32 on the same tokens. `masked_(skeleton, target, index,
     number)` puts what block `number` of the target is into the loaded block `index` of the source,
     in the source's shape (None: nothing was changed inside of blocks). `channels` are those of the
-    hidden states that are left, int64 [hidden]. Raises StageError where a block computes something
-    else or logits are not finite, SourceError where transformers does not open the target.
+    hidden states that are left, int64 [hidden]. Raises StageError if a block computes something
+    else or logits are not finite, SourceError if transformers does not open the target.
     """
     whole = Skeleton(source, torch.float32, trust_remote_code=context.trust_remote_code)
     smaller = Skeleton(Checkpoint(target), torch.float32, trust_remote_code=context.trust_remote_code)

@@ -1,5 +1,5 @@
-"""How sparse each layer becomes if they are not all alike: by the outliers of its block (OWL), or
-by what its zeros change.
+"""How sparse each layer becomes if they are not all alike.
+The outliers of its block decide (OWL), or what its zeros change.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Method = Literal["magnitude", "wanda", "sparsegpt"]
 def outlier_shares(
     source: Path, layers: Mapping[str, Layer], tokens: Tensor, threshold: float, batch_size: int, context: Context
 ) -> dict[str, float]:
-    """Return layer -> the share of outliers among the weights of its block, of the unpruned model
-    (OWL, arXiv:2310.05175, section 3.1).
+    """Return layer -> the share of outliers among the weights of its block, of the unpruned model.
+    After OWL, arXiv:2310.05175, section 3.1.
 
     An outlier: |weight| x input norm more than `threshold` times the mean over the block. tokens:
     int64 [sequences, sequence_length].
@@ -74,8 +74,8 @@ def outlier_share(scores: Sequence[Tensor], threshold: float) -> float:
 def by_outliers(
     shares: Mapping[str, float], layers: Mapping[str, Layer], sparsity: float, spread: float
 ) -> dict[str, float]:
-    """Return layer -> its share of zeros: less where outliers are many, `sparsity` on average over
-    the weights.
+    """Return layer -> its share of zeros, `sparsity` on average over the weights.
+    It is less if outliers are many.
 
     The paper maps the shares to an interval of 2 x spread and then moves it to the average; here
     the layer farthest from the average is `spread` away, so that none is farther.
@@ -95,8 +95,8 @@ def by_sensitivity(
     method: Method,
     context: Context,
 ) -> dict[str, float]:
-    """Return layer -> its share of zeros: those with the least sum of predicted divergences whose
-    zeros are as many as asked for.
+    """Return layer -> its share of zeros, as many zeros in all as asked for.
+    The sum of predicted divergences is the least.
 
     tokens: int64 [sequences, sequence_length]. Experts that no token reaches get `sparsity`. Raises
     what `layer_gradients` raises.
@@ -119,8 +119,8 @@ def by_sensitivity(
 def _divergences(
     name: str, weight: Tensor, seen: Sequence[Seen], levels: Sequence[float], method: Method
 ) -> list[float]:
-    """Return the predicted divergence of a layer with each share of zeros, in nats, summed over all
-    tokens.
+    """Return the predicted divergence of a layer with each share of zeros.
+    In nats, summed over all tokens.
     """
     if not seen:
         return []
@@ -147,8 +147,8 @@ def _divergences(
 
 
 def _left_by_updates(weight: Tensor, seen: Sequence[Seen], sparsity: float, plain: Tensor) -> float:
-    """Return what SparseGPT leaves of the divergence that a change by Wanda causes, on other
-    sequences than SparseGPT saw.
+    """Return what SparseGPT leaves of the divergence that a change by Wanda causes.
+    It is measured on other sequences than SparseGPT saw.
     """
     hessian, unseen = Hessian(weight.shape[1], weight.device), seen[JUDGED - 1 :: JUDGED]
     for place, each in enumerate(seen, start=1):

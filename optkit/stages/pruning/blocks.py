@@ -1,5 +1,5 @@
-"""Prune the layers of a model one decoder block after another; later blocks see what is left of the
-earlier ones.
+"""Prune the layers of a model one decoder block after another.
+Later blocks see what is left of the earlier ones.
 """
 
 from __future__ import annotations

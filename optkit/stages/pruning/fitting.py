@@ -1,5 +1,5 @@
-"""What can be said of zeros without torch: whether layers can have them, what pruning takes in
-memory, and which engines profit.
+"""What can be said of zeros without torch.
+Whether layers can have them, what pruning takes in memory, and which engines profit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from optkit.model.linear_layers import Layer, by_block, stacks
 from optkit.model.shape import ModelShape
 
 LEVELS = 9
-"""Sparsities that each layer may get where they are chosen by sensitivity."""
+"""Sparsities that each layer may get if they are chosen by sensitivity."""
 FLOAT_BYTES = 4
 
 
 def refuse_unfit(layers: Mapping[str, Layer], pattern: Pattern | None, low: float, high: float, stage: str) -> None:
-    """Raise StageError where a pattern does not divide the inputs of a layer, or sparsities from
-    `low` to `high` leave all or none.
+    """Raise StageError if a pattern does not divide the inputs of a layer.
+    The sparsities from `low` to `high` may not leave all or none either.
     """
     if pattern is not None:
         _refuse_uneven(layers, pattern, stage)
@@ -75,8 +75,8 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
 def pruning_memory(
     shape: ModelShape, layers: Mapping[str, Layer], method: str, tokens: int, batch: tuple[int, int], device: str
 ) -> tuple[int, int]:
-    """Return the bytes of RAM and of GPU memory that pruning works with; `batch`: sequences of its
-    calibration at once, tokens of each.
+    """Return the bytes of RAM and of GPU memory that pruning works with.
+    `batch`: sequences of its calibration at once, tokens of each.
     """
     largest_block = max(shape.block_bytes, shape.outside_bytes)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())

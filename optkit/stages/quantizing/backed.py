@@ -1,5 +1,4 @@
-"""`backend:`, a field of quantizing stages: let another library do the work, in an environment of
-its own.
+"""`backend:`, a field of quantizing stages: another library works in its own environment.
 
 A stage takes part by deriving from `Backed` and naming its backends:
 
@@ -72,8 +71,8 @@ class Backed(WeightQuantizer):
         return {name: self._default(name, value) for name, value in dumped.items() if name in offer.fields}
 
     def made_with(self) -> dict[str, Any]:
-        """Return the pinned packages of the library that does the work: another version makes other
-        weights.
+        """Return the pinned packages of the library that does the work.
+        Another version makes other weights.
         """
         if self._offer is None:
             return {}
@@ -97,9 +96,9 @@ class Backed(WeightQuantizer):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize with optkit, or with the library that `backend` names.
 
-        Raises what the stage itself raises; StageError with a library's exception, where its
-        transformers reads another model, and where what it wrote is not what was asked for;
-        OptkitError where its environment cannot be built.
+        Raises what the stage itself raises; StageError with a library's exception, if its
+        transformers reads another model, and if what it wrote is not what was asked for;
+        OptkitError if its environment cannot be built.
         """
         return (
             run_with(self, self._offer, source, target, context)
@@ -152,8 +151,8 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
 
 
 class _Agreement:
-    """What both versions of transformers make of the float model, compared as soon as the worker
-    has its logits.
+    """What both versions of transformers make of the float model.
+    They are compared as soon as the worker has its logits.
     """
 
     def __init__(self, source: Path, request: Mapping[str, Any], environment: Environment) -> None:
@@ -162,7 +161,7 @@ class _Agreement:
         self.here = logits_here(source, request["probe"], request["dtype"])
 
     def check(self, file: Path) -> None:
-        """Raise StageError where the logits in a file are those of another model."""
+        """Raise StageError if the logits in a file are those of another model."""
         from safetensors.torch import load_file
 
         version = self.environment.told_versions["transformers"]

@@ -1,5 +1,5 @@
-"""What the stages that write a bitsandbytes checkpoint share (`nf4`, `int8`): layer by layer, what
-is refused, what vLLM needs.
+"""What the stages that write a bitsandbytes checkpoint share (`nf4`, `int8`).
+That is the work on a layer, what is refused, and what vLLM needs.
 """
 
 from __future__ import annotations

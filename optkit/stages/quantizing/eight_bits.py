@@ -1,5 +1,5 @@
-"""What the quantizers of 8-bit weights and activations share (`fp8`, `smoothquant`): rounding a
-layer, calibrating its inputs, refusals.
+"""What the quantizers of 8-bit weights and activations share (`fp8`, `smoothquant`).
+They round a layer, calibrate its inputs and refuse alike.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EightBitQuantizer(LayerQuantizer):
 
     @property
     def calibration_text(self) -> Calibration | None:
-        """The calibration text, where one is needed."""
+        """The calibration text, if one is needed."""
         raise NotImplementedError
 
     @property
@@ -132,8 +132,8 @@ class EightBitQuantizer(LayerQuantizer):
             ) from error
 
     def _calibrated_blocks(self, job: QuantizationJob, text: Calibration) -> Iterator[BlockOutput]:
-        """Quantize block after block, each on what the quantized blocks before it make of the
-        calibration text.
+        """Quantize block after block.
+        Each sees what the quantized blocks before it make of the calibration text.
         """
         device, skeleton = job.context.device, job.skeleton
         less = (
@@ -168,8 +168,8 @@ class EightBitQuantizer(LayerQuantizer):
         return BlockOutput(layers, replaced)
 
     def preparation(self, job: QuantizationJob, tokens: Tensor) -> Preparation:
-        """Return what is done to each block before it is rounded; tokens: int64 [samples,
-        sequence_length], the calibration text.
+        """Return what is done to each block before it is rounded.
+        tokens: int64 [samples, sequence_length], the calibration text.
         """
         return lambda index, ranges: {}
 
@@ -177,7 +177,7 @@ class EightBitQuantizer(LayerQuantizer):
         self, job: QuantizationJob, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]
     ) -> dict[str, InputRange]:
         """Return the inputs of each layer; of an expert that saw no token, those of the others.
-        Raises StageError where they are NaN.
+        Raises StageError if they are NaN.
         """
         from optkit.stages.quantizing.hessians import watch_inputs, without_indices
         from optkit.stages.quantizing.input_ranges import InputRange
@@ -216,8 +216,8 @@ class EightBitQuantizer(LayerQuantizer):
     def _advance_(
         self, job: QuantizationJob, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Replace the inputs of a block by its outputs, its layers computing as they will when the
-        model is opened.
+        """Replace the inputs of a block by its outputs.
+        Its layers compute as they will when the model is opened.
         """
         modules = job.modules(index)
         for name, module in modules.items():
@@ -275,7 +275,7 @@ class EightBitQuantizer(LayerQuantizer):
     def preparation_bytes(
         self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int
     ) -> tuple[int, int]:
-        """Return the bytes that `preparation` keeps of a block and those that it works with;
+        """Return the bytes that `preparation` keeps of a block and those that it works with.
         `compensating`: GPTQ's for a Hessian.
         """
         return 0, 0

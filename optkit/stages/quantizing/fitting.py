@@ -1,5 +1,5 @@
-"""Whether the chosen layers fit the group size and what opens the packed format; every refusal
-comes before any computing.
+"""Whether the chosen layers fit the group size and what opens the packed format.
+Every refusal comes before any computing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ EXPERTS = ".experts."
 
 
 def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
-    """Raise StageError where group size, format or symmetry do not fit the layers; it names a layer
-    and what does fit.
+    """Raise StageError if group size, format or symmetry do not fit the layers.
+    It names a layer and what does fit.
     """
     layers = tuple(selection.layers.values())
     methods = {form.method for form in formats.values()}
@@ -59,7 +59,7 @@ def _refuse_asymmetric_experts(layers: Sequence[Layer], formats: Mapping[str, La
 
 
 def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
-    """Raise StageError where experts of one block would have different forms."""
+    """Raise StageError if experts of one block would have different forms."""
     first: dict[str, str] = {}
     for name in selection.layers:
         if EXPERTS in name:
@@ -83,9 +83,7 @@ def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat]
 
 
 def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return a note where layers that vLLM joins (q, k and v; gate and up) do not all have one
-    form.
-    """
+    """Return a note if layers that vLLM joins (q, k and v; gate and up) do not all have one form."""
     split = [
         stack
         for stack in stacks((*selection.layers, *selection.skipped))
@@ -100,8 +98,8 @@ def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat])
 
 
 def exceptions_for_vllm(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return a note where the format gptq has exceptions: transformers opens it with optimum, which
-    takes no layer of a block for one.
+    """Return a note if the format gptq has exceptions.
+    transformers opens it with optimum, which takes no layer of a block for one.
     """
     forms = {form for name, form in formats.items() if form.method == GPTQ and name != HEAD}
     left = [name for name, reason in selection.skipped.items() if reason not in (OUTSIDE, ROUTER)]
@@ -115,8 +113,8 @@ def exceptions_for_vllm(selection: Selection, formats: Mapping[str, LayerFormat]
 
 
 def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
-    """Return a note where experts have a form that transformers does not open: it takes them for
-    one tensor, and finds none.
+    """Return a note if experts have a form that transformers does not open.
+    It takes them for one tensor, and finds none.
     """
     methods = {form.method for name, form in formats.items() if EXPERTS in name} - {COMPRESSED_TENSORS}
     return [
@@ -140,8 +138,8 @@ def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:
 
 
 def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage: str) -> None:
-    """Raise StageError where a group size does not divide the inputs of a layer; it names the sizes
-    that divide all of them.
+    """Raise StageError if a group size does not divide the inputs of a layer.
+    It names the sizes that divide all of them.
     """
     wrong = [layer for layer in layers if group_size and layer.inputs % group_size]
     if wrong:

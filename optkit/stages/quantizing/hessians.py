@@ -1,5 +1,5 @@
-"""Run one decoder block on the calibration tokens and sum the Hessian of each layer's inputs;
-layers with the same input share it.
+"""Run one decoder block on the calibration tokens and sum each layer's Hessian.
+Layers with the same input share it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class HessianCollector:
         self.skeleton, self.index, self.inputs, self.equal_tokens = skeleton, index, inputs, equal_tokens
 
     def collect(self, layers: Mapping[str, nn.Module], batches: Sequence[Batch] | None = None) -> dict[str, Hessian]:
-        """Return the Hessian of each layer that saw a token, in the order in which they were first
-        called.
+        """Return the Hessian of each layer that saw a token.
+        The order is that in which they were first called.
 
         The very same Hessian is returned for layers that were given the same tensor (q, k and v;
         gate and up).
@@ -54,8 +54,8 @@ class HessianCollector:
         return hessians
 
     def turns(self, layers: Mapping[str, nn.Module]) -> list[list[str]]:
-        """Return the layers in the order of true-sequential GPTQ: those whose input does not depend
-        on each other together.
+        """Return the layers in the order of true-sequential GPTQ.
+        Those whose input does not depend on each other are together.
 
         Experts stand side by side, so layers whose names differ by an index alone have the same
         turn.
@@ -90,8 +90,8 @@ class HessianCollector:
 def watch_inputs(
     run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
 ) -> None:
-    """Run something and add the inputs of layers to their `sums`, begun by `start` for a layer's
-    first input.
+    """Run something and add the inputs of layers to their `sums`.
+    `start` begins them with a layer's first input.
 
     The very same sum is kept for layers that were given the same tensor. The run ends once every
     layer was called.
@@ -126,7 +126,7 @@ def watch_inputs(
 
 
 def finite_matrix(hessian: Hessian, name: str, skeleton: Skeleton) -> Tensor:
-    """Return the mean of x x^T of a layer's inputs, float32 [in, in]. Raises StageError where they
+    """Return the mean of x x^T of a layer's inputs, float32 [in, in]. Raises StageError if they
     were NaN or Inf.
     """
     matrix = hessian.matrix()
@@ -135,7 +135,7 @@ def finite_matrix(hessian: Hessian, name: str, skeleton: Skeleton) -> Tensor:
 
 
 def refuse_infinite(summed: Tensor, name: str, skeleton: Skeleton) -> None:
-    """Raise StageError where what was summed of a layer's inputs is NaN or Inf."""
+    """Raise StageError if what was summed of a layer's inputs is NaN or Inf."""
     if not summed.isfinite().all():
         raise StageError(
             "the inputs of the layer are NaN or Inf on the calibration text",
@@ -146,8 +146,8 @@ def refuse_infinite(summed: Tensor, name: str, skeleton: Skeleton) -> None:
 
 
 def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
-    """Return the Hessian of the output layer's inputs, and let go of what the last block returned;
-    no tokens where nothing was kept.
+    """Return the Hessian of the output layer's inputs, and let go of what the last block returned.
+    It has no tokens if nothing was kept.
     """
     device = job.context.device
     hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens)

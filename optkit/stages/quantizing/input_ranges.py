@@ -1,5 +1,5 @@
-"""What the inputs of a layer are like: the largest of each channel, a sample of them, and their
-Hessian.
+"""What the inputs of a layer are like.
+The largest of each channel, a sample of them, and their Hessian say it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InputRange:
 
     def __init__(self, inputs: int, device: torch.device | str, rows_of_a_call: int = 0, hessian: bool = False) -> None:
         self.amax = torch.zeros(inputs, device=device)
-        """float32 [in]: the largest magnitude of each channel; NaN or Inf where an input was."""
+        """float32 [in]: the largest magnitude of each channel; NaN or Inf if an input was."""
         self.tokens = 0
         self._rows: list[Tensor] = []
         self._rows_of_a_call = rows_of_a_call
@@ -43,8 +43,8 @@ class InputRange:
 
     @property
     def rows(self) -> Tensor:
-        """The inputs that were kept, evenly spread over each call: float32 [rows, in]; as they
-        came, not divided by scales.
+        """The inputs that were kept, evenly spread over each call: float32 [rows, in].
+        They are as they came, not divided by scales.
         """
         return torch.cat(self._rows) if self._rows else self.amax.new_zeros(0, len(self.amax))
 
@@ -54,8 +54,8 @@ class InputRange:
         self._scales = scales
 
     def hessian(self) -> Tensor | None:
-        """Return the mean of x x^T, float32 [in, in], every token of the same weight; None where it
-        was not summed.
+        """Return the mean of x x^T, float32 [in, in], every token of the same weight.
+        None if it was not summed.
         """
         if self._hessian is None:
             return None
@@ -63,8 +63,8 @@ class InputRange:
         return matrix if self._scales is None else matrix.div_(self._scales).div_(self._scales[:, None])
 
     def variances(self) -> Tensor:
-        """Return what an error of 1 in the weight of each input adds to the squared error of an
-        output: float32 [in], of undivided inputs.
+        """Return what an error of 1 in each input's weight adds to the squared error of an output.
+        It is float32 [in], of undivided inputs.
 
         With a Hessian, what the inputs rounded after it cannot make up for. Raises ValueError for a
         Hessian that is none.

@@ -1,5 +1,5 @@
-"""What `awq` and `awq_scale` share: search the scales of input channels block by block and fold
-them into norms and linear layers.
+"""What `awq` and `awq_scale` share: the search for scales of input channels.
+Block by block they are folded into norms and linear layers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class InputScaling(Frozen):
     """Sequences that run through a block at once."""
 
     def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
-        """Return the bytes that the work needs where it computes, besides what waits to be written."""
+        """Return the bytes that the work needs on the device that computes, besides what waits to
+        be written.
+        """
         tokens = self.calibration.samples * self.calibration.sequence_length
         largest = max(layer.inputs for layer in layers.values())
         hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
@@ -67,8 +69,8 @@ class InputScaling(Frozen):
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:
-    """Return the bytes of the float32 weights and matrices of layers whose scales are searched
-    together.
+    """Return the bytes of the float32 weights and matrices of some layers.
+    Their scales are searched together.
     """
     weights = sum(layers[name].outputs * layers[name].inputs for stack in group for name in stack)
     return 4 * (weights + sum(layers[stack[0]].inputs ** 2 for stack in group))
@@ -111,10 +113,10 @@ class BlockScaler:
         self._probe = skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], device)
 
     def scale_(self, index: int, grids: Mapping[str, Grid], rounding: Rounding, stage: str) -> ScaledBlock:
-        """Scale the inputs of the given layers of a block, for the grids that they are going to be
-        rounded to, and how.
+        """Scale the inputs of the given layers of a block.
+        The grids that they are going to be rounded to, and how, are given.
 
-        Raises StageError where none of them can be scaled, and for inputs that are NaN or Inf.
+        Raises StageError if none of them can be scaled, and for inputs that are NaN or Inf.
         """
         from optkit.algorithms.awq import search_input_scales
         from optkit.model.wiring import fold_, fold_groups
@@ -202,8 +204,8 @@ def weight_of(module: nn.Module) -> Tensor:
 def _readers(
     group: FoldGroup, linears: Mapping[str, nn.Module], grids: Mapping[str, Grid], seen: Mapping[str, _Seen]
 ) -> list[Reader]:
-    """Return the consumers that are rounded and were seen at work, those with equal inputs and grid
-    together.
+    """Return the consumers that are rounded and were seen at work.
+    Those with equal inputs and grid are together.
     """
     import torch
 

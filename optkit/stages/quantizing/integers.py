@@ -1,5 +1,5 @@
-"""What the quantizers of integer weights share (`rtn`, `gptq`, `awq`): bits, groups, overrides and
-the packed formats.
+"""What the quantizers of integer weights share (`rtn`, `gptq`, `awq`).
+That is bits, groups, overrides and the packed formats.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What other libraries make of a stage's fields: which they honour, with which values, and their
-own defaults.
+"""What other libraries make of a stage's fields.
+They honour some, with some values, and have their own defaults.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Offer:
     passed: frozenset[str] = frozenset()
     """Those of them that the worker is told by name."""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that it has, where these are fewer than the stage's."""
+    """Values that it has, if these are fewer than the stage's."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Taken where the recipe says nothing, in place of the stage's own default."""
+    """Taken if the recipe says nothing, in place of the stage's own default."""
     needs_gpu: str = ""
-    """Why it does not run on a CPU; empty where it does."""
+    """Why it does not run on a CPU; empty if it does."""
     outputs_multiple: int = 1
     """What the outputs of every layer must be a multiple of."""
 

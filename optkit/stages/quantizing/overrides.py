@@ -1,5 +1,5 @@
-"""`overrides:` of a quantizer: other bits, groups or rounding for the layers that a pattern
-matches, or none at all.
+"""`overrides:` of a quantizer: other bits, groups or rounding for some layers, or none at all.
+A pattern matches the layers.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Overrides: TypeAlias = dict[Name, Override | Literal["keep"]]
 def override_of(
     name: str, overrides: Mapping[str, Override | Literal["keep"]], stage: str
 ) -> Override | Literal["keep"] | None:
-    """Return what the longest pattern that matches a layer says, None where none does.
+    """Return what the longest pattern that matches a layer says, None if none does.
 
-    Raises StageError where two patterns of the same length say different things.
+    Raises StageError if two patterns of the same length say different things.
     """
     matching = sorted((pattern for pattern in overrides if fnmatchcase(name, pattern)), key=len, reverse=True)
     if not matching:

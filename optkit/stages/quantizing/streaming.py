@@ -1,5 +1,5 @@
-"""What every quantizing stage does: choose layers, stream the model block by block, and write the
-quantized form of each layer.
+"""What every quantizing stage does.
+It chooses layers, streams the model block by block, and writes the quantized form of each layer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """What a quantizer leaves of one decoder block; every other tensor of the block is passed on as
-    it is.
+    """What a quantizer leaves of one decoder block.
+    Every other tensor of the block is passed on as it is.
     """
 
     layers: Mapping[str, Mapping[str, Tensor]]
@@ -63,15 +63,15 @@ class QuantizationJob:
     """What the last block returned on the calibration text, for the output layer."""
 
     def weight(self, name: str) -> str:
-        """Return the tensor of the checkpoint that holds the weight of a layer; of lm_head it may
-        be that of the embedding.
+        """Return the tensor of the checkpoint that holds the weight of a layer.
+        Of lm_head it may be that of the embedding.
         """
         own = f"{name}.weight"
         return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
 
     @property
     def head(self) -> str | None:
-        """The name of the output layer where it is quantized too."""
+        """The name of the output layer if it is quantized too."""
         return HEAD if HEAD in self.selection.layers else None
 
     def modules(self, index: int) -> dict[str, nn.Module]:
@@ -127,8 +127,8 @@ class LayerQuantizer(Transform):
         raise NotImplementedError
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        """Return the bytes of RAM and of GPU memory that the work needs, besides what waits to be
-        written.
+        """Return the bytes of RAM and of GPU memory that the work needs.
+        What waits to be written comes on top.
         """
         raise NotImplementedError
 
@@ -155,7 +155,7 @@ class LayerQuantizer(Transform):
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block, straight from safetensors to safetensors.
 
-        Raises StageError where patterns and format do not fit the model, SourceError for weights
+        Raises StageError if patterns and format do not fit the model, SourceError for weights
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         from optkit.model.skeleton import Skeleton
@@ -181,8 +181,8 @@ class LayerQuantizer(Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact tensors that it leaves; the memory is an estimate, near what was
-        measured.
+        """Return the exact tensors that it leaves.
+        The memory is an estimate, near what was measured.
         """
         selection = self.select_layers(layers_of(shape), outside_of(shape))
         formats = self.layer_formats(selection)
@@ -206,8 +206,8 @@ class LayerQuantizer(Transform):
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
 
     def write_model_config(self, job: QuantizationJob, target: Path) -> None:
-        """Write config.json; it knows layers by their names in the model too, where transformers
-        renames what it reads.
+        """Write config.json.
+        If transformers renames what it reads, layers have their names in the model too.
         """
         from optkit.model.skeleton_layers import stored_names
 
@@ -248,8 +248,8 @@ class LayerQuantizer(Transform):
 def recount(
     after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]
 ) -> dict[str, Any]:
-    """Return the bits per weight of the whole model and of the quantized layers, counted from the
-    headers of the written files.
+    """Return the bits per weight of the whole model and of the quantized layers.
+    They are counted from the headers of the written files.
     """
     packed = {
         name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")
@@ -264,8 +264,9 @@ def recount(
 
 
 def _layer_of(tensor: str) -> str:
-    """Return the layer of a tensor: `model.layers.0.mlp.up_proj` of `...up_proj.weight_scale` and
-    of `...up_proj.weight.absmax`.
+    """Return the layer of a tensor.
+    `model.layers.0.mlp.up_proj` is that of `...up_proj.weight_scale` and of
+    `...up_proj.weight.absmax`.
     """
     layer, part_of_weight, _ = tensor.partition(".weight.")
     return layer if part_of_weight else tensor.rpartition(".")[0]

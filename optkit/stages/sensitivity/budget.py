@@ -42,8 +42,8 @@ class Choice(Frozen):
         return PackQuantized(self.bits, self.group_size, self.symmetric)
 
     def fits(self, layer: Layer) -> bool:
-        """Say whether a layer can have this form: groups divide its inputs, and experts have no
-        zero points.
+        """Say whether a layer can have this form.
+        Groups have to divide its inputs, and experts may have no zero points.
         """
         even = not self.group_size or layer.inputs % self.group_size == 0
         return even and (self.symmetric or EXPERTS not in layer.name)
@@ -72,8 +72,8 @@ class Item:
 def make_items(
     layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence[Choice], fused: bool, stage: str
 ) -> list[Item]:
-    """Return the layers in groups that get one choice: the experts of a block, and with `fused`
-    what vLLM joins; others alone.
+    """Return the layers in groups that get one choice.
+    They are the experts of a block, and with `fused` what vLLM joins; others are alone.
 
     Raises StageError for a layer that no choice fits.
     """
@@ -116,11 +116,11 @@ class Budget:
     text: str
     """As the user gave it, e.g. `average_bits 4.5`."""
     other_bytes: int | None
-    """Bytes of all other tensors where the budget is of the whole model."""
+    """Bytes of all other tensors if the budget is of the whole model."""
 
     def refuse_too_small(self, items: Sequence[Item], stage: str) -> None:
-        """Raise StageError where even the smallest choices do not fit; it names the least budget
-        that is possible.
+        """Raise StageError if even the smallest choices do not fit.
+        It names the least budget that is possible.
         """
         least = sum(min(item.sizes) for item in items)
         if least <= self.size_bytes:

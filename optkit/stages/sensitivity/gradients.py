@@ -1,5 +1,5 @@
-"""Stream a model forward and backward, one block in memory at a time: what enters each linear
-layer, and the gradients that leave it.
+"""Stream a model forward and backward, one block in memory at a time.
+It gives what enters each linear layer, and the gradients that leave it.
 
 The gradients are of random probes of the Fisher information of the predictions
 (`optkit.algorithms.sensitivity`), a few for each sequence. Sequences run one by one, so that
@@ -27,8 +27,8 @@ POSITIONS_AT_ONCE = 256
 
 
 class BlockGradients:
-    """The hidden states in front of every block, and the gradients of the probes behind the block
-    that comes next, from the last on.
+    """The hidden states in front of every block, and the gradients of the probes.
+    These are behind the block that comes next, from the last on.
     """
 
     def __init__(self, skeleton: Skeleton, tokens: Tensor, device: str, probes: int, seed: int) -> None:
@@ -54,8 +54,8 @@ class BlockGradients:
         self.entering.append(self.inputs.hidden.to("cpu", copy=True))
 
     def turn_(self) -> None:
-        """Draw the probes from the predictions, and take them back through the head to the output
-        of the last block.
+        """Draw the probes from the predictions.
+        Take them back through the head to the output of the last block.
         """
         skeleton, leaving = self.skeleton, self.entering.pop().to(self.device)
         skeleton.load_outside_(self.device)
@@ -65,8 +65,8 @@ class BlockGradients:
         skeleton.release_outside_()
 
     def backward_(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, list[Seen]]:
-        """Return what the layers of a loaded block saw, sequence by sequence; then the block in
-        front of it is next.
+        """Return what the layers of a loaded block saw, sequence by sequence.
+        Then the block in front of it is next.
         """
         entering = self.entering.pop().to(self.device)
         found: dict[str, list[Seen]] = {name: [] for name in layers}
@@ -92,8 +92,8 @@ class BlockGradients:
     def _backward(
         self, index: int, hidden: Tensor, call: Call, behind: Tensor, layers: Mapping[str, nn.Module]
     ) -> tuple[dict[str, Seen], Tensor]:
-        """Return what the layers saw of one sequence, and the gradients in front of the block,
-        float [probes, sequence_length, hidden].
+        """Return what the layers saw of one sequence, and the gradients in front of the block.
+        These are float [probes, sequence_length, hidden].
         """
         names: list[str] = []
         entered: list[Tensor] = []

@@ -1,5 +1,5 @@
-"""How far quantized copies of a model diverge from it on some windows of text, all of them block by
-block beside it.
+"""How far quantized copies of a model diverge from it on some windows of text.
+All of them run block by block beside it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _computing_with(
 
 @torch.no_grad()
 def _divergence(skeleton: Skeleton, ours: Tensor, theirs: Tensor) -> float:
-    """Return the sum of KL(ours || theirs) over the positions of a sequence, for what leaves the
-    last block, float [positions, hidden].
+    """Return the sum of KL(ours || theirs) over the positions of a sequence.
+    What leaves the last block is float [positions, hidden].
     """
     total = 0.0
     for pair in zip(ours.split(POSITIONS_AT_ONCE), theirs.split(POSITIONS_AT_ONCE), strict=True):

@@ -1,5 +1,5 @@
-"""How much quantizing each layer alone to each of several grids moves the predictions: one pass
-over a few sequences, forward and back.
+"""How much quantizing each layer alone to each of several grids moves the predictions.
+One pass over a few sequences, forward and back, measures it.
 
 At most one block is in memory, with what its layers saw and the hidden states in front of every
 block.
@@ -41,8 +41,8 @@ def measure_sensitivity(
     progress: Progress,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Return layer -> the predicted divergence, nats per token, of quantizing it alone to each of
-    its grids.
+    """Return layer -> the predicted divergence of quantizing it alone to each of its grids.
+    In nats per token.
 
     tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0
     throughout. Raises what `Skeleton` raises,
@@ -86,8 +86,8 @@ def _divergences(
 def layer_gradients(
     skeleton: Skeleton, tokens: Tensor, names: Container[str], device: str, progress: Progress, seed: int
 ) -> Iterator[tuple[str, Tensor, list[Seen]]]:
-    """Yield layer, its weight, float32 [out, in], and what it saw of each sequence that reached it;
-    the last block's layers come first.
+    """Yield layer, its weight, float32 [out, in], and what it saw of each sequence that reached it.
+    The last block's layers come first.
     """
     remedy = "Lower the samples or their sequence_length"
     with progress.task("sensitivity", 2 * len(skeleton.blocks), "blocks") as task:
@@ -114,8 +114,8 @@ def layer_gradients(
 
 
 def grids_of(checkpoint: Checkpoint, forms: Mapping[str, Sequence[PackQuantized]]) -> dict[str, list[Grid]]:
-    """Return the grids of the forms that each layer may take, with scales in the dtype that they
-    would be stored in.
+    """Return the grids of the forms that each layer may take.
+    Scales are in the dtype that they would be stored in.
     """
     grids = {}
     for name, candidates in forms.items():

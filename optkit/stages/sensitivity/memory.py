@@ -24,8 +24,8 @@ FLOAT_BYTES = 4
 def sensitivity_memory(
     shape: ModelShape, layers: Mapping[str, Layer], tokens: int, forms: int, device: str
 ) -> tuple[int, int]:
-    """Return the bytes of RAM and of GPU memory for a pass over so many tokens, with at most
-    `forms` for each layer; all is float32.
+    """Return the bytes of RAM and of GPU memory for a pass over so many tokens.
+    Each layer has at most `forms`; all is float32.
     """
     by_block: dict[tuple[str, int] | None, list[Layer]] = {}
     for layer in layers.values():

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def linear_modules(student: Student) -> dict[str, Layer]:
-    """Return the linear layers of the decoder blocks by their names in the model; a layer's own
-    name is that in the checkpoint.
+    """Return the linear layers of the decoder blocks by their names in the model.
+    A layer's own name is that in the checkpoint.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D

@@ -1,5 +1,5 @@
-"""What every stage that trains does: read texts, open student and teacher, train with checkpoints,
-write the best weights.
+"""What every stage that trains does.
+It reads texts, opens student and teacher, trains with checkpoints, and writes the best weights.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class Trained(Taught):
         return {}
 
     def _deciding(self) -> dict[str, Any]:
-        """Return what decides the result beside texts and seed, as JSON values: a checkpoint of
-        others is not gone on with.
+        """Return what decides the result beside texts and seed, as JSON values.
+        A checkpoint of others is not gone on with.
         """
         return self.model_dump(mode="json")
 
@@ -241,8 +241,8 @@ class Trained(Taught):
         )
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse texts that are too short for the tokens that are asked for, where that can be
-        known; raises as `run` does.
+        """Refuse texts that are too short for the tokens that are asked for, if that can be known.
+        Raises as `run` does.
         """
         budget, written = (
             self._budget(),
@@ -255,12 +255,12 @@ class Trained(Taught):
             budget.steps(found - self.held_out + written)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what `predict_beside` does where the recipe starts from the student."""
+        """Return what `predict_beside` does if the recipe starts from the student."""
         return self.predict_beside(shape, device, shape)
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return the size of the student and of its checkpoints, and the memory of weights,
-        gradients, optimizer and activations.
+        """Return the size of the student and of its checkpoints, and the memory.
+        The memory is that of weights, gradients, optimizer and activations.
 
         Raises StageError for sequences longer than the model's positions, and for a teacher that is
         not there or has another vocabulary.
@@ -280,10 +280,10 @@ class Trained(Taught):
     def _memory(
         self, shape: ModelShape, device: str, trained: int | None = None, origin: ModelShape | None = None
     ) -> MemoryKinds:
-        """Return the peak memory of each device by kind; `trained` numbers beside frozen weights,
-        all of them where None.
+        """Return the peak memory of each device by kind.
+        `trained` numbers lie beside frozen weights; None: all of them are trained.
 
-        `origin` is the model that the recipe starts from, the student itself where None.
+        `origin` is the model that the recipe starts from, the student itself if None.
         """
         teacher = None
         if self._has_teacher and self.top_k is None:

@@ -1,5 +1,5 @@
-"""Who teaches a stage that trains, and what it says: fields, checks, and the teacher itself, live
-or from its kept answers.
+"""Who teaches a stage that trains, and what it says.
+There are fields, checks, and the teacher itself, live or from its kept answers.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ class Taught(Transform):
         return bool(self.divergence or self.hidden or self.attention)
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the stage with the teacher's revision filled in; raises SourceError where there is
-        no such model.
+        """Return the stage with the teacher's revision filled in.
+        Raises SourceError if there is no such model.
         """
         return self.model_copy(update={"teacher": pin_model(self.teacher)}) if self.teacher else self
 
     def _check_teacher(self, shape: ModelShape, origin: ModelShape) -> None:
-        """Raise StageError for a teacher that is not there, is quantized or has another vocabulary,
-        and for more of its tokens than that.
+        """Raise StageError for a teacher that is missing, is quantized or has another vocabulary.
+        More of its tokens than that are refused too.
 
-        `origin` is the model that the recipe starts from, the teacher where none is named.
+        `origin` is the model that the recipe starts from, the teacher if none is named.
         """
         vocabulary = text_config(shape.config).get("vocab_size")
         if self.top_k and vocabulary and self.top_k >= vocabulary:
@@ -144,8 +144,8 @@ class Taught(Transform):
         return place
 
     def _teacher_directory(self, source: Path, context: Context) -> Path:
-        """Return where the teacher lies; raises StageError where there is none, or its tokenizer is
-        another one than the student's.
+        """Return the teacher's directory.
+        Raises StageError if there is none, or its tokenizer is another one than the student's.
         """
         directory = self._named_teacher() if self.teacher else context.origin
         if directory is None:
@@ -177,8 +177,8 @@ class Taught(Transform):
     def _teacher(
         self, source: Path, context: Context, data: TrainingData, rows: list[int], batch_size: int
     ) -> Teacher | None:
-        """Return who is asked during the training; with `top_k` everything that will be asked about
-        these rows is asked now.
+        """Return who is asked during the training.
+        With `top_k` everything that will be asked about these rows is asked now.
         """
         if not self._has_teacher:
             return None
@@ -272,8 +272,8 @@ class Taught(Transform):
 
 
 def _shared(context: Context, what: str, about: dict[str, Any]) -> SharedPlace:
-    """Return a directory beside the workspaces of all steps, for what other students can use too;
-    one of its own without a store.
+    """Return a directory beside the workspaces of all steps, for what other students can use too.
+    Without a store it is one of its own.
     """
     from optkit.training.shared_place import SharedPlace
 
