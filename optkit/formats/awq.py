@@ -71,7 +71,7 @@ class AwqPacked:
 
 
 def refuse_unfit_for_awq(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:
-    """Raise StageError for layers that the layout cannot hold, and where not all have one form."""
+    """Raise StageError for layers that the layout cannot hold, and if not all have one form."""
     odd = next((layer for layer in layers if layer.outputs % CODES_PER_WORD), None)
     if odd:
         raise StageError(

@@ -1,5 +1,4 @@
-"""How one quantized linear layer lies on disk, and what config.json says about a model of such
-layers.
+"""How a quantized linear layer lies on disk, and what config.json says of such a model.
 
 No torch is needed.
 """
@@ -22,9 +21,7 @@ class LayerFormat(Protocol):
 
     @property
     def method(self) -> str:
-        """The `quant_method` of config.json that it belongs to: `compressed-tensors`, `gptq`,
-        `awq`, `bitsandbytes`.
-        """
+        """The `quant_method` of config.json: `compressed-tensors`, `gptq`, `awq` or `bitsandbytes`."""
         ...
 
     @property
@@ -33,8 +30,8 @@ class LayerFormat(Protocol):
         ...
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors that take the place of a weight of this dtype and shape, by their last
-        name.
+        """Return the tensors that take the place of a weight of this dtype and shape.
+        They are named by their last name.
         """
         ...
 
@@ -44,8 +41,8 @@ class CompressedTensors(LayerFormat, Protocol):
     """A form that compressed-tensors describes."""
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`: `weights`, `input_activations`,
-        `output_activations`, `format`.
+        """Return an entry of `config_groups` without `targets`.
+        It has `weights`, `input_activations`, `output_activations` and `format`.
         """
         ...
 
@@ -55,15 +52,15 @@ class WholeModelFormat(LayerFormat, Protocol):
     """A form whose method describes a model as one thing, with exceptions."""
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a model whose layers have these formats, most of them
-        this one.
+        """Return the `quantization_config` of a model whose layers have these formats.
+        Most of them have this one.
         """
         ...
 
 
 def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of config.json; `formats` are those of the quantized layers,
-    `kept` the Linears that stay.
+    """Return the `quantization_config` of config.json.
+    `formats` are those of the quantized layers, `kept` the Linears that stay.
 
     compressed-tensors: layers of equal scheme form a group. The largest group is that of every
     `Linear`; the others list their layers. lm_head is listed in any case: vLLM takes it for no

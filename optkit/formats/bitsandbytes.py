@@ -5,7 +5,7 @@ No torch is needed.
     4 bits (nf4, fp4)
         weight                          uint8 [ceil(out * in / 2), 1]: two codes a byte, blocks of 64 weights,
                                         row after row
-        weight.absmax                   the scale of each block: float32, or uint8 where the scales are
+        weight.absmax                   the scale of each block: float32, or uint8 if the scales are
                                         quantized once more
         weight.quant_map                float32 [16]: the values of the codes
         weight.nested_absmax            float32, a scale for 256 of those scales
@@ -58,8 +58,8 @@ class FourBit:
         return f"{self.type}, blocks of {BLOCK}{', scales in 8 bits' if self.double_quantization else ''}"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name; the JSON may be a few digits longer
-        or shorter in the end.
+        """Return the tensors of one layer by their last name.
+        The JSON may be a few digits longer or shorter in the end.
         """
         blocks = math.ceil(outputs * inputs / BLOCK)
         state: dict[str, Any] = {"quant_type": self.type, "blocksize": BLOCK, "dtype": DTYPES[weight_dtype]}

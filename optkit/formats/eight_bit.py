@@ -1,5 +1,5 @@
-"""Weights of 8 bits, floats or integers, beside inputs that are rounded too: float-quantized and
-int-quantized of compressed-tensors.
+"""Weights of 8 bits, floats or integers, beside inputs that are rounded too.
+They are float-quantized and int-quantized of compressed-tensors.
 
 Schemes are those of llm-compressor's presets FP8_DYNAMIC, FP8, FP8_BLOCK and W8A8. No torch is
 needed.
@@ -24,8 +24,8 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class EightBitFormat:
-    """float-quantized or int-quantized of compressed-tensors (0.19); see
-    `optkit.algorithms.eight_bit`.
+    """float-quantized or int-quantized of compressed-tensors (0.19).
+    See `optkit.algorithms.eight_bit`.
     """
 
     number: Number

@@ -1,4 +1,5 @@
-"""4-bit floats in small blocks with a scale each, MXFP4 and NVFP4, as compressed-tensors stores them.
+"""4-bit floats in small blocks with a scale each, MXFP4 and NVFP4, as compressed-tensors stores
+them.
 
 No torch is needed.
 """
@@ -17,8 +18,8 @@ BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
 @dataclass(frozen=True)
 class Microscaled:
-    """mxfp4-pack-quantized or nvfp4-pack-quantized of compressed-tensors (0.19); see
-    `optkit.algorithms.microscaling`.
+    """mxfp4-pack-quantized or nvfp4-pack-quantized of compressed-tensors (0.19).
+    See `optkit.algorithms.microscaling`.
     """
 
     type: Literal["nvfp4", "mxfp4"]
@@ -38,9 +39,7 @@ class Microscaled:
         return {**packed, "weight_scale": TensorInfo("F8_E4M3", scales), "weight_global_scale": TensorInfo("F32", (1,))}
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16
-        of compressed-tensors.
-        """
+        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16."""
         weights = {
             "num_bits": 4,
             "type": "float",

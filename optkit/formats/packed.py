@@ -1,5 +1,5 @@
-"""Integer weights of a few bits, packed into 32-bit words: pack-quantized of compressed-tensors,
-and GPTQ's own format.
+"""Integer weights of a few bits, packed into 32-bit words.
+They are pack-quantized of compressed-tensors, and GPTQ's own format.
 
 No torch is needed to describe them; `pack` imports it.
 """
@@ -32,9 +32,7 @@ GPTQ_MULTIPLE = 32
 
 
 class PackedFormat(LayerFormat, Protocol):
-    """A form that holds codes of a few bits, with a scale and a zero point for each group of
-    inputs.
-    """
+    """A form that holds codes of a few bits. Each group of inputs has a scale and a zero point."""
 
     @property
     def bits(self) -> int:
@@ -143,8 +141,8 @@ class GptqPacked:
         }
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config`; layers of another form are listed in `dynamic`, as
-        gptqmodel has it.
+        """Return the `quantization_config`.
+        Layers of another form are listed in `dynamic`, as gptqmodel has it.
         """
         others = {
             f"+:^{re.escape(name)}$": {"bits": form.bits, "group_size": form.group_size or -1}
@@ -173,8 +171,8 @@ class GptqPacked:
 
 @dataclass(frozen=True)
 class IntQuantized(EightBitFormat):
-    """int-quantized of compressed-tensors: 8-bit codes, a scale for each output channel, inputs
-    rounded with a scale for each token.
+    """int-quantized of compressed-tensors: 8-bit codes, a scale for each output channel.
+    Inputs are rounded with a scale for each token.
     """
 
     number: Number = "int"

@@ -1,5 +1,5 @@
-"""What each stage added to the damage: the recipe's evals of accuracy on every directory between
-the model and the artifact.
+"""What each stage added to the damage.
+The recipe's evals of accuracy run on every directory between the model and the artifact.
 
 Their numbers have the keys that they would have in a recipe that ends there, so that the two share
 them in the store.
@@ -36,10 +36,10 @@ class Between:
 
 
 def between(plan: Plan) -> tuple[Between, ...]:
-    """Return what has to be measured to attribute the damage: nothing where one stage alone makes
-    it.
+    """Return what has to be measured to attribute the damage.
+    It is nothing if one stage alone makes it.
 
-    Without settings, so the last stage's directory is among them where a setting changes the
+    Without settings, so the last stage's directory is among them if a setting changes the
     numbers too.
     """
     last = len(plan.steps) - 1
@@ -62,8 +62,8 @@ def between(plan: Plan) -> tuple[Between, ...]:
 def attribute(
     plan: Plan, measured: Measurement, store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]
 ) -> tuple[Rung, ...]:
-    """Return the accuracy of the model, after each stage and of the artifact, measuring what the
-    store does not hold.
+    """Return the accuracy of the model, after each stage and of the artifact.
+    What the store does not hold is measured.
 
     Without the memory for it, it is left out with a warning: everything that the recipe asked for
     is measured already. Raises what else evals and stages raise.
@@ -88,8 +88,8 @@ def attribute(
 def _measure(
     plan: Plan, rungs: Sequence[Between], store: Store, context: Context, calibrated_on: tuple[dict[str, str], ...]
 ) -> None:
-    """Measure what the store does not hold; the unmodified model is open beside the others where an
-    eval compares with it.
+    """Measure what the store does not hold.
+    The unmodified model is open beside the others if an eval compares with it.
     """
     missing = {rung.index: [each for each in rung.evals if not known(store, each.key)] for rung in rungs}
     measuring = EvalContext(

@@ -1,6 +1,4 @@
-"""Measure an artifact and its baseline: only what the store does not hold, timings of both in
-turns.
-"""
+"""Measure an artifact and its baseline: only what the store lacks, timings of both in turns."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def measure(
     else. Each is kept in the store.
 
     `retime` measures the timed evals again, of both models, whatever the store holds. `baseline` is
-    None where the artifact is the unmodified model. Raises EvalError and ResourceError from the
+    None if the artifact is the unmodified model. Raises EvalError and ResourceError from the
     evals.
     """
     began, environment = datetime.now(UTC).isoformat(timespec="seconds"), describe_environment(plan.device)
@@ -124,8 +122,8 @@ def _attachments(folders: Sequence[str], entries: Sequence[Mapping[str, Any]]) -
 def _notes(
     kinds: Sequence[str], entries: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], began: str
 ) -> tuple[str, ...]:
-    """Return what was said while evals measured, and which of them did so before this run, with
-    what was different there.
+    """Return what was said while evals measured, and which of them did so before this run.
+    What was different there is told too.
     """
     found = [note for entry in entries for note in entry["notes"]]
     for kind, entry in zip(kinds, entries, strict=True):
@@ -139,9 +137,7 @@ def _notes(
 
 
 def refuse_comparisons(plan: Plan) -> None:
-    """Raise EvalError where an eval or a gate compares with the unmodified model, and the artifact
-    is that model.
-    """
+    """Raise EvalError if an eval or a gate compares the unmodified model with itself."""
     why = f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline"
     comparing = [each.kind for each in plan.evals if each.eval.compares]
     if comparing:
@@ -159,8 +155,8 @@ def known(store: Store, key: str | None) -> bool:
 
 
 def in_turns(artifact: Subject, baseline: Subject | None, count: int) -> Iterator[tuple[Subject, int]]:
-    """Yield each model `count` times, with the index of its turn: baseline, artifact, artifact,
-    baseline, and so on.
+    """Yield each model `count` times, with the index of its turn.
+    The order is baseline, artifact, artifact, baseline, and so on.
     """
     for index in range(count):
         pair = [subject for subject in (baseline, artifact) if subject]
@@ -202,8 +198,8 @@ class Bench:
     """Bytes of the unmodified model's weights."""
 
     def measure(self, session: Opened, wanted: Sequence[tuple[str, PlannedEval]], beside: Opened | None = None) -> None:
-        """Run evals on one opened model, those that compare with the baseline `beside` it, and keep
-        each under its key.
+        """Run evals on one opened model, and keep each under its key.
+        Those that compare have the baseline `beside` it.
         """
         for key, each in wanted:
             stopping.check()
@@ -213,8 +209,8 @@ class Bench:
             self.keep(key, each, found, [*session.notes, *context.notes], time.perf_counter() - start)
 
     def time_in_turns(self, timed: Sequence[PlannedEval], artifact: Subject, baseline: Subject | None) -> None:
-        """Run timed evals, each model in turns: baseline, artifact, artifact, baseline, and so on;
-        keep all numbers or none.
+        """Run timed evals, and keep all numbers or none.
+        Each model has its turns: baseline, artifact, artifact, baseline, and so on.
 
         A machine that slows down steadily then costs both the same, and one that changes at once
         costs neighbours the same. Each turn opens its model anew, so that the two are never in
@@ -270,8 +266,8 @@ class Bench:
         seconds: float,
         environment: Mapping[str, Any] | None = None,
     ) -> None:
-        """Keep what an eval measured, with what the scorecard must say beside it; `environment` is
-        this process's where it is not given.
+        """Keep what an eval measured, with what the scorecard must say beside it.
+        `environment` is this process's if it is not given.
         """
         self.store.put_json(
             key,

@@ -19,8 +19,8 @@ def work(parent: Parent) -> list[dict[str, Any]]:
 
 
 def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
-    """Open the model of an order, run its evals one after another, and return what each measured as
-    JSON values.
+    """Open the model of an order, run its evals one after another, and return JSON values.
+    They are what each eval measured.
     """
     from optkit.session import open_session
 

@@ -1,5 +1,4 @@
-"""A turn of timed evals in a Python process of its own, so that nothing of before is in its
-numbers.
+"""A turn of timed evals in a Python process of its own. So nothing of before is in its numbers.
 
 What this process has left behind (memory that an allocator keeps, compiled code, settings of
 libraries) would be in the timings and in the peak of memory.
@@ -48,11 +47,11 @@ def measure_apart(
     context: EvalContext,
     index: int,
 ) -> list[Answer]:
-    """Open a model directory in a fresh process, run the turn `index` of each eval, one after
-    another, and return what each measured.
+    """Open a model directory in a fresh process and return what each eval measured.
+    It runs the turn `index` of each eval, one after another.
 
-    Raises what opening and measuring raise, ResourceError where the system ends the process,
-    EvalError where it ends otherwise.
+    Raises what opening and measuring raise, ResourceError if the system ends the process,
+    EvalError if it ends otherwise.
     """
     order = {
         "directory": str(directory.absolute()),
@@ -76,8 +75,8 @@ def measure_apart(
 
 
 def _variables() -> dict[str, str]:
-    """Return the process's environment variables, having given back the memory that this one does
-    not use.
+    """Return the process's environment variables.
+    Before that, it gives back the memory that this process does not use.
     """
     return python_environment(**{WAITING: str(int(_leave_memory()))})
 

@@ -1,5 +1,5 @@
-"""One item of `stages:` or `evals:`, spelled out: `- sdpa` and `- attention: sdpa` are short for `-
-attention: {implementation: sdpa}`.
+"""One item of `stages:` or `evals:`, spelled out.
+`- sdpa` and `- attention: sdpa` are short for `- attention: {implementation: sdpa}`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from optkit.recipe.registry import PRESETS, eval_class, eval_names, stage_class,
 
 
 def class_of(role: str, kind: str) -> Any:
-    """Return the class of a `stage` or an `eval`; raises OptkitError for an unknown kind or a
-    broken plug-in.
+    """Return the class of a `stage` or an `eval`.
+    Raises OptkitError for an unknown kind or a broken plug-in.
     """
     return stage_class(kind) if role == "stage" else eval_class(kind)
 
@@ -23,8 +23,8 @@ def names_of(role: str) -> list[str]:
 
 
 def spell_out(role: str, item: Any) -> Any:
-    """Return the item as `{kind: {field: value}}`; an item that cannot be spelled out comes back as
-    it is.
+    """Return the item as `{kind: {field: value}}`.
+    An item that cannot be spelled out comes back as it is.
     """
     if isinstance(item, str):
         item = copy.deepcopy(PRESETS[item]) if role == "stage" and item in PRESETS else {item: None}

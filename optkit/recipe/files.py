@@ -23,8 +23,8 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(source: Path | str) -> Path:
-    """Return the file of a recipe, given its path or the name of a shipped one; raises RecipeError
-    with the nearest names.
+    """Return the file of a recipe, given its path or the name of a shipped one.
+    Raises RecipeError with the nearest names.
     """
     path = Path(source)
     if is_file(path) or is_stream(path):
@@ -49,16 +49,16 @@ def find_recipe(source: Path | str) -> Path:
 
 
 def is_stream(path: Path) -> bool:
-    """Say whether a recipe comes through a pipe, a terminal or standard input (`-`), which can be
-    read once.
+    """Say whether a recipe comes through a pipe, a terminal or standard input (`-`).
+    Such a recipe can be read once.
     """
     mode = mode_of(path)
     return str(path) == STANDARD_INPUT or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a recipe file; raises RecipeError where it is too large, unreadable or not
-    UTF-8.
+    """Return the text of a recipe file.
+    Raises RecipeError if it is too large, unreadable or not UTF-8.
     """
     try:
         if str(path) == STANDARD_INPUT:

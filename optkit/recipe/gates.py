@@ -108,8 +108,8 @@ class Gate(Frozen):
         return metric.name == self.name and self.labels.items() <= metric.labels.items()
 
     def judge(self, measured: Estimate) -> Verdict:
-        """Return whether a value, or the ratio to the baseline for a relative gate, keeps the limit
-        all over its interval.
+        """Return whether a value keeps the limit all over its interval.
+        A relative gate judges the ratio to the baseline.
         """
         compare = OPERATORS[self.operator]
         kept = {compare(end, self.limit) for end in measured.interval or (measured.value,)}
@@ -117,13 +117,13 @@ class Gate(Frozen):
 
 
 def metric_key(name: str, labels: dict[str, int | str]) -> str:
-    """Return `name[batch=1,prompt=128]`, or the bare name where there are no labels."""
+    """Return `name[batch=1,prompt=128]`, or the bare name without labels."""
     return f"{name}[{','.join(f'{label}={value}' for label, value in labels.items())}]" if labels else name
 
 
 def parse_gate(key: str, text: str) -> Gate:
-    """Return the gate that a recipe states as `key: text`; raises ValueError with a sentence that
-    says what is wrong.
+    """Return the gate that a recipe states as `key: text`.
+    Raises ValueError with a sentence that says what is wrong.
     """
     named = _KEY.fullmatch(key.strip())
     if not named:
@@ -154,8 +154,8 @@ def parse_gate(key: str, text: str) -> Gate:
 
 
 def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
-    """Raise ValueError with a sentence where none of a recipe's evals measures what the gate is
-    about; nothing is run.
+    """Raise ValueError with a sentence if none of a recipe's evals measures what the gate is about.
+    Nothing is run.
 
     An eval whose fields are not known is given as its class: its rows could have any labels.
     """
@@ -182,8 +182,8 @@ FORESEEN = 0.02
 
 
 def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: ModelShape, baseline: ModelShape) -> str:
-    """Return why a gate will fail, where that is known before anything runs; empty where it is
-    open.
+    """Return why a gate will fail, if that is known before anything runs.
+    It is empty if the gate is open.
     """
     for each in evals:
         if why := each.unmeasured(device).get(gate.name):
@@ -229,7 +229,7 @@ def _check_labels(gate: Gate, rows: Sequence[dict[str, int | str]]) -> None:
 
 
 def overall(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return FAIL where any gate failed, else INCONCLUSIVE where any is open, else PASS (also for
-    no gates at all).
+    """Return FAIL if any gate failed, else INCONCLUSIVE if any is open, else PASS.
+    No gates at all pass too.
     """
     return next((verdict for verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)

@@ -1,6 +1,4 @@
-"""Change a recipe from the command line: `--set stages.0.gptq.group_size=32` and `--model NAME`,
-before it is checked.
-"""
+"""Change a recipe from the command line, before it is checked: `--set PATH=VALUE`, `--model NAME`."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _DOT = re.compile(r"\.(?![^\[]*\])")
 
 
 def override(recipe: PlacedData, overrides: Sequence[str], model: str | None) -> list[Problem]:
-    """Change the data in place and note where each new value comes from; returns what could not be
-    followed.
+    """Change the data in place and note the origin of each new value.
+    Returns what could not be followed.
     """
     problems: list[Problem] = []
     for text in overrides:
@@ -61,8 +59,8 @@ def _apply(recipe: PlacedData, text: str) -> None:
 
 
 def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place) -> str | int:
-    """Return the key or number that a part of the path means; raises RecipeError where the
-    container has no such part.
+    """Return the key or number that a part of the path means.
+    Raises RecipeError if the container has no such part.
     """
     inside = ".".join(str(step) for step in steps)
     if isinstance(container, list):
@@ -87,8 +85,8 @@ def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place
 
 
 def _opened(container: Any, step: Any, steps: Steps, place: Place) -> Any:
-    """Return the list or mapping that `step` leads to, ready to be changed: short forms spelled
-    out, missing mappings made.
+    """Return the list or mapping that `step` leads to, ready to be changed.
+    Short forms are spelled out, missing mappings made.
     """
     value: Any = container[step] if isinstance(container, list) or step in container else None
     if steps[0] in ROLES and len(steps) == 1:

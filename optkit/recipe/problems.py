@@ -30,7 +30,7 @@ class Item:
     steps: Steps
     kind: str
     value: Any
-    """The stage or eval; its class where its fields are wrong."""
+    """The stage or eval; its class if its fields are wrong."""
 
 
 def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
@@ -128,8 +128,8 @@ def _unknown(role: str, kind: str) -> str:
 
 
 def check_rules(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> Iterator[Problem]:
-    """Yield the stages and evals that cannot stand beside the others or in this order, as far as
-    nothing but the model's name has to be known.
+    """Yield the stages and evals that cannot stand beside the others or in this order.
+    Nothing but the model's name has to be known.
     """
     written = recipe.data.get("model")
     known = BUILT_IN.get(str(written.get("name") if isinstance(written, Mapping) else written))
@@ -169,10 +169,10 @@ def check_files(recipe: PlacedData, items: Iterable[Item]) -> Iterator[Problem]:
 
 
 def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:
-    """Return the gates, and the problems of those that are no limit or that no eval of the recipe
-    measures.
+    """Return the gates and their problems.
+    A gate that is no limit, or that no eval of the recipe measures, is a problem.
 
-    Where the recipe lists an eval of a kind that nobody knows, a gate may be about any built-in
+    If the recipe lists an eval of a kind that nobody knows, a gate may be about any built-in
     one.
     """
     written = recipe.data.get("gates")

@@ -1,5 +1,5 @@
-"""A recipe: the model, the stages that change it, the evals that measure it, and the gates that
-judge the result.
+"""A recipe: the model, the stages that change it, and the evals that measure it.
+Its gates judge the result.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Heading(Frozen):
 
     name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at
-    most. The file's own name where it is left out."""
+    most. The file's own name if it is left out."""
     description: str = Field(default="", max_length=10_000)
     """What the recipe is for, in a sentence."""
     model: ModelSource
     """The model to start from: its name, or a mapping of its fields. Required."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Where everything random begins, so that a run can be repeated; 0 where it is left out."""
+    """Where everything random begins, so that a run can be repeated; 0 if left out."""
     attribution: bool = True
     """Where several stages change the weights: measure perplexity and divergence after each of
     them, so that the scorecard says what each added. false saves those measurements."""
@@ -82,7 +82,7 @@ class Recipe(Heading):
     """What a recipe file says, checked, with every default filled in."""
 
     stages: tuple[TransformEntry | SettingEntry, ...] = ()
-    """What is done to the model, in order: `kind: {field: value}`, or the kind alone where every
+    """What is done to the model, in order: `kind: {field: value}`, or the kind alone if every
     field keeps its default.
     """
     evals: tuple[EvalEntry, ...] = ()
@@ -101,7 +101,7 @@ class Recipe(Heading):
         return tuple(entry for entry in self.stages if isinstance(entry, SettingEntry))
 
     def trusting(self, trusted: bool) -> Recipe:
-        """Return the recipe with the code of its model trusted, where the command line says so."""
+        """Return the recipe with the code of its model trusted, if the command line says so."""
         return (
             self.model_copy(update={"model": self.model.model_copy(update={"trust_remote_code": True})})
             if trusted
@@ -123,7 +123,7 @@ class Recipe(Heading):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """Return the recipe as plain data with every default filled in, as its YAML would say it;
+        """Return the recipe as plain data with every default filled in, as its YAML would say it.
         `load_recipe` takes it again.
         """
         return {
@@ -141,8 +141,8 @@ class Recipe(Heading):
 def load_recipe(
     source: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), model: str | None = None
 ) -> Recipe:
-    """Return the recipe of a file, of a shipped recipe's name, of standard input (`-`), of YAML
-    text (more than one line) or of plain data.
+    """Return the recipe of a file, of a shipped recipe's name or of standard input (`-`).
+    YAML text (more than one line) and plain data are taken too.
 
     `overrides` are changes like `stages.0.gptq.group_size=32`; `model` replaces the recipe's.
     Raises RecipeError with every problem.
@@ -202,8 +202,8 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _pinned(value: Any, data: Path | None) -> Any:
-    """Return the value with each frozen value in it replaced by what its `pinned` returns,
-    innermost first.
+    """Return the value with each frozen value in it replaced by what its `pinned` returns.
+    The innermost is first.
     """
     if isinstance(value, Frozen):
         parts = {name: getattr(value, name) for name in type(value).model_fields}

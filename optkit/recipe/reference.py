@@ -1,5 +1,5 @@
-"""docs/recipes.md, written from the classes themselves: `python -m optkit.recipe.reference >
-docs/recipes.md`.
+"""docs/recipes.md, written from the classes themselves.
+The command is `python -m optkit.recipe.reference > docs/recipes.md`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ A recipe is a YAML file: a model, the stages that change it, the evals that meas
 ```yaml
 {example}```
 
-- A stage or eval is written `name: {{field: value}}`, or as the bare name where every field keeps its default.
+- A stage or eval is written `name: {{field: value}}`, or as the bare name if every field keeps its default.
 - `--model NAME` replaces the model, `--set PATH=VALUE` any other value: `--set stages.0.gptq.group_size=32`.
 - Numbers like `1e-5` are numbers, `yes` and `no` are text (write `true` and `false`), anchors and merge keys work, a key given twice
   is refused, and so is a text that is calibrated on and measured on.
@@ -54,7 +54,7 @@ gates:
   decode_tokens_per_s[batch=1]: ">= 1.2x"     # only the rows measured at batch 1
 ```
 
-A gate is PASS, FAIL or, where the 95% interval of the measurement straddles the limit, INCONCLUSIVE; `optkit run` then ends with exit
+A gate is PASS, FAIL or, if the 95% interval of the measurement straddles the limit, INCONCLUSIVE; `optkit run` then ends with exit
 status 0, 3 or 4.
 """
 

@@ -1,5 +1,5 @@
-"""The stages and evals that a recipe can name: dicts of strings, so that listing them imports
-nothing.
+"""The stages and evals that a recipe can name.
+They are dicts of strings, so that listing them imports nothing.
 
 A plug-in package adds its own with an entry point, in the same form as the built-in ones:
 
@@ -112,14 +112,14 @@ def eval_names() -> list[str]:
 
 
 def stage_class(kind: str) -> type[Stage]:
-    """Return the class of a stage. Raises UnknownKindError, or OptkitError where a plug-in is
+    """Return the class of a stage. Raises UnknownKindError, or OptkitError if a plug-in is
     broken.
     """
     return _load("stage", kind, (Transform, Setting))
 
 
 def eval_class(kind: str) -> type[Eval]:
-    """Return the class of an eval. Raises UnknownKindError, or OptkitError where a plug-in is
+    """Return the class of an eval. Raises UnknownKindError, or OptkitError if a plug-in is
     broken.
     """
     return _load("eval", kind, (Eval,))
@@ -131,8 +131,8 @@ def summary(described: type[Stage] | type[Eval]) -> str:
 
 
 def origins(role: str) -> dict[str, Origin]:
-    """Return kind -> origin of every `stage` or `eval`, built-in and plugged in; raises OptkitError
-    for a name taken twice.
+    """Return kind -> origin of every `stage` or `eval`, built-in and plugged in.
+    Raises OptkitError for a name taken twice.
     """
     built_in = {"stage": STAGES, "eval": EVALS}[role]
     reserved = set(PRESETS) if role == "stage" else set[str]()
@@ -154,8 +154,8 @@ def origins(role: str) -> dict[str, Origin]:
 
 @cache
 def plugged_in(group: str) -> tuple[tuple[str, Origin], ...]:
-    """Return name and origin of each entry point of a group; the installed packages are looked
-    through once in a process.
+    """Return name and origin of each entry point of a group.
+    The installed packages are looked through once in a process.
     """
     points = sorted(entry_points(group=group), key=lambda point: (point.name, point.value))
     return tuple(

@@ -1,8 +1,8 @@
-"""What may stand beside what in a recipe, and in which order: one set of rules for recipes from text and
-from Python.
+"""What may stand beside what in a recipe, and in which order.
+One set of rules serves recipes from text and from Python.
 
-Validation knows little of the model and puts each message at its line; a plan knows the model and raises
-the first one.
+Validation knows little of the model and puts each message at its line; a plan knows the model and
+raises the first one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Listed(Protocol):
 
 Item = TypeVar("Item", bound=Listed)
 Placing: TypeAlias = Callable[[Item], str]
-"""Where a message about one item says that another stands, e.g. `line 4`; empty if it was not written."""
+"""Where a message about one item says that another stands, e.g. `line 4`; empty if it was not
+written.
+"""
 Broken: TypeAlias = Iterator[tuple[Item, str]]
 """The items that break a rule, each with its message."""
 
@@ -97,9 +99,7 @@ def _repeats(stages: Sequence[Item], evals: Sequence[Item], place: Placing[Item]
 
 
 def _tasks(items: Iterable[Item], start: Start, place: Placing[Item]) -> Broken[Item]:
-    """Yield the stages and evals for another kind of model than the recipe's, or than those before
-    them.
-    """
+    """Yield the stages and evals for another kind of model than the recipe's or their forerunners'."""
     left, why = start.tasks, f"{start.name} is {start.phrase}"
     for item in items:
         tasks = class_of(item).tasks
@@ -135,8 +135,8 @@ def _lengths(evals: Iterable[Item], start: Start) -> Broken[Item]:
 
 
 def _left(stages: Iterable[Item], start: Start) -> Iterator[tuple[Item, Format | None]]:
-    """Yield the transforms, each with the format that it leaves; None if that depends on a model of
-    which nothing is known.
+    """Yield the transforms, each with the format that it leaves.
+    It is None if that depends on a model of which nothing is known.
     """
     given = start.format
     for item in stages:

@@ -1,6 +1,4 @@
-"""The JSON Schema of recipes, from the classes themselves, so that an editor completes and checks
-the YAML.
-"""
+"""The JSON Schema of recipes, from the classes, so that an editor completes and checks YAML."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from optkit.recipe.registry import PRESETS, summary
 
 
 def recipe_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of recipes, with the stages and evals that are plugged
-    in.
-    """
+    """Return the JSON Schema (draft 2020-12) of recipes, plug-ins included."""
     models = [Heading, *(class_of(role, kind) for role in ("stage", "eval") for kind in names_of(role))]
     references, schema = models_json_schema([(model, "validation") for model in models], ref_template="#/$defs/{model}")
     definitions = _without_titles(schema["$defs"])

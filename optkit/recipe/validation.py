@@ -1,5 +1,5 @@
-"""Turn plain data into a frozen class, and what pydantic objects to into plain sentences that show
-the value and what is allowed.
+"""Turn plain data into a frozen class.
+What pydantic objects to becomes plain sentences that show the value and what is allowed.
 
 Data is checked as JSON in strict mode: `"4"` and `true` are no numbers, a list may fill a tuple, a
 text may fill a path or an enum.
@@ -24,8 +24,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing wrong with a value: the way to it from the data's root, whether its key is meant,
-    and a sentence.
+    """One thing wrong with a value.
+    It has the way to it from the data's root, whether its key is meant, and a sentence.
     """
 
     steps: tuple[str | int, ...]
@@ -53,8 +53,8 @@ def validate(model: type[Model], data: Mapping[str, Any]) -> Model | list[Fault]
 
 
 def _named(fault: Fault, data: Any) -> tuple[str, ...]:
-    """Return the field that a check across fields names first, by its name or else its value, where
-    it is written.
+    """Return the field that a check across fields names first.
+    Its name or else its value is what is written.
     """
     for step in fault.steps:
         data = (
@@ -88,9 +88,7 @@ def shown(value: Any) -> str:
 
 
 def fields_model(model: type[BaseModel], steps: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """Return the class whose fields are the keys below `steps`, None where they are not fields of a
-    class.
-    """
+    """Return the class whose fields are the keys below `steps`, None if they are no class's fields."""
     annotations: list[Any] = [model]
     for step in steps:
         annotations = [below for annotation in annotations for below in _below(annotation, step)]

@@ -31,7 +31,7 @@ MERGE = TAG + "merge"
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was written; line and column count from 1, 0 where there is none."""
+    """Where something was written; line and column count from 1, 0 if there is none."""
 
     file: str = ""
     line: int = 0
@@ -39,8 +39,8 @@ class Place:
 
     @property
     def short(self) -> str:
-        """The place as a sentence about another place says it: `line 4`, or the `--set` that wrote
-        the value.
+        """The place as a sentence about another place says it.
+        It is `line 4`, or the `--set` that wrote the value.
         """
         return f"line {self.line}" if self.line else self.file or "the recipe"
 
@@ -62,11 +62,11 @@ class PlacedData:
     """
 
     def key_place(self, steps: Steps) -> Place:
-        """Return the place of a key; of the nearest value around it where it was not written."""
+        """Return the place of a key; of the nearest value around it if it was not written."""
         return self.keys.get(steps) or self.value_place(steps)
 
     def value_place(self, steps: Steps) -> Place:
-        """Return the place of a value; of the nearest one around it where it was not written."""
+        """Return the place of a value; of the nearest one around it if it was not written."""
         for length in range(len(steps), -1, -1):
             if place := self.values.get(steps[:length]):
                 return place
@@ -74,8 +74,8 @@ class PlacedData:
 
 
 def read_yaml(text: str, file: str) -> PlacedData:
-    """Return the data of one YAML document; raises RecipeError with every problem, each at its
-    place in `file`.
+    """Return the data of one YAML document.
+    Raises RecipeError with every problem, each at its place in `file`.
     """
     placed = read_yaml_leniently(text, file)
     if placed.problems:
@@ -84,8 +84,8 @@ def read_yaml(text: str, file: str) -> PlacedData:
 
 
 def read_yaml_leniently(text: str, file: str) -> PlacedData:
-    """Return the data of one YAML document with its `problems`; raises RecipeError only where it
-    cannot be read on.
+    """Return the data of one YAML document with its `problems`.
+    Raises RecipeError only if it cannot be read on.
     """
     composed = PlacedData(values={(): Place(file, 1, 1)})
     reader = _Reader(file, composed)

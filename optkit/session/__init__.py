@@ -1,5 +1,5 @@
-"""Open a model directory and run it, with torch or with ONNX Runtime: what evals measure and what
-users of the library call.
+"""Open a model directory and run it, with torch or with ONNX Runtime.
+Evals measure it, and users of the library call it.
 """
 
 from typing import TYPE_CHECKING

@@ -59,8 +59,8 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def watched_attention() -> Iterator[Counter[str]]:
-    """Count how often each kernel computes attention within the block: `{"flash": 32}`; empty where
-    the model has attention of its own.
+    """Count how often each kernel computes attention within the block: `{"flash": 32}`.
+    It is empty if the model has attention of its own.
     """
     kernels: Counter[str] = Counter()
     with _Calls(kernels), torch.compiler.set_stance("force_eager"):
@@ -68,7 +68,7 @@ def watched_attention() -> Iterator[Counter[str]]:
 
 
 def kernels_text(kernels: Counter[str]) -> str:
-    """Return e.g. `flash`, or `flash (24), math (8)` where layers differ; empty for none."""
+    """Return e.g. `flash`, or `flash (24), math (8)` if layers differ; empty for none."""
     return (
         next(iter(kernels), "")
         if len(kernels) < 2

@@ -1,5 +1,5 @@
-"""Logits of a model of 16 bits, cast to float32 in slices: those of a long text are larger than the
-model.
+"""Logits of a model of 16 bits, cast to float32 in slices.
+Those of a long text are larger than the model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 LOGITS_BYTES = 64 << 20
-"""Most bytes of logits that are computed at once where they have to be cast to float32."""
+"""Most bytes of logits that are computed at once if they have to be cast to float32."""
 
 
 def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attended: Mapping[str, Any]) -> Tensor:
-    """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary] with at most `LOGITS_BYTES`
-    of others beside them.
+    """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
+    At most `LOGITS_BYTES` of others lie beside them.
 
     What stands behind the decoder runs on slices; a model without a decoder that it calls as a
     whole computes all of them at once. `attended` is how the model is called beside the tokens; a
@@ -46,8 +46,8 @@ class _ReachedError(Exception):
 
 
 def _decoder(model: PreTrainedModel, device: torch.device) -> Any:
-    """Return the module whose output the model turns into logits; None for one that reaches neither
-    its base model nor a decoder in it.
+    """Return the module whose output the model turns into logits.
+    None for a model that reaches neither its base model nor a decoder in it.
     """
 
     def reached(*_: Any, **__: Any) -> Any:

@@ -1,5 +1,5 @@
-"""What torch's compiler did while a session was open: graphs, seconds, its caches, and the lines
-where it broke a graph.
+"""What torch's compiler did while a session was open.
+Graphs, seconds, its caches, and the lines at which it broke a graph.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class CompileWatch:
         self._started = _state()
 
     def notes(self) -> Iterator[str]:
-        """Yield what was compiled and in how many seconds, and each place where a graph was broken;
-        nothing where nothing was compiled.
+        """Yield what was compiled and in how many seconds, and each place that broke a graph.
+        Nothing if nothing was compiled.
         """
         graphs, seconds, hits = (now - before for now, before in zip(_state(), self._started, strict=True))
         if not graphs:
@@ -75,9 +75,7 @@ class CompileWatch:
             yield "compile: no graph breaks"
 
     def errors(self) -> AbstractContextManager[None]:
-        """Turn the error of a graph break where none is allowed (`fullgraph`) into a StageError
-        with its place.
-        """
+        """Turn the error of a graph break under `fullgraph` into a StageError with its place."""
         return graph_break_errors()
 
     def close(self) -> None:
@@ -89,9 +87,7 @@ class CompileWatch:
 
 @contextmanager
 def graph_break_errors() -> Iterator[None]:
-    """Turn the error of a graph break where none is allowed (`fullgraph`) into a StageError with
-    its place.
-    """
+    """Turn the error of a graph break under `fullgraph` into a StageError with its place."""
     try:
         yield
     except torch._dynamo.exc.Unsupported as error:

@@ -1,5 +1,5 @@
-"""A draft that is the model itself without its last layers: proposals cost its first layers and its
-head, and no memory.
+"""A draft that is the model itself without its last layers.
+Proposals cost its first layers and its head, and no memory.
 
 cache     layers 1..N: t0 t1 t2 t3 | p1 p2     the proposals' keys and values,
           the others:  t0 t1 t2 t3               taken out again before the model checks them
@@ -30,8 +30,8 @@ class EarlyExit:
     """
 
     def __init__(self, model: Any, layers: int, step: Step, state: CarriedState) -> None:
-        """`step` computes logits of tokens that follow those in a state; `state` is an empty one,
-        for a trial.
+        """`step` computes logits of tokens that follow those in a state.
+        `state` is an empty one, for a trial.
 
         Raises StageError if the model's first layers cannot be run alone.
         """
@@ -52,8 +52,8 @@ class EarlyExit:
         self._state = state
 
     def propose(self, known: Tensor, count: int) -> Tensor:
-        """int64 [batch, known] -> int64 [batch, count]; the cache holds all known tokens but the
-        last, before and after.
+        """int64 [batch, known] -> int64 [batch, count].
+        The cache holds all known tokens but the last, before and after.
         """
         assert self._state is not None
         step, found = known[:, -1:], []
@@ -67,9 +67,7 @@ class EarlyExit:
         return torch.cat(found, dim=1)
 
     def read_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that proposing a token for each of `batch` sequences of `context`
-        tokens reads.
-        """
+        """Return the fewest bytes read to propose a token for `batch` rows of `context` tokens."""
         with self._shortened():
             return weight_bytes(self._model, batch) + cache_bytes(self._probe.held, batch, context)
 
@@ -83,7 +81,7 @@ class EarlyExit:
             setattr(self._parent, self._name, self._whole)
 
     def _try(self) -> None:
-        """Run one token; raises StageError where another number of layers than asked for keeps it."""
+        """Run one token; raises StageError if another number of layers than asked for keeps it."""
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         try:
             with self._shortened():

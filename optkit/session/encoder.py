@@ -19,8 +19,8 @@ NO_POSITIONS = 1 << 31
 
 
 class Encoder(ABC):
-    """An opened encoder of text, without what runs it; implements `optkit.measure.EncoderSession`
-    with `outputs` and `close`.
+    """An opened encoder of text, without what runs it.
+    It implements `optkit.measure.EncoderSession` with `outputs` and `close`.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Encoder(ABC):
 
     @property
     def pooling(self) -> str:
-        """How features become an embedding, e.g. `mean of the tokens, normalised`; empty where they
-        do not.
+        """How features become an embedding, e.g. `mean of the tokens, normalised`.
+        It is empty if they do not.
         """
         return str(self._pooling) if self._pooling else ""
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the directory; raises SourceError where there is none."""
+        """The tokenizer of the directory; raises SourceError if there is none."""
         return load_tokenizer(self.directory, self._trust_remote_code)
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return token ids and mask, int64 [texts, tokens of the longest]; a text is cut where
-        sentence-transformers cuts it.
+        """Return token ids and mask, int64 [texts, tokens of the longest].
+        A text is cut as sentence-transformers cuts it.
         """
         longest = min(self.positions, longest_text(self.directory) or self.positions, self.tokenizer.model_max_length)
         rows: list[list[int]] = self.tokenizer(list(texts), truncation=True, max_length=longest, verbose=False)[
@@ -68,8 +68,8 @@ class Encoder(ABC):
 
     @abstractmethod
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """int64 [batch, sequence] twice -> float32 on the CPU: features [batch, sequence, hidden],
-        or logits.
+        """int64 [batch, sequence] twice -> float32 on the CPU.
+        They are features [batch, sequence, hidden], or logits.
         """
 
     @abstractmethod

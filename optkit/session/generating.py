@@ -1,5 +1,5 @@
-"""What the sessions of causal language models share: a tokenizer, greedy generation from a stream
-of tokens, and a limit of positions.
+"""What the sessions of causal language models share.
+They have a tokenizer, greedy generation from a stream of tokens, and a limit of positions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class Steps(Protocol):
 
 
 class Decoder(Protocol):
-    """Something that computes the greedy decode steps of an opened model, faster than the model
-    itself.
-    """
+    """Computes the greedy decode steps of an opened model, faster than the model itself."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -44,15 +42,13 @@ class Decoder(Protocol):
         ...
 
     def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
-        """Lend what a request of `batch` sequences of `length` tokens needs, prompts and answers
-        together.
-        """
+        """Lend what a request of `batch` sequences of `length` tokens, prompts included, needs."""
         ...
 
 
 class GeneratingSession(ABC):
-    """An opened model that generates, without what runs it; who inherits it sets `vocabulary` and
-    `positions`.
+    """An opened model that generates, without what runs it.
+    Who inherits it sets `vocabulary` and `positions`.
     """
 
     vocabulary: int
@@ -65,13 +61,11 @@ class GeneratingSession(ABC):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the directory; raises SourceError where there is none."""
+        """The tokenizer of the directory; raises SourceError if there is none."""
         return load_tokenizer(self.directory, self._trust_remote_code)
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [tokens], with the special tokens that the
-        tokenizer itself adds.
-        """
+        """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
         return encode(self.tokenizer, text)
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
@@ -81,16 +75,14 @@ class GeneratingSession(ABC):
 
     @abstractmethod
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished
-        it; all prompts are of one length.
+        """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.
+        All prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
 
     def _check_length(self, tokens: Tensor, new_tokens: int) -> None:
-        """Raise EvalError where a prompt, int64 [batch, prompt], and what is to follow are more
-        tokens than positions.
-        """
+        """Raise EvalError if a prompt, int64 [batch, prompt], and its answer exceed the positions."""
         length = tokens.shape[1] + new_tokens
         if length > self.positions:
             raise EvalError(

@@ -31,8 +31,8 @@ BITSANDBYTES_TILE = 32, 64
 def load_by_transformers(
     opening: Opening, checkpoint: Checkpoint, dtype: torch.dtype, spread: Loading | None
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Open a directory with transformers, its weights straight onto the device, or as a setting
-    spreads them; returns the model with notes.
+    """Open a directory with transformers; return the model with notes.
+    Its weights go straight onto the device, or as a setting spreads them.
 
     Raises SourceError for weights that do not fit the model, MissingPackageError.
     """
@@ -86,8 +86,8 @@ def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:
 
 
 def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:
-    """Raise SourceError for a layer of 4 bits that bitsandbytes would fail to pack anew for this
-    CPU at the first call.
+    """Raise SourceError for a 4-bit layer that bitsandbytes could not pack for this CPU.
+    It would fail at the first call.
     """
     for name, module in model.named_modules():
         if not getattr(module, "support_avx512bf16_for_cpu", False):

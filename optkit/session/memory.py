@@ -51,14 +51,14 @@ def weight_bytes(model: Any, batch: int) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the share of a tensor that this process holds, all of it where it is not split."""
+    """Return the share of a tensor that this process holds, all of it if it is not split."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def _offloaded(model: Any) -> dict[int, str]:
-    """Return the id of each parameter that waits elsewhere -> a name for where it lies; tied ones
-    share theirs.
+    """Return the id of each parameter that waits elsewhere -> a name for its place.
+    Tied ones share theirs.
     """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     everything = model.named_parameters(remove_duplicate=False)
@@ -66,22 +66,20 @@ def _offloaded(model: Any) -> dict[int, str]:
 
 
 def _held(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of a module itself, and the scales that bitsandbytes hangs
-    on its 4-bit ones.
-    """
+    """Yield a module's own parameters and buffers, and the scales that bitsandbytes hangs on them."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             yield local_part(tensor)
             scales = getattr(tensor, "quant_state", None)
             while scales is not None:
                 yield scales.absmax
-                # gone where bitsandbytes has laid the weight out anew for a CPU
+                # gone if bitsandbytes has laid the weight out anew for a CPU
                 scales = getattr(scales, "state2", None)
 
 
 def cache_bytes(cache: Any, batch: int, context: int) -> int:
-    """Return the bytes of a KV cache of `batch` sequences of `context` tokens, from one that holds
-    one token of one sequence.
+    """Return the bytes of a KV cache of `batch` sequences of `context` tokens.
+    One that holds one token of one sequence tells.
 
     A state of tensors is as large for any context.
     """
@@ -130,7 +128,7 @@ def _shares(model: Any) -> Iterator[tuple[nn.Module, float]]:
 
 
 def _experts(module: nn.Module) -> int:
-    """Return how many experts a module holds, 0 where it is none of experts."""
+    """Return how many experts a module holds, 0 if it is none of experts."""
     if isinstance(module, Experts):
         return len(module)
     joined = [

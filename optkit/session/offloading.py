@@ -22,9 +22,7 @@ from optkit.stage import Opening
 
 
 class Offloading:
-    """Where each part of a model goes when it is opened, and the folder that holds what its files
-    do not.
-    """
+    """The place of each part of an opened model, and the folder for what its files do not hold."""
 
     def __init__(
         self,
@@ -58,8 +56,8 @@ class Offloading:
         }
 
     def finish_(self, model: PreTrainedModel) -> list[str]:
-        """Make copies to the GPU fast, tie the folder's life to the model's, and return what the
-        notes say.
+        """Make copies to the GPU fast, and tie the folder's life to the model's.
+        Return what the notes say.
         """
         model.optkit_offload_folder = self._folder
         notes = [f"offload: {placement_text(self.units, self.places, self.device)}"]
@@ -87,15 +85,15 @@ class Offloading:
 
 
 def delete_offloaded(model: PreTrainedModel | None) -> None:
-    """Delete what was written to the folder for a model; nothing happens where there is none."""
+    """Delete what was written to the folder for a model; nothing happens if there is none."""
     folder: tempfile.TemporaryDirectory[str] | None = getattr(model, "optkit_offload_folder", None)
     if folder is not None:
         folder.cleanup()
 
 
 def _units(model: PreTrainedModel) -> Iterator[Unit]:
-    """Yield the decoder blocks and every module, or parameter, outside of them; tensors that two
-    share count where they belong.
+    """Yield the decoder blocks and every module, or parameter, outside of them.
+    Tensors that two share count for their owner.
     """
     blocks = {block.name for block in find_blocks(model)}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -121,8 +119,8 @@ def _unit(name: str, tensors: dict[str, torch.Tensor], tied: dict[str, str], is_
 
 
 def _pin_(model: PreTrainedModel) -> bool:
-    """Move the weights that wait in main memory to pages from which a GPU copies at full speed;
-    False where there are none.
+    """Move the weights that wait in main memory to pages from which a GPU copies at full speed.
+    False if there are none.
     """
     outer = [found for module in model.modules() if (found := getattr(module, "_hf_hook", None))]
     maps = [getattr(hook, "weights_map", None) for each in outer for hook in getattr(each, "hooks", [each])]

@@ -39,8 +39,9 @@ class OnnxEncoder(Encoder):
         providers: Sequence[str] = (),
         engine: str = "onnxruntime",
     ) -> None:
-        """Open it; raises what `OnnxDirectory` and `open_model` raise, SourceError where its graph
-        is not that of an encoder.
+        """Open it.
+        Raises what `OnnxDirectory` and `open_model` raise, SourceError if its graph is not that of
+        an encoder.
         """
         if engine != "onnxruntime":
             raise StageError(

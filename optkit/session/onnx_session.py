@@ -33,10 +33,11 @@ class OnnxSession(GeneratingSession):
         providers: Sequence[str] = (),
         engine: Engine = "onnxruntime",
     ) -> None:
-        """Open it; raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and
-        `providers` are.
+        """Open it.
+        Raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and `providers`
+        are.
 
-        `engine` is what generates; where that is GenAI, `OnnxRunner` opens the model only when
+        `engine` is what generates; if that is GenAI, `OnnxRunner` opens the model only when
         logits are asked for. Raises what `GenaiModel` raises.
         """
         super().__init__(Path(directory), device, trust_remote_code)
@@ -77,8 +78,8 @@ class OnnxSession(GeneratingSession):
         return self.runner.logits(tokens)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished
-        it; all prompts are of one length.
+        """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.
+        All prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -89,8 +90,8 @@ class OnnxSession(GeneratingSession):
         return self._cached_stream(tokens, new_tokens) if self.runner.cache else self._plain_stream(tokens, new_tokens)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
-        token behind a prompt, fed one at a time.
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
+        The tokens behind the prompt are fed one at a time.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -101,9 +102,7 @@ class OnnxSession(GeneratingSession):
         return torch.stack([decoding.step(each).clone() for each in tokens[:, prompt:].unbind(1)], dim=1)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this
-        batch and context length.
-        """
+        """Return the fewest bytes of weights and KV cache that a decode step reads at this size."""
         return decode_bytes(self._model, batch, context)
 
     def close(self) -> None:
@@ -132,8 +131,8 @@ class OnnxSession(GeneratingSession):
             yield chosen
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """float32 [batch, vocabulary] -> int64 [batch], the most likely tokens, when the device has
-        them.
+        """float32 [batch, vocabulary] -> int64 [batch], the most likely tokens.
+        They are there when the device has them.
         """
         if self.device == "cpu":  # torch would wake threads that get in the way of ONNX Runtime's
             return torch.from_numpy(logits.numpy().argmax(-1))

@@ -1,5 +1,5 @@
-"""Open a model directory: ONNX with ONNX Runtime; a plain checkpoint, packed weights, or what
-transformers itself can open with torch.
+"""Open a model directory.
+ONNX models open with ONNX Runtime; checkpoints, packed or not, with torch or transformers.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def open_session(
 
 
 def _refuse_other_formats(opening: Opening, format: Format) -> None:
-    """Raise StageError for a setting that is for another format, OptkitError for a dtype that this
-    one cannot be opened in.
+    """Raise StageError for a setting that is for another format.
+    Raises OptkitError for a dtype that this one cannot be opened in.
     """
     where = str(opening.directory)
     for setting in opening.settings:
@@ -162,8 +162,8 @@ def _load(
 def _cpu_decoder(
     model: PreTrainedModel, opening: Opening, new_cache: CacheFactory | None
 ) -> tuple[StepDecoder | None, list[str]]:
-    """Return optkit's decoder for CPUs and notes, if nothing is asked of decode steps but that they
-    are the model's.
+    """Return optkit's decoder for CPUs and notes.
+    Nothing may be asked of decode steps but that they are the model's.
     """
     changed = any(setting.changes_products() for setting in opening.settings)
     plain = opening.device == "cpu" and new_cache is None and not _is_compiled(model) and not changed
@@ -190,8 +190,8 @@ def _computing(opening: Opening) -> Callable[[], AbstractContextManager[Any]]:
 def _cache(
     model: PreTrainedModel, settings: Sequence[Setting], scales: KvScales | None
 ) -> tuple[CacheFactory | None, list[str]]:
-    """Return what makes the KV cache: the last setting that says, else the scales in the
-    checkpoint; None for transformers' own.
+    """Return what makes the KV cache; None for transformers' own.
+    The last setting that says decides, else the scales in the checkpoint.
     """
     if scales:
         check_keys_and_values(model, "kv_scales")

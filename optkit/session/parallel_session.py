@@ -1,5 +1,5 @@
-"""A model that is split over several devices, each with a process of its own; this process asks,
-and sees a session like any other.
+"""A model that is split over several devices, each with a process of its own.
+This process asks, and sees a session like any other.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from optkit.stage import Opening
 
 
 class ParallelSession(GeneratingSession):
-    """Implements `optkit.measure.Session`; every call is made by all ranks, and rank 0 gives the
-    result.
+    """Implements `optkit.measure.Session`.
+    Every call is made by all ranks, and rank 0 gives the result.
     """
 
     def __init__(self, opening: Opening, count: int) -> None:
-        """Start the ranks, from the device of `opening` on, and let them open the model; raises what
-        that raises.
+        """Start the ranks, from the device of `opening` on, and let them open the model.
+        Raises what that raises.
         """
         device = opening.device
         first = int(device.partition(":")[2] or 0)
@@ -85,8 +85,8 @@ class ParallelSession(GeneratingSession):
 
     @contextmanager
     def watched_peak(self) -> Iterator[Peak]:
-        """Watch the memory of every process: of GPUs the fullest counts, of a CPU, which they
-        share, all together.
+        """Watch the memory of every process.
+        Of GPUs the fullest counts, of a CPU, which they share, all together.
         """
         peak = Peak()
         self._ranks.call("watch")
@@ -109,8 +109,8 @@ class ParallelSession(GeneratingSession):
             yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64, device=self.device)
 
     def _check_alike(self, told: Sequence[dict[str, Any]]) -> None:
-        """Raise StageError where the ranks do not compute the same logits of a few tokens, or not
-        those of a whole vocabulary.
+        """Raise StageError if the ranks do not compute the same logits of a few tokens.
+        It is raised for those of less than a whole vocabulary too.
         """
         shape, total = told[0]["probe"]
         if shape[-1] != self.vocabulary or any(each["probe"] != [shape, total] for each in told):

@@ -87,8 +87,8 @@ class Rank:
         }
 
     def logits(self, tokens: list[list[int]]) -> list[int]:
-        """Leave the logits, float32 [batch, sequence, vocabulary], in the common memory; the shape
-        is returned.
+        """Leave the logits, float32 [batch, sequence, vocabulary], in the common memory.
+        The shape is returned.
         """
         found = self.session.logits(torch.tensor(tokens))
         if self._job.rank == 0:
@@ -141,8 +141,8 @@ def work(parent: Parent) -> None:
 
 
 def _agreed(logits: Tensor) -> Tensor:
-    """float [batch, sequence, vocabulary] -> the likeliest last tokens, int64 [batch, 1]: those of
-    rank 0, so that nobody drifts off.
+    """float [batch, sequence, vocabulary] -> the likeliest last tokens, int64 [batch, 1].
+    They are those of rank 0, so that nobody drifts off.
     """
     chosen = logits[:, -1:].argmax(-1)
     distributed.broadcast(chosen, src=0)

@@ -1,6 +1,4 @@
-"""The processes of a model that is split over several devices: started, called together, and ended
-together.
-"""
+"""The processes of a model split over devices: started, called together, and ended together."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ class Ranks:
     """
 
     def __init__(self, job: dict[str, Any], devices: Sequence[str], timeout_s: float = TIMEOUT_S) -> None:
-        """Start them on devices (`cpu`, `cuda:1`); `job` holds what all of `rank.Job` have in
-        common. Raises what opening raises.
+        """Start them on devices (`cpu`, `cuda:1`).
+        `job` holds what all of `rank.Job` have in common.
         """
         self.devices, self.timeout_s = tuple(devices), timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="optkit-ranks-"))
@@ -60,7 +58,7 @@ class Ranks:
 
     def call(self, name: str, **arguments: Any) -> list[Any]:
         """Let all ranks make a call; their results, in order. Raises the error of the first that
-        fails, StageError where one is gone.
+        fails, StageError if one is gone.
         """
         if self._broken:
             raise StageError(

@@ -1,10 +1,10 @@
-"""Greedy decoding with proposals: the model checks several tokens in one forward pass and keeps
-those that it would have chosen.
+"""Greedy decoding with proposals.
+The model checks several tokens in one forward pass and keeps those that it would have chosen.
 
     known      t0 t1 t2 t3          cached: t0 t1 t2
     step       t3 p1 p2 p3          the last token that is not in the cache, and what is proposed to follow it
     chosen     c1 c2 c3 c4          the model's choice after each of them
-    kept       c1 c2 c3             where p1 = c1, p2 = c2 and p3 != c3: c3 is the model's own choice after
+    kept       c1 c2 c3             if p1 = c1, p2 = c2 and p3 != c3: c3 is the model's own choice after
                                     what it agreed with
     cache      t0 t1 t2 t3 p1 p2    p3 is taken out again
 
@@ -54,15 +54,13 @@ class Proposer(Protocol):
         ...
 
     def read_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that proposing a token for each of `batch` sequences of `context`
-        tokens reads.
-        """
+        """Return the fewest bytes read to propose a token for `batch` rows of `context` tokens."""
         ...
 
 
 class PromptLookup:
-    """Proposes what followed the last tokens where they stood before, the longest and latest match
-    first.
+    """Proposes what followed the last tokens at an earlier place.
+    The longest and latest match comes first.
     """
 
     def __init__(self, longest: int) -> None:
@@ -76,8 +74,8 @@ class PromptLookup:
         return 0
 
     def propose(self, known: Tensor, count: int) -> Tensor:
-        """int64 [batch, known] -> int64 [batch, at most count]; none where nothing is found in any
-        row.
+        """int64 [batch, known] -> int64 [batch, at most count].
+        None are proposed if no row finds any.
         """
         found = [self._after_match(row, count) for row in known.tolist()]
         width = max(map(len, found))
@@ -99,8 +97,8 @@ class DraftModel:
     def __init__(
         self, step: Step, new_state: Callable[[], CarriedState], read_bytes: Callable[[int, int], int]
     ) -> None:
-        """Take what computes logits of tokens that follow those in a state, what makes an empty
-        state, and what one step reads.
+        """Take what computes logits, what makes an empty state, and what one step reads.
+        The logits are of tokens that follow those in a state.
         """
         self._step, self._new_state, self.read_bytes = step, new_state, read_bytes
         self._state, self._length = new_state(), 0
@@ -153,8 +151,8 @@ def _forgets(layer: object) -> bool:
 
 
 class Step(Protocol):
-    """Computes logits [batch, new, vocabulary] of tokens [batch, new] that follow those in a state,
-    of the last one alone if `last`.
+    """Computes logits [batch, new, vocabulary] of tokens [batch, new] that follow those in a state.
+    Of the last one alone if `last`.
     """
 
     def __call__(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor: ...
@@ -163,8 +161,8 @@ class Step(Protocol):
 def speculate(
     step: Step, state: CarriedState, tokens: Tensor, new_tokens: int, proposer: Proposer, most: int, counts: Speculation
 ) -> Iterator[Tensor]:
-    """Yield the `new_tokens` greedy tokens after a prompt, int64 [batch, prompt] -> int64 [batch],
-    each when the device has finished it.
+    """Yield the `new_tokens` greedy tokens after a prompt, int64 [batch, prompt] -> int64 [batch].
+    Each comes when the device has finished it.
 
     At most `most` tokens are proposed at once; what became of them is added to `counts`.
     """

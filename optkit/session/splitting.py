@@ -15,8 +15,8 @@ _joined: list[DeviceMesh] = []
 
 
 def join(device: str, rank: int, ranks: int, meeting: str, timeout_s: float) -> None:
-    """Join the other processes, by nccl on `cuda:N` and by gloo on `cpu`; `meeting` is a file that
-    is not there yet.
+    """Join the other processes, by nccl on `cuda:N` and by gloo on `cpu`.
+    `meeting` is a file that does not exist yet.
     """
     here = torch.device(device)
     cuda = here.type == "cuda"

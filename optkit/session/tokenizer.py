@@ -9,7 +9,5 @@ from torch import Tensor
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
-    """Return the token ids of a text, int64 [tokens], with the special tokens that the tokenizer
-    itself adds.
-    """
+    """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)

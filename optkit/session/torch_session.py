@@ -58,7 +58,7 @@ class TorchSession(GeneratingSession):
         self._notes, self._given_up_before = notes, times_given_up()
         self._compiling = self._watch_compiler() if self._compiled else None
         self.speculation: Speculation | None = None
-        """What was proposed and kept so far; None where the model decodes token by token."""
+        """What was proposed and kept so far; None if the model decodes token by token."""
         self._proposer: tuple[Proposer, int] | None = None
         self._decoder: Decoder | None = None
         self.choose: Callable[[Tensor], Tensor] = likeliest
@@ -102,8 +102,8 @@ class TorchSession(GeneratingSession):
 
     @property
     def product_dtype(self) -> str:
-        """What the products of plain layers are computed in: the model's dtype, what autocast casts
-        to, or `tf32`.
+        """What the products of plain layers are computed in.
+        That is the model's dtype, what autocast casts to, or `tf32`.
         """
         kind = self.device.partition(":")[0]
         with self._computing():
@@ -113,8 +113,8 @@ class TorchSession(GeneratingSession):
         return "tf32" if rounded else self.dtype
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary]; attention sees keys and
-        values as a cache of codes holds them.
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
+        Attention sees keys and values as a cache of codes holds them.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -131,8 +131,8 @@ class TorchSession(GeneratingSession):
             return cast_logits(self.model, tokens, self.vocabulary, self._attended())
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the `new_tokens` greedy tokens, int64 [batch], each when the device has finished
-        it; all prompts are of one length.
+        """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.
+        All prompts are of one length.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -140,23 +140,23 @@ class TorchSession(GeneratingSession):
         return self._stream(tokens.to(self.device), new_tokens, waiting=True)
 
     def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield what `stream` yields, each when its work is queued on the current CUDA stream,
-        without waiting for the device.
+        """Yield what `stream` yields, each when its work is queued on the current CUDA stream.
+        It does not wait for the device.
         """
         self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
     def step(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor:
-        """Return the logits, [batch, new, vocabulary], of tokens that follow those of a state; of
-        the last one alone if `last`.
+        """Return the logits, [batch, new, vocabulary], of tokens that follow those of a state.
+        Of the last one alone if `last`.
         """
         batch, new = tokens.shape
         with self._memory(f"at {batch} x {new} tokens", REMEDY), self._no_gradients():
             return state.step(tokens, last=last)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary]: after each
-        token behind a prompt, fed one at a time.
+        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
+        The tokens behind the prompt are fed one at a time.
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
@@ -198,15 +198,14 @@ class TorchSession(GeneratingSession):
             self._proposer = proposer
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that one decode step must read at this
-        batch and context length.
-        """
+        """Return the fewest bytes of weights and KV cache that a decode step reads at this size."""
         return weight_bytes(self.model, batch) + cache_bytes(self._one_token_state.held, batch, context)
 
     def token_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes that a new token of each sequence makes read: a decode step's, or
-        with proposals those of the forwards of the model and of its draft since `speculation` was
-        reset, for each token that they gave."""
+        """Return the fewest bytes that a new token of each sequence makes read.
+        Without proposals they are a decode step's. With them, they are those of all forwards since
+        `speculation` was reset, the draft's too, for each token that they gave.
+        """
         step, counts = self.decode_bytes(batch, context), self.speculation
         if not self._proposer or counts is None or not counts.tokens:
             return step
@@ -214,10 +213,9 @@ class TorchSession(GeneratingSession):
         return round((counts.forwards * step + counts.proposed * proposing) / counts.tokens)
 
     def attention_kernels(self, tokens: Tensor) -> str:
-        """Return which kernels of torch compute the attention of a prompt, int64 [batch, prompt],
-        and of a step after it.
+        """Return torch's attention kernels of a prompt, int64 [batch, prompt], and of a step.
 
-        E.g. `flash in prompts, math in steps`; the name of the implementation where it is not
+        E.g. `flash in prompts, math in steps`; the name of the implementation if it is not
         torch's. They are seen as they are dispatched to, in a run that is not compiled.
         """
         from optkit.session.attention_kernels import kernels_text, watched_attention
@@ -303,8 +301,8 @@ class TorchSession(GeneratingSession):
             yield self.new_state()
 
     def _attended(self) -> dict[str, Any]:
-        """Return how the model is called for logits: a cache of codes has to be there, or they
-        would be those of another model.
+        """Return how the model is called for logits.
+        A cache of codes has to be there, or they would be those of another model.
         """
         return {KEYS_AND_VALUES: self._new_cache(), "use_cache": True} if self._new_cache else {"use_cache": False}
 

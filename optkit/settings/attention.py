@@ -28,8 +28,8 @@ KernelName = Annotated[str, Field(pattern=NAME, max_length=1000)]
 
 
 class Attention(Setting):
-    """Open the model with an attention implementation; `save_pretrained` would forget it, the
-    artifact does not.
+    """Open the model with an attention implementation.
+    `save_pretrained` would forget it, the artifact does not.
     """
 
     kind: ClassVar[str] = "attention"
@@ -41,7 +41,7 @@ class Attention(Setting):
     `flash_attention_3`: flash-attn-3, Hopper GPUs alone. `flex_attention`: torch's compiled one.
     `eager`: plain matrix products. One that would leave out a model's soft cap (Gemma 2) or
     attention sinks is refused. Or a kernel of the hub, like `kernels-community/flash-attn2`, with
-    `@revision` and `:function` behind it where wanted, which the package `kernels` loads; its
+    `@revision` and `:function` behind it if wanted, which the package `kernels` loads; its
     revision is pinned to a commit. `$LOCAL_KERNELS` (`owner/name=directory`) takes one from a
     directory."""
 
@@ -60,8 +60,8 @@ class Attention(Setting):
         return f"the kernel {self.implementation} of the hub" if self._kernel else ""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError where the device has no such attention, the model asks for more than it
-        computes, or a kernel is not to be had.
+        """Raise StageError if the device lacks such attention, or it drops what the model asks for.
+        A kernel that is not to be had is refused too.
 
         MissingPackageError without its package.
         """
@@ -87,8 +87,8 @@ class Attention(Setting):
         return {"attn_implementation": self.implementation}
 
     def _refuse_to_drop(self, config: Any) -> None:
-        """Raise StageError where the model asks its attention for what this one leaves out, or
-        transformers took another one for it.
+        """Raise StageError if the model asks its attention for what this one leaves out.
+        It does so too if transformers took another one for it.
         """
         fields, taken = config.to_dict(), str(config._attn_implementation)
         why = why_not_attention(fields, self.implementation)
@@ -124,7 +124,7 @@ class Attention(Setting):
                 raise MissingPackageError(distribution, where=f"attention: {self.implementation}", command=command)
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model as it is. Raises StageError where the implementation cannot compute what
+        """Return the model as it is. Raises StageError if the implementation cannot compute what
         this model asks for.
         """
         self._refuse_to_drop(model.config)
@@ -162,8 +162,8 @@ class Attention(Setting):
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Return how many tokens back the layers with a sliding window see, None where every layer sees
-    all.
+    """Return how many tokens back the layers with a sliding window see.
+    None if every layer sees all.
     """
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

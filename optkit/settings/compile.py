@@ -21,8 +21,8 @@ COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++")), "cuda": ("C", "CC", ("gc
 
 
 class Compile(Setting):
-    """Compile the decode step with torch.compile, on the devices where that pays; prompts run as
-    they are, since each has its own shape.
+    """Compile the decode step with torch.compile, on the devices that profit.
+    Prompts run as they are, since each has its own shape.
 
     What was compiled is kept between processes, in torch's own cache (`$TORCHINDUCTOR_CACHE_DIR`).
     """
@@ -47,7 +47,7 @@ class Compile(Setting):
     """
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError or MissingPackageError where there is no compiler."""
+        """Raise StageError or MissingPackageError if there is no compiler."""
         if self.applies(device):
             _require_tools(_kind(device))
 
@@ -67,7 +67,7 @@ class Compile(Setting):
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model, its calls compiled.
 
-        Raises StageError or MissingPackageError where there is no compiler, StageError for
+        Raises StageError or MissingPackageError if there is no compiler, StageError for
         flash_attention_2.
         """
         if not self.applies(device):
@@ -133,8 +133,8 @@ def _require_triton() -> None:
 
 
 def _require_compiler(kind: str) -> None:
-    """Raise StageError where the compiler that torch (C++, on the CPU) or triton (C, on a GPU)
-    calls is not there.
+    """Raise StageError if the compiler that torch or triton calls is missing.
+    torch calls C++ on the CPU, triton C on a GPU.
     """
     if not _has_compiler(kind):
         language, variable, names = COMPILERS[kind]

@@ -15,8 +15,8 @@ from optkit.stage import Format, Setting
 
 
 class CudaGraphs(Setting):
-    """Decode by one CUDA graph a token, five kernels a layer: models of the Llama family in
-    bfloat16 or float16, in 4 bits or not.
+    """Decode by one CUDA graph a token, five kernels a layer.
+    It takes models of the Llama family in bfloat16 or float16, in 4 bits or not.
 
     Up to 256 sequences at once; prompts, and larger batches, run through the model itself. On the
     CPU nothing changes.
@@ -33,8 +33,8 @@ class CudaGraphs(Setting):
             )
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why the graph cannot be used beside another setting; on the CPU, where it is off,
-        such a recipe is refused too.
+        """Return why the graph cannot be used beside another setting.
+        On the CPU, where it is off, such a recipe is refused too.
         """
         if isinstance(other, Speculative | KvCache) or (isinstance(other, Compile) and other.applies("cuda")):
             return "Each of them decides how a token is decoded"

@@ -1,5 +1,5 @@
-"""Setting `kv_cache`: keys and values of past tokens are kept as codes of 4 or 8 bits, or those of
-a window alone.
+"""Setting `kv_cache`: keys and values of past tokens are kept as codes of 4 or 8 bits.
+Or those of a window alone are kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BITS = {"int4": 4, "int8": 8}
 
 
 class KvCache(Setting):
-    """Keep the KV cache in 4 or 8 bits, or for a window of tokens alone; prompts see what is kept,
-    and so does perplexity.
+    """Keep the KV cache in 4 or 8 bits, or for a window of tokens alone.
+    Prompts see what is kept, and so does perplexity.
 
     Keys and values are coded token by token before attention sees them. Left out, they grow as
     floats with every token; with `compile` they lie in a static cache.
@@ -32,7 +32,7 @@ class KvCache(Setting):
     dtype: Literal["int8", "int4", "fp8"] | None = None
     """null: floats. `int8`, `int4`: a scale and a zero point for each token's head or group of
     channels. `fp8`: E4M3 with one scale for the keys and one for the values of a layer, those of
-    `kv_scales` where the checkpoint holds them, else 1, as in vLLM."""
+    `kv_scales` if the checkpoint holds them, else 1, as in vLLM."""
     group_size: GroupSize | None = None
     """Channels of a head that share a scale, for int8 and int4. null: all of them."""
     window: SequenceLength | None = None
@@ -79,7 +79,7 @@ class KvCache(Setting):
         return ""
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model; with a window its calls mask what lies outside. Raises StageError where
+        """Return the model; with a window its calls mask what lies outside. Raises StageError if
         they cannot.
         """
         from optkit.kernels.attention_window import see_window_
@@ -91,7 +91,7 @@ class KvCache(Setting):
     def cache(self, model: Any, scales: Any) -> Any:
         """Return what makes the model an empty coded cache.
 
-        Raises StageError where group_size does not fit the heads or the model keeps something else
+        Raises StageError if group_size does not fit the heads or the model keeps something else
         than keys and values.
         """
         from optkit.algorithms.state_codes import Float8Code, IntegerCode, PlainCode, StateCode
@@ -121,9 +121,7 @@ class KvCache(Setting):
         return coded_cache(model.config, (code, code), "kv_cache", self.window, self.sinks or 0)
 
     def describe(self, device: str) -> str:
-        """Return e.g. `kv_cache: int4 (groups of 32), a window of 1024 tokens, 4 of them the
-        first`.
-        """
+        """Return e.g. `kv_cache: int4 (groups of 32), a window of 1024 tokens, the first 4`."""
         groups = f" (groups of {self.group_size})" if self.group_size else ""
         window = f"a window of {self.window} tokens, {self.sinks} of them the first" if self.window else ""
         return f"kv_cache: {', '.join(filter(None, (self.dtype and f'{self.dtype}{groups}', window)))}"

@@ -1,5 +1,5 @@
-"""Setting `offload`: weights that the GPU has no room for wait in main memory or on disk until they
-are used.
+"""Setting `offload`: weights that the GPU has no room for wait in main memory or on disk.
+They are copied when they are used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from optkit.model.checkpoint import Checkpoint
 
 SHARE = 0.9
-"""Of the memory that is free, where no limit is given: the rest is for the KV cache and
+"""Of the memory that is free, if no limit is given: the rest is for the KV cache and
 activations.
 """
 
 
 class Offload(Setting):
-    """Run a model that is larger than the GPU: weights that do not fit wait in main memory, then on
-    disk, until they are used.
+    """Run a model that is larger than the GPU.
+    Weights that do not fit wait in main memory, then on disk, until they are used.
 
     Decoder blocks are moved as a whole, by accelerate's hooks; the results are the same. A decode
     step takes at least as long as copying what is elsewhere. On the CPU, weights beyond
@@ -50,7 +50,7 @@ class Offload(Setting):
     `gpu`, `cpu` or `disk`, the first that matches; everything else is on the GPU."""
     gpu_memory: int | Name | None = None
     """For `auto`: bytes of weights on the GPU at most, e.g. `20 GiB`; the KV cache and activations
-    come on top. null: 90% of what is free when the model is opened. Where the CPU computes, this
+    come on top. null: 90% of what is free when the model is opened. If the CPU computes, this
     does not count."""
     cpu_memory: int | Name | None = None
     """For `auto`: bytes of weights in main memory at most. null: 90% of what is free when the model
@@ -77,8 +77,8 @@ class Offload(Setting):
         return self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for packed weights, a device map that matches nothing, too little room,
-        a folder that cannot be written to.
+        """Raise StageError for packed weights, or a device map that matches nothing.
+        Too little room and a folder that cannot be written to are refused too.
         """
         if shape.config.get("quantization_config"):
             raise packed_weights_error()
@@ -106,8 +106,8 @@ class Offload(Setting):
         return Loading(offloading.load_kwargs(), offloading.finish_)
 
     def room(self, device: str, free_gpu_bytes: int | None) -> Room:
-        """Return the bytes that weights may take; without limits and without a driver, as if the
-        GPU had room for everything.
+        """Return the bytes that weights may take.
+        Without limits and without a driver, it is as if the GPU had room for everything.
         """
         main = int(SHARE * memory().available_bytes) if self.cpu_memory is None else size_bytes(self.cpu_memory)
         if device == "cpu":
@@ -128,7 +128,7 @@ class Offload(Setting):
         return places
 
     def check_folder(self) -> None:
-        """Raise StageError where nothing can be written to the folder."""
+        """Raise StageError if nothing can be written to the folder."""
         if self.folder is None:
             return
         named = Path(self.folder).expanduser().absolute()
@@ -149,8 +149,8 @@ class Offload(Setting):
         )
 
     def describe(self, device: str) -> str:
-        """Return e.g. `offload: at most 20 GiB of weights on cuda, then main memory, then disk`;
-        the notes say what lies where.
+        """Return e.g. `offload: at most 20 GiB of weights on cuda, then main memory, then disk`.
+        The notes say what lies where.
         """
         if not isinstance(self.device_map, str):
             return "offload: " + ", ".join(f"{pattern} on {place}" for pattern, place in self.device_map.items())

@@ -15,8 +15,8 @@ Name = Literal["cpu", "cuda", "tensorrt", "openvino", "directml", "coreml"]
 
 
 class OnnxProvider(Setting):
-    """Choose what generates, or the execution providers of ONNX Runtime in their order; the
-    scorecard says which ones really computed.
+    """Choose what generates, or the execution providers of ONNX Runtime in their order.
+    The scorecard says which ones really computed.
 
     Without this setting: ONNX Runtime, on the provider of the device, `cpu` or `cuda`. Nodes that
     none has a kernel for run on the CPU.
@@ -48,12 +48,12 @@ class OnnxProvider(Setting):
         return self
 
     def made_with(self) -> dict[str, Any]:
-        """Return the version of GenAI where it generates: another one has other timings."""
+        """Return the version of GenAI if it generates: another one has other timings."""
         return {"packages": installed(GENAI_BUILDS)} if self.engine == "onnxruntime-genai" else {}
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return what `OnnxSession` takes: `providers` and `threads`, and `engine` where it is
-        another one.
+        """Return what `OnnxSession` takes: `providers` and `threads`.
+        `engine` is there if it is another one.
         """
         engine = {} if self.engine == "onnxruntime" else {"engine": self.engine}
         return {"providers": self.providers, "threads": self.threads, **engine}

@@ -45,16 +45,15 @@ class Precision(Setting):
         return self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError where the device has no such numbers, or autocast would have nothing to
-        cast.
-        """
+        """Raise StageError if the device has no such numbers, or autocast has nothing to cast."""
         self._check_device(device)
         if self.mode == "autocast":
             self._check_autocast(shape)
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model as it is; raises StageError where the device, perhaps another one than
-        it was made on, has no such numbers.
+        """Return the model as it is.
+        Raises StageError if the device, perhaps another one than it was made on, has no such
+        numbers.
         """
         self._check_device(device)
         return model
@@ -99,8 +98,8 @@ class Precision(Setting):
         return (self.dtype or "bfloat16") if self.mode == "autocast" else DTYPES[self.mode]
 
     def opened_dtype(self) -> str | None:
-        """Return the dtype that the model is opened in; None for autocast, which keeps the
-        checkpoint's.
+        """Return the dtype that the model is opened in.
+        None for autocast, which keeps the checkpoint's.
         """
         return DTYPES.get(self.mode)
 
@@ -115,8 +114,8 @@ class Precision(Setting):
         return nullcontext()
 
     def changes_products(self) -> bool:
-        """Say whether products are rounded or cast where they are computed; the other modes are the
-        dtype that the model is opened in.
+        """Say whether products are rounded or cast as they are computed.
+        The other modes are the dtype that the model is opened in.
         """
         return self.mode in ("tf32", "autocast")
 

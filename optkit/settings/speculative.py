@@ -1,5 +1,5 @@
-"""Setting `speculative`: several tokens are proposed cheaply, and the model checks them all in one
-forward pass.
+"""Setting `speculative`: several tokens are proposed cheaply.
+The model checks them all in one forward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Speculative(Setting):
-    """Decode several tokens with each forward pass; what the model generates greedily stays the
-    same.
+    """Decode several tokens with each forward pass.
+    What the model generates greedily stays the same.
 
     A small draft model, the model's own first layers, or the prompt proposes tokens, and the model
     keeps those that it would have chosen itself. Leviathan et al. 2023,
@@ -55,14 +55,14 @@ class Speculative(Setting):
         return self
 
     def pinned(self, data: Path | None) -> Self:
-        """Return the setting with the draft's revision filled in; raises SourceError where there is
-        no such model.
+        """Return the setting with the draft's revision filled in.
+        Raises SourceError if there is no such model.
         """
         return self.model_copy(update={"draft": pin_and_remember(self.draft)}) if self.draft else self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for a draft that does not fit or is not at hand, more layers than there
-        are, and a cache that cannot forget.
+        """Raise StageError for a draft that does not fit or is not at hand.
+        More layers than there are, and a cache that cannot forget, are refused too.
         """
         others = sorted(set(shape.config.get("layer_types") or ()) - {"full_attention"})
         if others:
@@ -120,7 +120,7 @@ class Speculative(Setting):
         return DraftModel(draft.step, draft.new_state, draft.decode_bytes)
 
     def draft_directory(self) -> Path:
-        """Return where the draft lies; raises StageError where it is no directory yet."""
+        """Return where the draft lies; raises StageError if it is no directory yet."""
         place = locate_model(self.draft) if self.draft else None
         if place is None:
             raise StageError(
@@ -142,7 +142,7 @@ class Speculative(Setting):
 
 
 def check_layers(layers: int, count: int) -> None:
-    """Raise StageError where a model of `count` layers has no layers behind its first `layers`."""
+    """Raise StageError if a model of `count` layers has no layers behind its first `layers`."""
     if layers >= count:
         raise StageError(
             f"early_exit: {layers} leaves nothing out: the model has {count} layers",
@@ -153,8 +153,8 @@ def check_layers(layers: int, count: int) -> None:
 
 
 def check_tokens(draft: Path, model: Path) -> None:
-    """Raise StageError where the tokenizers of two directories give a token other ids; nothing is
-    said where one has no tokenizer.json.
+    """Raise StageError if the tokenizers of two directories give a token other ids.
+    Nothing is said if one has no tokenizer.json.
     """
     if other := other_token(draft, model):
         token, theirs, ours = other

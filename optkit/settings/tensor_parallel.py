@@ -31,8 +31,8 @@ PLAN = "base_model_tp_plan"
 
 
 class TensorParallel(Setting):
-    """Split the model over several GPUs of one host by transformers' plan for its architecture,
-    with a process for each GPU.
+    """Split the model over several GPUs of one host by transformers' plan for its architecture.
+    Each GPU has a process.
 
     optkit starts the processes when the model is opened and ends them when it is closed. Each holds
     its share of the heads, of the feed-forward columns and of lm_head, and they exchange partial
@@ -53,8 +53,8 @@ class TensorParallel(Setting):
     """GPUs, from the session's device on (`cuda` is the first); on a CPU processes."""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for too few GPUs or too small ones, packed weights, an architecture
-        without a plan, sizes that do not divide.
+        """Raise StageError for too few GPUs or too small ones, or packed weights.
+        An architecture without a plan and sizes that do not divide are refused too.
         """
         if shape.config.get("quantization_config"):
             raise packed_weights_error()
@@ -80,7 +80,7 @@ class TensorParallel(Setting):
             )
 
     def check_devices(self, device: str, there: int) -> None:
-        """Raise StageError where fewer GPUs are `there` than asked for."""
+        """Raise StageError if fewer GPUs are `there` than asked for."""
         first = int(device.partition(":")[2] or 0)
         if device != "cpu" and first + self.devices > there:
             raise StageError(
@@ -114,8 +114,8 @@ class TensorParallel(Setting):
         return ParallelSession(opening, self.devices)
 
     def loading(self, opening: Opening, checkpoint: Checkpoint, packed: bool) -> Loading:
-        """Return how this process reads its share; raises StageError if every process would hold
-        the whole model.
+        """Return how this process reads its share.
+        Raises StageError if every process would hold the whole model.
         """
         from optkit.session.splitting import is_split, share_kwargs
 
@@ -127,8 +127,8 @@ class TensorParallel(Setting):
         return Loading(share_kwargs(self.devices), check)
 
     def device_bytes(self, shape: ModelShape) -> int:
-        """Return the bytes of weights on each device, by the sizes on disk; all of them where the
-        plan is not known.
+        """Return the bytes of weights on each device, by the sizes on disk.
+        They are all of them if the plan is not known.
         """
         plan = _with_head(shape, stored_plan(text_config(shape.config).get("model_type", "")) or {})
         return sum(
@@ -167,8 +167,8 @@ def no_plan_error(architecture: str) -> StageError:
 
 @cache
 def stored_plan(model_type: str) -> Mapping[str, str] | None:
-    """Return transformers' plan for a model type, read without importing it; empty where it has
-    none, None where nobody can tell.
+    """Return transformers' plan for a model type, read without importing it.
+    Empty if it has none, None if nobody can tell.
     """
     found = find_spec("transformers")
     if found is None or found.origin is None or not re.fullmatch(r"\w+", model_type):
@@ -230,8 +230,8 @@ def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Itera
 
 
 def _with_head(shape: ModelShape, plan: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a plan with lm_head, which the class of the model adds; a tied embedding is split like
-    it.
+    """Return a plan with lm_head, which the class of the model adds.
+    A tied embedding is split like it.
     """
     tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
     return {**plan, "lm_head": "colwise", **({"embed_tokens": "colwise"} if tied else {})} if plan else {}
@@ -248,8 +248,8 @@ def _split(name: str, plan: Mapping[str, str]) -> bool:
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Return how a tensor of the checkpoint is split; experts lie there one by one and are joined
-    by transformers.
+    """Return how a tensor of the checkpoint is split.
+    Experts lie there one by one and are joined by transformers.
     """
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     module = generic.rpartition(".")[0]

@@ -21,12 +21,12 @@ class StoredStep(Frozen):
 
     key: str
     kind: str
-    """Name of the stage; `model` for a model that was imported, `damaged` where its record cannot
+    """Name of the stage; `model` for a model that was imported, `damaged` if its record cannot
     be read.
     """
     fields: dict[str, Any]
     model: str
-    """The model that it began with; empty where the store does not know."""
+    """The model that it began with; empty if the store does not know."""
     size_bytes: int
     linked_bytes: int
     """How many of these are in an artifact as well, and stay on the disk when the step is deleted."""
@@ -104,11 +104,11 @@ def prune(
     everything: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Delete what was last used too long ago, then the steps used longest ago until the rest fits;
-    artifacts keep their files.
+    """Delete what was last used too long ago, then the steps used longest ago until the rest fits.
+    Artifacts keep their files.
 
     What a running process works on or needs stays. Numbers are small and cost hours: they go by age
-    or with `everything`, never for space; so does unfinished work. Raises StoreError where the
+    or with `everything`, never for space; so does unfinished work. Raises StoreError if the
     store cannot be written.
     """
     contents = survey(store)
@@ -155,7 +155,7 @@ def _delete(store: Store, steps: list[StoredStep], *, dry_run: bool) -> tuple[li
 
 
 def _delete_metric(store: Store, path: Path, *, dry_run: bool) -> bool:
-    """Delete an eval's numbers; returns False where a run needs them."""
+    """Delete an eval's numbers; returns False if a run needs them."""
     with store.unused(path.stem) as unused:
         if unused and not dry_run:
             path.unlink(missing_ok=True)
@@ -190,8 +190,8 @@ def _step(entry: Path, record: Mapping[str, Any], records: Mapping[str, Mapping[
 
 
 def _model(record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the model that a step began with: its record says it, or that of a step
-    before it.
+    """Return the name of the model that a step began with.
+    Its record says it, or that of a step before it.
     """
     seen = record
     for _ in records:  # a damaged record may lead back to itself

@@ -40,8 +40,8 @@ class Durations:
         return [device_name(self._device), cpu_threads() if self._device == "cpu" else None]
 
     def note(self, what: str, value: Frozen, size_bytes: int, seconds: float) -> None:
-        """Remember how long a kind of work with these fields took on a model of so many bytes; a
-        full store forgets it.
+        """Remember how long a kind of work with these fields took on a model of so many bytes.
+        A full store forgets it.
         """
         told = {
             "what": what,
@@ -55,8 +55,8 @@ class Durations:
                 file.write(json.dumps({**told, "seconds": round(seconds, 3)}) + "\n")
 
     def predict(self, what: str, value: Frozen, size_bytes: int) -> float | None:
-        """Return seconds, in proportion to bytes of weights and tokens of text: of runs that differ
-        in nothing else, else of that kind.
+        """Return seconds, in proportion to bytes of weights and tokens of text.
+        They are of runs that differ in nothing else, else of that kind.
         """
         fields = value.model_dump(mode="json")
         alike = [line for line in self._lines() if (line["what"], line["machine"]) == (what, self._machine)]
@@ -87,9 +87,7 @@ class Durations:
 
 
 def _amount(fields: Mapping[str, Any]) -> int | None:
-    """Return how many tokens are read; 1 where no field says it, None where a text is read to its
-    end.
-    """
+    """Return how many tokens are read. 1 if no field says it, None if a text is read to its end."""
     text = fields.get("calibration") or fields
     for names in AMOUNTS:
         if all(name in text for name in names):

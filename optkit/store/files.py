@@ -15,8 +15,8 @@ def list_files(directory: Path) -> list[str]:
 
 
 def make_readable(directory: Path) -> None:
-    """Give all files the rights that the user's umask gives to new ones; safetensors writes for the
-    owner alone.
+    """Give all files the rights that the user's umask gives to new ones.
+    safetensors writes for the owner alone.
     """
     mask = os.umask(0)
     os.umask(mask)
@@ -32,10 +32,10 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def is_unchanged(path: Path, known: Any) -> bool:
-    """Say whether a file is still what `describe_file` saw; it is read again only where its time of
-    change differs.
+    """Say whether a file is still what `describe_file` saw.
+    It is read again only if its time of change differs.
 
-    It is not where `known`, which comes out of a file too, is no such description.
+    It is not if `known`, which comes out of a file too, is no such description.
     """
     try:
         status = path.stat()

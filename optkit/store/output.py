@@ -1,4 +1,6 @@
-"""The directory that a run writes an artifact to: held by one run at a time, and replaced as a whole."""
+"""The directory that a run writes an artifact to: held by one run at a time, and replaced as a
+whole.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,17 @@ from optkit.store.store import explain_os_error
 
 
 def settle(out: Path) -> Path:
-    """Return the directory that a path to write to means: what a link leads to, and `.` and `..` by
-    their names.
-    """
+    """Return the directory that a path to write to means. Links, `.` and `..` are followed."""
     return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
 
 
 @contextlib.contextmanager
 def reserve(out: Path, store: Path) -> Iterator[None]:
-    """Hold an output directory for this process, so that two runs never write one artifact; mends
-    what a killed one left there.
+    """Hold an output directory for this process, so that two runs never write one artifact.
+    What a killed one left there is mended.
 
-    Raises StoreError where another run holds it, where it holds files that are not ours, where one
-    of it and the store lies inside the other, where the process stands in it, or where it cannot be
+    Raises StoreError if another run holds it, if it holds files that are not ours, if one
+    of it and the store lies inside the other, if the process stands in it, or if it cannot be
     written.
     """
     _check_place(out, store)
@@ -84,8 +84,8 @@ def _check_place(out: Path, store: Path) -> None:
 
 
 def settle_beside(out: Path) -> None:
-    """Put the artifact back that a run moved aside and never replaced, and delete what else
-    unfinished runs left beside `out`.
+    """Put the artifact back that a run moved aside and never replaced.
+    What else unfinished runs left beside `out` is deleted.
     """
     for each in list(out.parent.iterdir()):
         if each.name.startswith(f".{out.name}.old-") and not out.exists():
@@ -96,8 +96,8 @@ def settle_beside(out: Path) -> None:
 
 
 def place(source: Path, target: Path, *, link: bool) -> bool:
-    """Make `target` the same file as `source`: a hard link where asked for and possible, else a
-    copy; returns whether it is a link.
+    """Make `target` the same file as `source`, and return whether it is a link.
+    It is a hard link if asked for and possible, else a copy.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if link:

@@ -54,8 +54,8 @@ def default_store() -> Path:
 
 @dataclass
 class Draft:
-    """A step under way: `model` is the directory to fill, `record` is what will be remembered of
-    it.
+    """A step under way.
+    `model` is the directory to fill, `record` is what will be remembered of it.
     """
 
     model: Path
@@ -69,8 +69,8 @@ class Store:
         self.root = Path(root)
 
     def get(self, key: str) -> Path | None:
-        """Return the directory that a finished step left, None if there is none or it was damaged
-        since.
+        """Return the directory that a finished step left.
+        None if there is none or it was damaged since.
         """
         record = self._read_record(key)
         if record is None or self._damaged(key, record):
@@ -83,21 +83,21 @@ class Store:
         return self.root / "work" / key
 
     def is_damaged(self, key: str) -> bool:
-        """Say whether there is an entry that `get` does not give out, because it was changed since
-        it was finished.
+        """Say whether there is an entry that `get` does not give out.
+        It was changed since it was finished.
         """
         return self._entry(key).exists() and self.get(key) is None
 
     def record(self, key: str) -> dict[str, Any]:
-        """Return the record of a finished step; raises StoreError where there is none."""
+        """Return the record of a finished step; raises StoreError if there is none."""
         record = self._read_record(key)
         if record is None:
             raise StoreError("there is no such entry", where=str(self._entry(key)))
         return record
 
     def get_json(self, key: str) -> Any | None:
-        """Return what `put_json` kept under this key, None if there is nothing or it was changed
-        since.
+        """Return what `put_json` kept under this key.
+        None if there is nothing or it was changed since.
         """
         path = self.root / "metrics" / f"{key}.json"
         try:
@@ -110,13 +110,13 @@ class Store:
         return found["value"] if whole else None
 
     def is_damaged_json(self, key: str) -> bool:
-        """Say whether there is an entry that `get_json` does not give out, because it was changed
-        since it was kept.
+        """Say whether there is an entry that `get_json` does not give out.
+        It was changed since it was kept.
         """
         return (self.root / "metrics" / f"{key}.json").exists() and self.get_json(key) is None
 
     def take_json(self, key: str) -> Any:
-        """Return what `put_json` kept under this key; raises StoreError where there is nothing."""
+        """Return what `put_json` kept under this key; raises StoreError if there is nothing."""
         found = self.get_json(key)
         if found is None:
             raise StoreError(
@@ -125,8 +125,8 @@ class Store:
         return found
 
     def check_writable(self) -> None:
-        """Raise StoreError or ResourceError where nothing can be kept, before hours are spent on
-        what would be lost.
+        """Raise StoreError or ResourceError if nothing can be kept.
+        It is asked before hours are spent on what would be lost.
         """
         with self._explaining("the metrics"), tempfile.TemporaryFile(dir=self._directory("metrics")):
             pass
@@ -142,8 +142,8 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, key: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold a key for this process; calls `waiting` once if another process holds it, and waits
-        until it is free.
+        """Hold a key for this process.
+        Calls `waiting` once if another process holds it, and waits until it is free.
         """
         with self._explaining("the lock"):
             file = (self._directory("locks") / f"{key}.lock").open("a")
@@ -157,8 +157,8 @@ class Store:
 
     @contextlib.contextmanager
     def using(self, keys: Iterable[str]) -> Iterator[None]:
-        """Keep the entries of these keys from being pruned meanwhile, whether they are there
-        already or not.
+        """Keep the entries of these keys from being pruned meanwhile.
+        They need not be there already.
 
         A store that this user can only read is used without: only its owner could prune it.
         """
@@ -193,10 +193,10 @@ class Store:
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Draft]:
-        """Give a draft to fill; when the block ends well it becomes the entry, when it fails
-        nothing is left of it.
+        """Give a draft to fill.
+        When the block ends well it becomes the entry, when it fails nothing is left of it.
 
-        Raises ResourceError on a full disk, StoreError where the store cannot be written.
+        Raises ResourceError on a full disk, StoreError if the store cannot be written.
         """
         with self._explaining(f"the step {key[:12]}"), self._drafting(key) as home:
             draft = Draft(home / "model")
@@ -221,8 +221,8 @@ class Store:
 
     @contextlib.contextmanager
     def _drafting(self, key: str) -> Iterator[Path]:
-        """Give a directory that is held while this process works in it; what is left in it
-        afterwards is deleted.
+        """Give a directory that is held while this process works in it.
+        What is left in it afterwards is deleted.
         """
         self.delete_abandoned_drafts()
         home, alive = self._new_draft(key)
@@ -286,8 +286,8 @@ class Store:
 
 
 def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | StoreError:
-    """Return the optkit error for a failed write of `what` under `place`: a full disk apart from
-    everything else.
+    """Return the optkit error for a failed write of `what` under `place`.
+    A full disk is told apart from everything else.
     """
     if error.errno in NO_ROOM:
         free = f"{shutil.disk_usage(place).free:,} bytes are free" if place.exists() else ""
@@ -306,14 +306,14 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
 
 
 def _clear(home: Path) -> None:
-    """Delete a held draft, last of all the file that it is held by: what a kill leaves of it is
-    found again.
+    """Delete a held draft, last of all the file that it is held by.
+    So what a kill leaves of it is found again.
     """
     shutil.rmtree(home / "model", ignore_errors=True)
     shutil.rmtree(home, ignore_errors=True)
 
 
 def note_use(path: Path) -> None:
-    """Set a file's time of change to now; nothing happens where the store is another's."""
+    """Set a file's time of change to now; nothing happens if the store is another's."""
     with contextlib.suppress(OSError):
         os.utime(path)

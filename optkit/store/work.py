@@ -1,5 +1,5 @@
-"""What ROOT/work of a store holds: checkpoints of steps that were not finished, and what teachers
-said or wrote for any student.
+"""What ROOT/work of a store holds: checkpoints of unfinished steps, and teachers' answers.
+Any student can use what a teacher said or wrote.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def survey_work(store: Store) -> tuple[StoredWork, ...]:
 
 
 def delete_work(store: Store, work: StoredWork, *, dry_run: bool) -> bool:
-    """Delete one of them; returns False, and leaves it, where a running process works on it."""
+    """Delete one of them; returns False, and leaves it, if a running process works on it."""
     place = store.root / "work" / work.name
     with _idle(store, place) as idle:
         if idle and not dry_run:
