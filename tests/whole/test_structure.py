@@ -91,3 +91,26 @@ def test_prose_is_short(page: str) -> None:
     for paragraph in re.split(r"\n\n|\n- |^#+ .*", prose, flags=re.MULTILINE):
         for sentence in re.split(r"[.;:!?]\s+", paragraph):
             assert len(sentence.split()) <= LONGEST_SENTENCE, sentence
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "optkit/stages",
+        "optkit/settings",
+        "optkit/formats",
+        "optkit/model/formats",
+        "optkit/kernels",
+        "optkit/verification/workers",
+        "evals/optkit_evals",
+    ],
+)
+def test_an_extension_folder_shows_the_smallest_example(folder: str) -> None:
+    page = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert examples
+    for example in examples:
+        ast.parse(example)
+    for place in re.findall(r"\b((?:optkit|evals|cli|tests)/[\w/.]*\w)", page):
+        made_up = {match[1] for match in re.finditer(r"# (\S+\.py)$", page, re.MULTILINE)}
+        assert place in made_up or (ROOT / place).exists(), place
