@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 from optkit.common.field_types import AtLeastOne, BatchSize, Length, Several
 from optkit.common.statistics import mean, quantile
 from optkit.devices.peak_memory import Peak, watched_peak
-from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import ENCODING, Task
 from optkit_evals.configurations import measure_each
+from optkit_evals.timing import device_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,9 +143,7 @@ class Encoding(TimedEval):
         return found
 
     def _protocol(self, session: EncoderSession, seed: int) -> str:
-        environment = describe_environment(session.device)
         cpu = session.device == "cpu"
-        threads = f", {environment['cpu_threads']} threads" if cpu and "cpu_threads" in environment else ""
         what = f"embeddings ({session.pooling})" if session.pooling else "logits"
         return (
             f"random token ids (seed {seed}) of one length, no padding, to {what} in main memory, tokenizing "
@@ -156,7 +154,7 @@ class Encoding(TimedEval):
             f"mean; {self.turns_text()};"
             f" wall clock; memory is the largest"
             f" {'resident set of the process' if cpu else 'memory that torch allocated'} during the repeats;"
-            f" {environment['device_name']}{threads}, torch {environment['torch']}"
+            f" {device_text(session.device)}"
         )
 
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
-from optkit.common.statistics import mean, quantile
-from optkit.environment import describe_environment
+from optkit.common.statistics import mean, quantile, quantile_interval
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
-from optkit_evals.timing import uninterrupted
+from optkit_evals.timing import device_text, uninterrupted
 
 UNITS = {
     "load_first_token_p50_s": "s",
@@ -26,6 +25,8 @@ UNITS = {
     "goodput_requests_per_s": "requests/s",
     "goodput_fraction": "fraction",
 }
+FIRST_TOKEN = {f"load_first_token_p{percent}_s": percent / 100 for percent in (50, 95, 99)}
+MEDIAN = "load_first_token_p50_s"
 BEHIND = 1.25
 """Time that all requests took over the time in which they arrived, from which on the model does not
 keep up.
@@ -41,7 +42,7 @@ class Load(TimedEval):
     """
 
     kind: ClassVar[str] = "load"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     rates: AtLeastOne[Rate] = (1.0,)
@@ -112,11 +113,30 @@ class Load(TimedEval):
         ):
             self._warm_up(session, context)
             for rate in self.rates:
-                measured = [
-                    self._summary(self._serve(session, rate, context.seed + seed, context, task)) for seed in seeds
+                runs = [self._serve(session, rate, context.seed + seed, context, task) for seed in seeds]
+                measured = [self._summary(run) for run in runs]
+                first = tuple(each.first_token_s for run in runs for each in run)
+                found += [
+                    self._metric(name, rate, [each[name] for each in measured], protocol, first) for name in UNITS
                 ]
-                found += [self._metric(name, rate, [each[name] for each in measured], protocol) for name in UNITS]
         return found
+
+    def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
+        """Return the metrics of all turns as one measurement's.
+
+        The median time to the first token is that of all requests: whether the middle one of a
+        few had to wait is chance, which few runs do not show. The intervals of these percentiles
+        hold that of the requests' order, beside t over the turns.
+        """
+        times: dict[str, list[float]] = {}
+        for metric in (metric for turn in turns for metric in turn):
+            times.setdefault(_row(metric), []).extend(time for run in metric.repeats for time in run)
+        return [
+            _of_all_requests(metric, times[_row(metric)], FIRST_TOKEN[metric.name])
+            if metric.name in FIRST_TOKEN and len(metric.samples) > 1
+            else metric
+            for metric in super().pool(turns, context)
+        ]
 
     def _serve(self, session: Session, rate: float, seed: int, context: EvalContext, task: Task) -> list[Served]:
         requests = poisson_requests(session, rate, self.requests, self.prompt, seed)
@@ -160,7 +180,7 @@ class Load(TimedEval):
         took = max(each.end_s for each in served) - min(each.arrival_s for each in served)
         good = sum(self._is_good(each) for each in served)
         return {
-            **{f"load_first_token_p{percent}_s": quantile(first, percent / 100) for percent in (50, 95, 99)},
+            **{name: quantile(first, fraction) for name, fraction in FIRST_TOKEN.items()},
             **{f"load_inter_token_p{percent}_s": quantile(between, percent / 100) for percent in (50, 95, 99)},
             "load_tokens_per_s": len(served) * self.new_tokens / took,
             "goodput_requests_per_s": good / took,
@@ -175,30 +195,44 @@ class Load(TimedEval):
         shown = int(rate) if rate == int(rate) else f"{rate:g}"
         return {"rate": shown, "prompt": self.prompt, "new_tokens": self.new_tokens, "batching": self.batching}
 
-    def _metric(self, name: str, rate: float, samples: Sequence[float], protocol: str) -> Metric:
+    def _metric(
+        self, name: str, rate: float, samples: Sequence[float], protocol: str, first: tuple[float, ...] = ()
+    ) -> Metric:
         share = name == "goodput_fraction"
         return Metric(
             name=name,
             labels=self._labels(rate),
-            value=mean(samples),
+            value=quantile(first, 0.5) if name == MEDIAN and first else mean(samples),
             unit=UNITS[name],
             higher_is_better=UNITS[name] != "s",
             protocol=protocol,
             samples=tuple(samples),
             trials=(self.requests,) * len(samples) if share else (),
-            pairing="independent" if share else "paired_turns",
+            pairing="independent" if share or name == MEDIAN else "paired_turns",
+            repeats=(first,) if name in FIRST_TOKEN else (),
         )
 
     def _protocol(self, session: Session, seed: int) -> str:
-        environment = describe_environment(session.device)
         return (
             f"{self.requests} requests of random token ids arriving as a Poisson process (seed {seed} "
             "and following), greedy, no early"
             f" stop; {self.batching} batching, at most {self.batch} requests together; {self.repeats} "
-            "runs, and the mean of their"
-            f" percentiles; {self.turns_text()};"
+            "runs: the median time to the first token of all requests, the mean of the runs' other "
+            f"percentiles; {self.turns_text()};"
             f" wall clock from a request's arrival; goodput: first token within {self.first_token_limit_s:g} "
-            "s and at most"
-            f" {self.inter_token_limit_s:g} s between tokens on average; {environment['device_name']}, "
-            f"torch {environment['torch']}"
+            f"s and at most {self.inter_token_limit_s:g} s between tokens on average; {device_text(session.device)}"
         )
+
+
+def _row(metric: Metric) -> str:
+    return f"{metric.name} {sorted(metric.labels.items())}"
+
+
+def _of_all_requests(metric: Metric, times: Sequence[float], fraction: float) -> Metric:
+    """Return a pooled percentile with an interval that holds that of the order of all times."""
+    value = quantile(times, fraction) if metric.name == MEDIAN else metric.value
+    low, high = metric.interval or (value, value)
+    moved = value - metric.value
+    least, most = quantile_interval(times, fraction)
+    interval = max(0.0, min(low + moved, least)), max(high + moved, most)
+    return metric.model_copy(update={"value": value, "interval": interval})

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.common.statistics import mean
-from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
-from optkit_evals.timing import answer, uninterrupted
+from optkit_evals.timing import answer, device_text, uninterrupted
 from optkit_evals.windows import WindowedText
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Speculation(WindowedText, TimedEval):
     """
 
     kind: ClassVar[str] = "speculation"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     draws: ClassVar[bool] = False
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
@@ -114,12 +113,11 @@ class Speculation(WindowedText, TimedEval):
         return 0.0
 
     def _protocol(self, text: str, session: Session) -> str:
-        device = describe_environment(session.device)
         return (
             f"{text}, each window a prompt; {self.new_tokens} greedy tokens after each, one prompt at a "
             "time, one answer before them to"
             f" warm up; each prompt in one turn; {self.turns_text()}; decoding is timed as in throughput;"
-            f" {device['device_name']}, torch {device['torch']}"
+            f" {device_text(session.device)}"
         )
 
 

@@ -17,7 +17,7 @@ from optkit.common.statistics import mean, standard_error
 from optkit.devices.cpu_watch import CpuWatch
 from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.devices.peak_memory import Peak, peak_of
-from optkit.environment import describe_environment
+from optkit.environment import device_name
 from optkit.errors import EvalError
 from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
@@ -29,6 +29,7 @@ from optkit_evals.timing import (
     Timing,
     WarmUp,
     answer,
+    device_text,
     random_tokens,
     uninterrupted,
     wants_more,
@@ -322,12 +323,10 @@ class Throughput(TimedEval):
 
     def _protocol(self, session: Session, seed: int) -> str:
         """Say how it was measured, in the same words for both models and all engines."""
-        environment = describe_environment(session.device)
         gpu = session.device != "cpu"
-        threads = f", {environment['cpu_threads']} threads" if not gpu and "cpu_threads" in environment else ""
         memory = "memory that torch allocated (and reserved)" if gpu else "resident set of the process"
         if self.engine == "vllm":
-            return self._vllm_protocol(seed, f"{environment['device_name']}")
+            return self._vllm_protocol(seed, device_name(session.device))
         clock = "CUDA events behind each token (other engines than torch: wall clock)" if gpu else "wall clock"
         energy = "; energy is the GPU's own count over the repeats, prefill included, for each new token" if gpu else ""
         return (
@@ -341,7 +340,7 @@ class Throughput(TimedEval):
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"
             f" memory is the largest {memory} during the repeats{energy};"
-            f" {environment['device_name']}{threads}, torch {environment['torch']}"
+            f" {device_text(session.device)}"
         )
 
     def _vllm_protocol(self, seed: int, device: str) -> str:

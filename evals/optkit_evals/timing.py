@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optkit.common.statistics import mean, quantile, standard_error
+from optkit.environment import describe_environment
 from optkit.measure import QueueingSession, Session
 from optkit.progress import Task
 
@@ -28,6 +29,13 @@ MOST_FURTHER_RUNS = 10
 """Warm-up runs beyond those asked for, after which it is given up."""
 MOST_REPEATS = 4
 """Times the repeats asked for, after which no more are made however wide the interval is."""
+
+
+def device_text(device: str) -> str:
+    """Return what a protocol says of the machine: its name, the threads of a CPU, torch."""
+    environment = describe_environment(device)
+    threads = f", {environment['cpu_threads']} threads" if device == "cpu" and "cpu_threads" in environment else ""
+    return f"{environment['device_name']}{threads}, torch {environment['torch']}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -133,6 +134,7 @@ def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: b
     return Estimate(estimate.value, (min(low, least), max(high, most)))
 
 
+@lru_cache
 def binomial_interval(hits: int, trials: int) -> tuple[float, float]:
     """Return the probabilities that give so many hits, or so few, in 2.5% of cases."""
     import numpy
@@ -184,6 +186,16 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def quantile_interval(samples: Sequence[float], fraction: float) -> tuple[float, float]:
+    """Return the two samples that hold a quantile of independent draws, by their order alone.
+    It needs no distribution (Clopper and Pearson's interval of the share below); its ends are the
+    least and the largest sample if no other hold it.
+    """
+    ordered, count = sorted(samples), len(samples)
+    low, high = binomial_interval(round(fraction * count), count)
+    return ordered[math.floor(low * count)], ordered[math.ceil(high * count) - 1]
 
 
 def exact_ratio(value: float, baseline: float) -> Estimate:

@@ -16,6 +16,7 @@ from optkit.common.statistics import (
     paired_log_ratio,
     paired_ratio,
     quantile,
+    quantile_interval,
     share_estimate,
     standard_error,
     t_quantile,
@@ -151,6 +152,12 @@ def test_neighbours_that_correlate_widen_the_interval():
     ) / standard_error(mixed[:7])
     assert neighbours_estimate([0.1, 0.9], 0.0, 1.0).interval == (0.0, 1.0)
     assert neighbours_estimate([3.0] * 12) == Estimate(3.0, (3.0, 3.0))
+
+
+def test_a_quantiles_interval_by_order():
+    # of 20 draws the 6th and the 15th hold the median in 95.9% (Conover, Practical Nonparametric Statistics)
+    assert quantile_interval([float(each) for each in range(1, 21)], 0.5) == (6.0, 15.0)
+    assert quantile_interval([3.0, 1.0, 2.0], 0.99) == (1.0, 3.0)
 
 
 def test_a_binomial_interval_is_clopper_and_pearsons():

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from optkit_evals import load, serving
+from optkit_evals import load, serving, timing
 from optkit_evals.load import Load
 from optkit_evals.serving import Request, Served, poisson_requests, serve_continuously, serve_static
 
+from optkit.common.statistics import quantile
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, Turn
 from optkit.progress import SilentTask
@@ -116,10 +117,37 @@ def test_no_interval_reaches_below_0_or_beyond_all_requests() -> None:
     eval = Load(requests=10)
 
     def pooled(name: str, *values: float) -> Metric:
-        return eval.pool([[eval._metric(name, 1.0, [value], "")] for value in values], EvalContext())[0]
+        return eval.pool([[eval._metric(name, 1.0, [value], "", (value,))] for value in values], EvalContext())[0]
 
     assert pooled("load_first_token_p99_s", 0.1, 0.9, 0.2).interval[0] == 0.0  # type: ignore[index]
     assert pooled("goodput_fraction", 0.9, 0.2, 0.6).interval == (0.0, 1.0)
+
+
+def test_the_median_is_that_of_all_requests() -> None:
+    """And no interval of a percentile is narrower than that of the order of their times."""
+    eval = Load(requests=100)
+    turns = [tuple(index / 100 + place for index in range(100)) for place in (0.0, 0.0, 5.0)]
+
+    def pooled(name: str, *values: float) -> Metric:
+        metrics = [[eval._metric(name, 1.0, [value], "", turn)] for value, turn in zip(values, turns, strict=True)]
+        return eval.pool(metrics, EvalContext())[0]
+
+    median = pooled("load_first_token_p50_s", 0.5, 0.5, 0.5)
+    assert median.value == pytest.approx(0.745)
+    assert (median.samples, median.pairing) == (tuple(quantile(turn, 0.5) for turn in turns), "independent")
+    assert median.interval[0] == 0.0  # type: ignore[index]
+    tail = pooled("load_first_token_p99_s", 4.0, 4.0, 4.0)
+    assert (tail.value, tail.interval, tail.repeats) == (4.0, (4.0, 5.99), ((4.0,),) * 3)
+
+
+def test_the_protocol_says_how_many_threads_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "describe_environment", lambda device: THREADS if device == "cpu" else GPU)
+    assert Load()._protocol(BigramSession(), 0).endswith("; X, 3 threads, torch 2")
+    assert timing.device_text("cuda:0") == "H200, torch 2"
+
+
+THREADS = {"device_name": "X", "cpu_threads": 3, "torch": "2"}
+GPU = {**THREADS, "device_name": "H200"}
 
 
 def test_requests_that_all_kept_the_limits_do_not_make_goodput_certain() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from optkit_evals.speculation import Speculation
+from optkit_evals.timing import device_text
 
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Turn
@@ -38,6 +39,8 @@ def test_a_draft_that_is_always_right(tiny_model: Callable[[str], Path]) -> None
     assert found["tokens_per_forward"].value == 4.0
     assert found["tokens_per_forward"].protocol == found["acceptance_rate"].protocol
     assert "each window a prompt; 9 greedy tokens after each" in found["tokens_per_forward"].protocol
+    assert found["tokens_per_forward"].protocol.endswith(f"; {device_text('cpu')}")
+    assert " threads, torch " in device_text("cpu")
 
 
 def test_turns_share_the_prompts(tiny_model: Callable[[str], Path]) -> None:
