@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from optkit.stages.teaching.stage import Trained
+from optkit.stages.teaching.stage import TrainingStage
 
 if TYPE_CHECKING:
     from optkit.training.student import Student
 
 
-class Distill(Trained):
+class Distill(TrainingStage):
     """Teach a pruned or smaller model to predict what a larger one predicts.
     The larger one is by default the model that the recipe starts from.
 

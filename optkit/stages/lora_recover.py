@@ -23,7 +23,8 @@ from optkit.model.stored_linears import stored_linears
 from optkit.model.writer import copy_companions, link_or_copy
 from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.teaching.layers import linear_modules
-from optkit.stages.teaching.stage import CHECKPOINTS, Trained
+from optkit.stages.teaching.limits import check_devices, check_positions
+from optkit.stages.teaching.stage import CHECKPOINTS, TrainingStage
 
 if TYPE_CHECKING:
     from optkit.training.adapted_student import AdaptedStudent
@@ -36,7 +37,7 @@ NUMBERS = 4
 """In a checkpoint for each number of an adapter: itself, the best so far, two of AdamW."""
 
 
-class LoraRecover(Trained):
+class LoraRecover(TrainingStage):
     """Train small matrices beside the layers so that the model says again what it said before.
     They are LoRA (arXiv:2106.09685) or DoRA.
 
@@ -100,7 +101,7 @@ class LoraRecover(Trained):
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Train adapters as `Trained.run` does; raises also what `predict` does."""
+        """Train adapters as `TrainingStage.run` does; raises also what `predict` does."""
         report = super().run(source, target, context)
         if "skipped" not in report.details:  # another process than the first
             return report
@@ -123,10 +124,10 @@ class LoraRecover(Trained):
         The memory is that of a float32 model, teacher, adapters and activations.
 
         Raises StageError for patterns that match nothing, a rank larger than a layer, what packed
-        weights do not allow, and what `Trained.predict_beside` does.
+        weights do not allow, and what `TrainingStage.predict_beside` does.
         """
-        self._check_positions(shape)
-        self._check_devices(shape, device)
+        check_positions(self, shape)
+        check_devices(self, shape, device)
         packed = bool(shape.config.get("quantization_config"))
         self._refuse_unfit(packed)
         if packed and (what := _without_gradients(shape.config["quantization_config"])):

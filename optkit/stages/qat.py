@@ -29,7 +29,7 @@ from optkit.stages.quantizing.overrides import Override
 from optkit.stages.quantizing.streaming import QuantizationJob
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules
-from optkit.stages.teaching.stage import Trained
+from optkit.stages.teaching.stage import TrainingStage
 from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ BEGIN, END = "begin.safetensors", "end.safetensors"
 """Codes in front of the training, and after it."""
 
 
-class CodeTraining(Trained):
+class QatTraining(TrainingStage):
     """How the weights behind the codes are trained."""
 
     kind: ClassVar[str] = "qat.training"
@@ -80,7 +80,7 @@ class CodeTraining(Trained):
         return kinds.model_copy(update=more)
 
 
-class CodesTraining(CodeTraining):
+class QatTrainer(QatTraining):
     """The training itself, by one process or several: what `Qat` adds to the user's fields."""
 
     codes: Path
@@ -145,7 +145,7 @@ class Qat(GptqFields, WeightQuantizer):
     """The text whose hidden states decide which errors of the codes to begin with matter: C4.
     `start: rtn` reads none.
     """
-    training: CodeTraining = CodeTraining()
+    training: QatTraining = QatTraining()
     """Texts, tokens, losses and the rest of the training."""
     scales: Literal["learned", "fixed", "recomputed"] = "learned"
     """`learned` with the weights; `fixed`: those of the start; `recomputed`: at each step those
@@ -206,7 +206,7 @@ class Qat(GptqFields, WeightQuantizer):
                 "keep_zeros": self.keep_zeros,
             }
             fields["rounds_inputs"] = self.activations == "dynamic"
-            training = CodesTraining.model_validate(self.training.model_dump() | fields)
+            training = QatTrainer.model_validate(self.training.model_dump() | fields)
             report = training.run(job.source, place, job.context)
             trained, _, ended = read_codes(place / END)
         job.details |= facts["details"] | report.details

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optkit.training.optimizer import OptimizerName
@@ -88,3 +88,19 @@ class TrainingResult:
     def best(self) -> dict[str, float]:
         """The least held-out losses."""
         return next(each for each in self.course.held_out if each["step"] == self.course.best_step)
+
+    def details(self) -> dict[str, Any]:
+        """Return what a report says about a training, as JSON values of bounded length."""
+        return {
+            "steps": self.course.step,
+            "tokens": self.tokens,
+            "seconds": round(self.course.seconds, 1),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "compile_seconds": round(self.course.compile_seconds, 1),
+            "stopped": self.course.stopped,
+            "best_step": self.course.best_step,
+            "held_out_before": self.first,
+            "held_out_after": self.best,
+            "held_out": self.course.held_out,
+            "resumed_at": self.course.resumed,
+        }

@@ -22,7 +22,7 @@ from optkit.session import open_session
 from optkit.stage import Context, Format, Report
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
-from optkit.stages.qat import CodesTraining, Qat
+from optkit.stages.qat import Qat, QatTrainer
 from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized, within_cells
 from optkit.training.loop import Loop
@@ -140,13 +140,13 @@ def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
     changes: dict[str, Any],
 ) -> None:
     last: dict[str, Tensor] = {}
-    write = CodesTraining._write
+    write = QatTrainer._write
 
-    def remember(self: CodesTraining, student: Any, target: Path, context: Context) -> int:
+    def remember(self: QatTrainer, student: Any, target: Path, context: Context) -> int:
         last.update({name: layer.rounded().detach() for name, layer in student.layers.items()})
         return write(self, student, target, context)
 
-    monkeypatch.setattr(CodesTraining, "_write", remember)
+    monkeypatch.setattr(QatTrainer, "_write", remember)
     training = {
         **fields["training"],
         "tokens": 8 * 8 * LENGTH,
@@ -173,13 +173,13 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     trained: dict[str, FakeQuantized] = {}
-    write = CodesTraining._write
+    write = QatTrainer._write
 
-    def remember(self: CodesTraining, student: Any, target: Path, context: Context) -> int:
+    def remember(self: QatTrainer, student: Any, target: Path, context: Context) -> int:
         trained.update(student.layers)
         return write(self, student, target, context)
 
-    monkeypatch.setattr(CodesTraining, "_write", remember)
+    monkeypatch.setattr(QatTrainer, "_write", remember)
     training = {
         **fields["training"],
         "tokens": 8 * 8 * LENGTH,
@@ -260,7 +260,7 @@ def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CodesTraining, "_write", killed)
+        patch.setattr(QatTrainer, "_write", killed)
         stage.run(source, tmp_path / "first", Context(origin=source, workspace=place))
     monkeypatch.setattr(Qat, "start_weights", killed)
     report = stage.run(source, tmp_path / "second", Context(origin=source, workspace=place))

@@ -23,23 +23,21 @@ from optkit.common.field_types import (
 )
 from optkit.common.frozen import digest
 from optkit.common.limits import out_of_memory
-from optkit.environment import cpu_cores, visible_gpus
-from optkit.errors import StageError
 from optkit.model.shape import ModelShape
-from optkit.model.weights import expert_counts
 from optkit.source.models import model_shape
 from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
 from optkit.stage import Context, Cost, Report
-from optkit.stages.teaching.teacher import Taught
+from optkit.stages.teaching.limits import check_devices, check_positions
+from optkit.stages.teaching.teacher import StageWithTeacher
 from optkit.training.budget import Budget
 from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
 from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
     from optkit.training.account import Trainee
-    from optkit.training.course import TrainingOptions, TrainingResult
+    from optkit.training.course import TrainingOptions
     from optkit.training.data import TrainingData
     from optkit.training.objective import Objective
     from optkit.training.ranks import Ranks
@@ -51,11 +49,16 @@ LESS_MEMORY = (
     "`optkit plan` says what a training needs: take a device with more, a smaller model or "
     "teacher, or a lower `batch_size`"
 )
+OPTIONS = (
+    "batch_size", "accumulation", "learning_rate", "warmup", "weight_decay", "clip", "optimizer", "minutes",
+    "evaluations", "patience", "checkpoint_minutes", "compile",
+)  # fmt: skip
+"""Fields that the loop knows by the same names."""
 CHECKPOINTS = 3
 """On disk at once: the last two, and the one that is being written."""
 
 
-class Trained(Taught):
+class TrainingStage(StageWithTeacher):
     """Train a model on texts so that it says again what a teacher says."""
 
     version: ClassVar[int] = 3
@@ -218,7 +221,7 @@ class Trained(Taught):
         return Report(
             changed=changed,
             details=details
-            | training_details(result)
+            | result.details()
             | {"curve": [(each.step, each.loss) for each in record.points]}
             | record.details(),
             calibrated_on=tuple(text.identity() for text in self.texts),
@@ -265,8 +268,8 @@ class Trained(Taught):
         Raises StageError for sequences longer than the model's positions, and for a teacher that is
         not there or has another vocabulary.
         """
-        self._check_positions(shape)
-        self._check_devices(shape, device)
+        check_positions(self, shape)
+        check_devices(self, shape, device)
         self._check_teacher(shape, origin)
         kinds = self._memory(shape, device, origin=origin)
         weights, state = 4 * shape.elements, OPTIMIZER_BYTES[self.optimizer] * shape.elements
@@ -307,51 +310,6 @@ class Trained(Taught):
         )
         return predicted_memory(shape, setup)
 
-    def _check_devices(self, shape: ModelShape, device: str) -> None:
-        if self.devices == 1:
-            return
-        there = cpu_cores() if device == "cpu" else visible_gpus()
-        if self.devices > there:
-            raise StageError(
-                f"{self.devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
-                where=self.kind,
-                why="Each process takes a core of the CPU at least"
-                if device == "cpu"
-                else "Each process takes a GPU of its own",
-                remedy=f"Set `devices` to at most {there}",
-            )
-        if ":" in device:
-            raise StageError(
-                f"{self.devices} devices are asked for, and {device} is one",
-                where=self.kind,
-                remedy="Say `--device cuda`",
-            )
-        if self.parallel == "fsdp":
-            self._refuse_indivisible(shape)
-
-    def _refuse_indivisible(self, shape: ModelShape) -> None:
-        """Refuse what FSDP2 cannot divide."""
-        if expert_counts(shape.config)[0]:
-            what, why = (
-                "experts",
-                "An expert that no token of a device is sent to has no gradient there, which FSDP2 would wait for",
-            )
-        elif shape.config.get("quantization_config"):
-            what, why = "packed layers", "FSDP2 gives each device a part of the rows of float weights"
-        else:
-            return
-        raise StageError(
-            f"the weights of {what} cannot be divided", where=self.kind, why=why, remedy="Set `parallel: ddp`"
-        )
-
-    def _check_positions(self, shape: ModelShape) -> None:
-        if shape.positions and self.sequence_length > shape.positions:
-            raise StageError(
-                f"sequences of {self.sequence_length:,} tokens, and the model was built for {shape.positions:,}",
-                where=self.kind,
-                remedy=f"Set `sequence_length` to at most {shape.positions:,}",
-            )
-
     def _data(self, source: Path, context: Context) -> TrainingData:
         from optkit.training.data import read_texts
 
@@ -369,18 +327,7 @@ class Trained(Taught):
     def _options(self, data: TrainingData) -> TrainingOptions:
         from optkit.training.course import TrainingOptions
 
-        same = (
-            "batch_size",
-            "accumulation",
-            "learning_rate",
-            "warmup",
-            "weight_decay",
-            "clip",
-            "optimizer",
-            "minutes",
-            "evaluations",
-        )
-        fields = {name: getattr(self, name) for name in (*same, "patience", "checkpoint_minutes", "compile")}
+        fields = {name: getattr(self, name) for name in OPTIONS}
         return TrainingOptions(self._budget().steps(len(data.training)), **fields)
 
     def _budget(self) -> Budget:
@@ -400,21 +347,3 @@ class Trained(Taught):
         if self.compile:
             compile_blocks_(student.model)
         return objective
-
-
-def training_details(result: TrainingResult) -> dict[str, Any]:
-    """Return what a report says about a training, as JSON values of bounded length."""
-    course = result.course
-    return {
-        "steps": course.step,
-        "tokens": result.tokens,
-        "seconds": round(course.seconds, 1),
-        "tokens_per_s": round(result.tokens_per_s, 1),
-        "compile_seconds": round(course.compile_seconds, 1),
-        "stopped": course.stopped,
-        "best_step": course.best_step,
-        "held_out_before": result.first,
-        "held_out_after": result.best,
-        "held_out": course.held_out,
-        "resumed_at": course.resumed,
-    }

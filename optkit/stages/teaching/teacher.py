@@ -47,7 +47,7 @@ class Generated(Frozen):
         return max(1, self.tokens // length)
 
 
-class Taught(Transform):
+class StageWithTeacher(Transform):
     """What a student is told, and by whom."""
 
     teacher: ModelSource | None = None
