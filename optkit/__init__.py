@@ -1,5 +1,5 @@
-"""optkit: optimize Hugging Face language models by recipe, and prove what it cost and what it
-bought.
+"""optkit optimizes Hugging Face language models by recipe.
+It proves what that cost and what it bought.
 
 scorecard = optkit.run("recipes/llama_int4.yaml", model="smollm2-135m")
 session = optkit.open_artifact("artifacts/llama_int4")

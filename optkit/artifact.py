@@ -1,5 +1,5 @@
-"""An artifact: a directory that deploys as it is, with `optkit.json` (how it was made) and the
-scorecard beside the weights.
+"""An artifact: a directory that deploys as it is.
+`optkit.json` (how it was made) and the scorecard lie beside the weights.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
 
 
 class ArtifactRecord(Frozen):
-    """What `optkit.json` says: enough to open the artifact as it was measured, and to make it
-    again.
+    """What `optkit.json` says.
+    That is enough to open the artifact as it was measured, and to make it again.
     """
 
     optkit_artifact: int = SCHEMA
@@ -100,7 +100,7 @@ class Artifact(Frozen):
             )
 
     def require_finished(self) -> None:
-        """Raise ArtifactError where the run that published it ended before its scorecard was there."""
+        """Raise ArtifactError if the run that published it ended before its scorecard was there."""
         finished = self.record.finished
         if not ((self.directory / SCORECARD_JSON).is_file() if finished is None else finished):
             raise ArtifactError(
@@ -115,8 +115,8 @@ class Artifact(Frozen):
         self._recorded(finished=True)
 
     def replace_attachments(self, files: Mapping[str, bytes]) -> Artifact:
-        """Return the artifact with these files below its folder of attachments, in place of those
-        that an earlier run left there.
+        """Return the artifact with these files below its folder of attachments.
+        They take the place of those that an earlier run left there.
         """
         wanted = {f"{ATTACHMENTS}/{place}": content for place, content in files.items()}
         # What a kill leaves of either is known as ours: the record is written before the files are.
@@ -135,9 +135,7 @@ class Artifact(Frozen):
         return self.model_copy(update={"record": record})
 
     def attach(self, name: str, content: str | bytes) -> None:
-        """Write one of optkit's own files (a scorecard, a verification, an attachment) beside the
-        weights.
-        """
+        """Write one of optkit's own files (a scorecard, an attachment) beside the weights."""
         path = self._place(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,8 +163,8 @@ class Artifact(Frozen):
 
 
 def measured_weights(artifact: Artifact, store: Store) -> str:
-    """Return the key under which an artifact's weights are measured: its own where this store holds
-    the same files, else their digest.
+    """Return the key under which an artifact's weights are measured.
+    It is its own if this store holds the same files, else their digest.
 
     A record alone proves nothing: another version, machine or author leaves other weights under the
     same key.
@@ -207,7 +205,7 @@ def is_artifact(directory: Path) -> bool:
 
 
 def read_artifact(directory: Path) -> Artifact:
-    """Return a published artifact. Raises ArtifactError where the directory is none, or its record
+    """Return a published artifact. Raises ArtifactError if the directory is none, or its record
     cannot be read.
     """
     path = directory / RECORD
@@ -224,8 +222,8 @@ def read_artifact(directory: Path) -> Artifact:
 
 
 def read_finished(directory: Path) -> Artifact:
-    """Return a published artifact as `read_artifact` does; raises ArtifactError where its run did
-    not finish, too.
+    """Return a published artifact as `read_artifact` does.
+    Raises ArtifactError if its run did not finish, too.
     """
     found = read_artifact(directory)
     found.require_finished()
@@ -233,11 +231,11 @@ def read_finished(directory: Path) -> Artifact:
 
 
 def standing(out: Path, key: str) -> Artifact | None:
-    """Return the artifact of this key that stands at `out`, whole; None where it has to be written,
-    in place of another or of none.
+    """Return the artifact of this key that stands at `out`, whole.
+    None if it has to be written, in place of another or of none.
 
-    Raises StoreError where files that optkit did not write would be lost by that, ArtifactError
-    where nobody can tell.
+    Raises StoreError if files that optkit did not write would be lost by that, ArtifactError
+    if nobody can tell.
     """
     if not is_artifact(out):
         return None
@@ -267,7 +265,7 @@ def publish(
     """Make `out` the artifact with these weights, by a rename; call it inside `reserve(out)`.
 
     `stored`: the files of the store's record when a stage left the weights there; they become hard
-    links where the disk allows it, which costs no space. The files of a user's own directory and of
+    links if the disk allows it, which costs no space. The files of a user's own directory and of
     the hub's cache are copied, so that nobody changes both by changing one, and so are those of a
     format that must not be linked. An artifact of the same key that is still whole stays as it is.
     `record` holds the fields of `ArtifactRecord` but `files`.

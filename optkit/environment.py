@@ -36,7 +36,7 @@ class Memory:
 
 
 def package_version(name: str) -> str | None:
-    """Return the installed version of a distribution, None where it is not installed."""
+    """Return the installed version of a distribution, None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -44,11 +44,11 @@ def package_version(name: str) -> str | None:
 
 
 def unmet(requires: Iterable[str]) -> list[str]:
-    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed or not in a
-    version that will do.
+    """Return which of the requirements, e.g. `bitsandbytes>=0.50`, are not installed.
+    A version that will not do counts as not installed.
 
     Of `onnxruntime>=1.22 | onnxruntime-gpu>=1.22`, distributions of one package, any will do; the
-    first is returned where none is there.
+    first is returned if none is there.
     """
     choices = [text.split(" | ") for text in requires]
     return [each[0] for each in choices if not any(_is_met(text) for text in each)]
@@ -63,15 +63,15 @@ def _is_met(requirement: str) -> bool:
 
 
 def best_device() -> str:
-    """Return `cuda` where torch was built for CUDA and the driver shows this process a GPU, else
-    `cpu`; imports no torch.
+    """Return `cuda` if torch was built for it and the driver shows this process a GPU, else `cpu`.
+    It imports no torch.
     """
     return "cuda" if torch_has_cuda() and visible_gpus() else "cpu"
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch was built for CUDA, from its version file; False where
-    torch is not installed.
+    """Return whether the installed torch was built for CUDA, from its version file.
+    False if torch is not installed.
     """
     try:
         version = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
@@ -82,9 +82,7 @@ def torch_has_cuda() -> bool:
 
 
 def usable_device(device: str | None) -> str:
-    """Return the device, the best one where None; raises UsageError for a GPU that torch does not
-    see.
-    """
+    """Return the device, the best one if None. Raises UsageError for a GPU that torch does not see."""
     if device is None or device == "cpu":
         return device or best_device()
     import torch
@@ -104,8 +102,8 @@ def visible_gpus() -> int:
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
-    """Return that of a GPU, from NVIDIA's driver and without torch, e.g. `(9, 0)`; None for a CPU
-    or without a driver.
+    """Return the compute capability of a GPU, e.g. `(9, 0)`, from NVIDIA's driver, without torch.
+    None for a CPU or without a driver.
     """
     if (found := _driver_of(device)) is None:
         return None
@@ -117,8 +115,8 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 
 
 def gpu_memory_bytes(device: str) -> int | None:
-    """Return the memory of a GPU, from NVIDIA's driver and without torch; None for a CPU or without
-    a driver.
+    """Return the memory of a GPU, from NVIDIA's driver and without torch.
+    None for a CPU or without a driver.
     """
     if (found := _driver_of(device)) is None:
         return None
@@ -127,8 +125,8 @@ def gpu_memory_bytes(device: str) -> int | None:
 
 
 def only_visible(device: str) -> dict[str, str]:
-    """Return the variable with which another process sees this device alone: no GPU for `cpu`, for
-    `cuda:1` the second that we see.
+    """Return the variable with which another process sees this device alone.
+    It shows no GPU for `cpu`, and for `cuda:1` the second that we see.
     """
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     index = int(device.partition(":")[2] or 0)
@@ -147,8 +145,8 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def device_name(device: str) -> str:
-    """Return the name of a device, e.g. `NVIDIA H200`; torch is imported only where nvidia-smi
-    cannot tell a GPU's.
+    """Return the name of a device, e.g. `NVIDIA H200`.
+    torch is imported only if nvidia-smi cannot tell a GPU's.
     """
     if device == "cpu":
         return cpu_name()
@@ -166,7 +164,7 @@ def cpu_cores() -> int:
 
 
 def cpu_threads() -> int:
-    """Return how many threads torch computes with on the CPU, or will where it is not imported yet:
+    """Return how many threads torch computes with on the CPU, or will if it is not imported yet:
     as many as asked for or as there are physical cores, whichever is less."""
     if loaded := sys.modules.get("torch"):
         return int(loaded.get_num_threads())
@@ -177,8 +175,8 @@ def cpu_threads() -> int:
 
 
 def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return how many physical cores this process may run on; where the kernel does not say, each
-    is one.
+    """Return how many physical cores this process may run on.
+    If the kernel does not say, each is one.
     """
     if not hasattr(os, "sched_getaffinity"):
         return cpu_cores()
@@ -192,8 +190,8 @@ def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def memory(device: str = "cpu") -> Memory:
-    """Return the memory of a device; main memory is what the container's limit (cgroup v2) leaves
-    of it.
+    """Return the memory of a device.
+    Main memory is what the container's limit (cgroup v2) leaves of it.
     """
     if device != "cpu":
         import torch
@@ -211,8 +209,8 @@ def memory(device: str = "cpu") -> Memory:
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """Return what a scorecard records about the machine, as JSON values; a version that is not
-    installed is left out.
+    """Return what a scorecard records about the machine, as JSON values.
+    A version that is not installed is left out.
     """
     described: dict[str, Any] = {
         "optkit": __version__,
@@ -242,7 +240,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def driver_version(module: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's kernel driver, None where there is none."""
+    """Return the version of NVIDIA's kernel driver, None if there is none."""
     if module.is_file():
         found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", module.read_text(encoding="utf-8", errors="replace"))
         if found:
@@ -251,7 +249,7 @@ def driver_version(module: Path = Path("/proc/driver/nvidia/version")) -> str | 
 
 
 def _driver() -> Any:
-    """Return NVIDIA's driver, ready to be asked; None where there is none that works."""
+    """Return NVIDIA's driver, ready to be asked; None if there is none that works."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -260,8 +258,8 @@ def _driver() -> Any:
 
 
 def _driver_of(device: str) -> tuple[Any, ctypes.c_int] | None:
-    """Return NVIDIA's driver and its number of a GPU; None for a CPU, without a driver, or where it
-    has no such GPU.
+    """Return NVIDIA's driver and its number of a GPU.
+    None for a CPU, without a driver, or if it has no such GPU.
     """
     driver = None if device == "cpu" else _driver()
     number = ctypes.c_int()

@@ -47,8 +47,8 @@ class UsageError(OptkitError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in a recipe, with its place (line and column count from 1; 0 where there is
-    none).
+    """One thing wrong in a recipe, with its place.
+    Line and column count from 1; 0 if there is none.
     """
 
     message: str

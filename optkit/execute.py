@@ -1,5 +1,5 @@
-"""Run the steps of a plan that are not in the store yet: each reads one directory and fills
-another.
+"""Run the steps of a plan that are not in the store yet.
+Each reads one directory and fills another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Execution:
 
     weights: Path
     stored: Mapping[str, dict[str, Any]] | None
-    """Files of the store's record; None where no stage made them: they are the user's own, or links
+    """Files of the store's record; None if no stage made them: they are the user's own, or links
     into the hub's cache.
     """
     steps: tuple[StepOutcome, ...]
@@ -82,8 +82,8 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
 
 
 def materialize(plan: Plan, index: int, store: Store, context: Context, made: set[str]) -> Path:
-    """Return the directory that step `index` leaves, running it and what it stands on where the
-    store does not hold it.
+    """Return the directory that step `index` leaves.
+    The step and what it stands on run if the store does not hold it.
 
     The keys of the steps that ran are added to `made`.
     """
@@ -134,8 +134,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
 
 
 def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context: Context) -> Report:
-    """Run one step into `target` and prove its effect: something changed, and what was written can
-    be read.
+    """Run one step into `target` and prove its effect.
+    Something changed, and what was written can be read.
     """
     if step.stage is None or source is None:
         details = import_model(plan.recipe.model, target, context.progress)
@@ -156,8 +156,8 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
 
 
 def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
-    """Let the stages and evals that will run refuse what they cannot read, where the texts and the
-    tokenizer are here already.
+    """Let the stages and evals that will run refuse what they cannot read.
+    Only texts and tokenizers that are here already are read.
 
     `directory` is what the first of them reads, in a run, which imports transformers; left out, it
     is looked for. Raises StageError, EvalError, SourceError.
@@ -177,8 +177,8 @@ def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | N
 
 
 def check_packages(plan: Plan) -> None:
-    """Raise MissingPackageError for the first stage or eval that needs a package which is not
-    installed or too old.
+    """Raise MissingPackageError for the first stage or eval that needs a package.
+    The package is not installed or too old.
     """
     wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.requires]
     wanted += [
@@ -203,15 +203,15 @@ def check_disk(plan: Plan, store: Store) -> None:
 
 
 def _lineage(directory: Path | None) -> Sequence[dict[str, str]]:
-    """Return the texts that shaped a model before the recipe begins: of an artifact, those that it
-    remembers.
+    """Return the texts that shaped a model before the recipe begins.
+    Of an artifact these are those that it remembers.
     """
     return read_artifact(directory).record.calibrated_on if directory and is_artifact(directory) else ()
 
 
 def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepOutcome]:
-    """Return what the transforms did; of one that was pruned, what the record of a step after it
-    says.
+    """Return what the transforms did.
+    Of one that was pruned, it is what the record of a step after it says.
     """
     told: dict[str, Mapping[str, Any]] = {}
     for step in reversed(steps):

@@ -4,13 +4,13 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
 
     model      see `optkit.source.models.model_key`: its content, or its repository and commit
     step       {schema, kind, version, fields, source: key of the input, seed}
-               and {packages} of the library where another one than optkit does the work
+               and {packages} of the library if another one than optkit does the work
     artifact   {schema, weights: key of the last step, settings: [{kind, version, fields}]}
     metric     {schema, eval, version, fields, weights: key, settings}
-               and {seed} where the eval draws something,
-               and {baseline: key of the model} where the eval compares,
-               and {beside: artifact key of the other, device, cores, threads, torch, transformers} where it is timed,
-               with the versions of `Format.libraries`, and `Eval.circumstances`
+               and {seed} if the eval draws something,
+               and {baseline: key of the model} if the eval compares,
+               and {beside: artifact key of the other, device, cores, threads, torch,
+               transformers} if it is timed, with the versions of `Format.libraries`, and `Eval.circumstances`
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
 
 
 def timing_circumstances(device: str, formats: Collection[Format]) -> dict[str, Any]:
-    """Return what decides a timing on a device beside its eval: the machine, and what runs models of these formats."""
+    """Return what decides a timing on a device beside its eval: the machine, and what runs models
+    of these formats.
+    """
     described = {
         "device": device_name(device),
         "cores": cpu_cores() if device == "cpu" else None,

@@ -1,6 +1,4 @@
-"""What a measurement is: a `Session` to measure, an `Eval` that measures it, and the `Metric`s that
-come out.
-"""
+"""What a measurement is. A `Session` is measured, an `Eval` measures it, and `Metric`s come out."""
 
 from __future__ import annotations
 
@@ -75,7 +73,9 @@ class Found:
 
     @classmethod
     def of(cls, wanted: Eval, session: Any, context: EvalContext) -> Found:
-        """Return what an eval finds; raises what `Eval.run` does, EvalError if two files have one name."""
+        """Return what an eval finds; raises what `Eval.run` does, EvalError if two files have one
+        name.
+        """
         both = list(wanted.run(session, context))
         files = tuple(each for each in both if isinstance(each, Attachment))
         check_names(files, wanted.kind or type(wanted).__name__.lower())
@@ -101,8 +101,8 @@ class Turn:
     count: int = 1
 
     def share(self, repeats: int) -> int:
-        """Return how many of the repeats belong to this turn; as many as to every other one, so
-        that a few more may be made.
+        """Return how many of the repeats belong to this turn.
+        All turns have equally many, so that a few more may be made.
         """
         return math.ceil(repeats / self.count)
 
@@ -175,8 +175,8 @@ class Eval(Frozen):
     """
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return the labels of each row that a metric of this eval will have; one row without
-        labels unless an eval says more.
+        """Return the labels of each row that a metric of this eval will have.
+        There is one row without labels unless an eval says more.
         """
         return ({},)
 
@@ -189,18 +189,18 @@ class Eval(Frozen):
         return {}
 
     def longest_sequence(self) -> int:
-        """Return the tokens of the longest sequence that the model will get; 0 where it gets none."""
+        """Return the tokens of the longest sequence that the model will get; 0 if it gets none."""
         return 0
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what computing needs on the device beside the opened models; nothing unless an
-        eval says more.
+        """Return what computing needs on the device beside the opened models.
+        It is nothing unless an eval says more.
         """
         return 0
 
     def predict(self, model: SessionMemory, beside: SessionMemory | None = None) -> Cost:
-        """Return what measuring a model needs, while another one is open `beside` it: to open it,
-        or to compute with it.
+        """Return what measuring a model needs, while another one is open `beside` it.
+        Both opening it and computing with it count.
         """
         held, opened = (beside.weights, beside.opening) if beside else (0, 0)
         peak = model.weights + held + self.working_bytes(model)
@@ -209,15 +209,15 @@ class Eval(Frozen):
         return Cost(ram_bytes=max(opened, model.opening), gpu_bytes=peak)
 
     def check(self, device: str) -> None:
-        """Refuse, before anything runs and without torch, what the device or the installed packages
-        cannot measure.
+        """Refuse what the device or the installed packages cannot measure.
+        It is asked before anything runs, without torch.
 
         Raises MissingPackageError, EvalError.
         """
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse, before anything is computed, a tokenizer that cannot be opened and texts that are
-        too short.
+        """Refuse a tokenizer that cannot be opened and texts that are too short.
+        It is asked before anything is computed.
 
         Raises SourceError, EvalError.
         """
@@ -227,14 +227,14 @@ class Eval(Frozen):
         return TURNS
 
     def apart(self) -> bool:
-        """Say whether a timed eval takes each turn in a fresh process, which opens the model for it
-        and ends.
+        """Say whether a timed eval takes each turn in a fresh process.
+        That process opens the model for it and ends.
         """
         return False
 
     def circumstances(self, device: str) -> dict[str, Any]:
-        """Return, as JSON values and without torch, what else decides a timed eval's numbers beside
-        device, threads and library versions.
+        """Return what else decides a timed eval's numbers, as JSON values and without torch.
+        Device, threads and library versions decide them anyway.
 
         It is part of their key, and belongs into their protocol.
         """
@@ -248,8 +248,8 @@ class Eval(Frozen):
         raise NotImplementedError
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
-        """Return the metrics of all turns of a timed eval as those of one measurement; what failed
-        in one turn has failed.
+        """Return the metrics of all turns of a timed eval as those of one measurement.
+        What failed in one turn has failed.
         """
         alike: dict[str, list[Metric]] = {}
         for metric in (metric for turn in turns for metric in turn):
@@ -258,8 +258,8 @@ class Eval(Frozen):
 
 
 class TimedEval(Eval):
-    """An eval whose numbers differ from process to process: each model is opened anew in each of
-    several turns, and the turns are pooled.
+    """An eval whose numbers differ from process to process.
+    Each model is opened anew in each of several turns, and the turns are pooled.
 
     `run` measures in one turn, `context.turn`. The value of a metric there, the mean of its
     repeats, is one sample of the pooled metric: turns are independent of each other, repeats within

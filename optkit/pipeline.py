@@ -1,5 +1,5 @@
-"""From a recipe to a scorecard: pin, plan, execute, publish, measure; and the same without making
-anything, for what is there.
+"""From a recipe to a scorecard: pin, plan, execute, publish, measure.
+What is there is measured without making anything.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def plan(
     store: Path | None = None,
     data: Path | None = None,
 ) -> Plan:
-    """Return what `run` would do: every step with its key, whether the store holds it, and what it
-    will need; computes nothing.
+    """Return what `run` would do; compute nothing.
+    It has every step with its key, whether the store holds it, and what it will need.
     """
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = usable_device(device)
@@ -89,13 +89,13 @@ def run(
     verified: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
-    """Make a recipe's artifact in `out` (`artifacts/NAME`), measure it beside the unmodified model,
-    and return its scorecard.
+    """Make a recipe's artifact in `out` (`artifacts/NAME`) and return its scorecard.
+    The artifact is measured beside the unmodified model.
 
     `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`,
     `data` is a directory with local copies of data sets. What the store holds is not done again,
-    but for timings where `retime` is true. `verified`: every engine that is installed opens the
-    artifact at the end; UnsoundError where its files do not pass the checks. Raises an OptkitError
+    but for timings if `retime` is true. `verified`: every engine that is installed opens the
+    artifact at the end; UnsoundError if its files do not pass the checks. Raises an OptkitError
     for everything that a user can cause.
     """
     progress = progress or SilentProgress()
@@ -153,13 +153,13 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
-    """Check an artifact's files and what each engine makes of it beside optkit's own session; the
-    result is kept in its scorecard.
+    """Check an artifact's files and what each engine makes of it beside optkit's own session.
+    The result is kept in its scorecard.
 
-    `pythons` says in which interpreter an engine is installed, where it is not our own. The logits
+    `pythons` says in which interpreter an engine is installed, if it is not our own. The logits
     after `tokens` tokens of a fixed text are compared. Raises UsageError for an interpreter that is
-    not there, ArtifactError where the directory is no artifact or its run did not finish,
-    SourceError where opening it would run code of others without `trust_remote_code`.
+    not there, ArtifactError if the directory is no artifact or its run did not finish,
+    SourceError if opening it would run code of others without `trust_remote_code`.
     """
     progress = progress or SilentProgress()
     found = read_finished(Path(artifact))
@@ -182,7 +182,7 @@ def verify(
 
 
 def read_scorecard(artifact: Path) -> Scorecard:
-    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError where
+    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError if
     there is none.
     """
     found = read_finished(artifact)
@@ -206,11 +206,11 @@ def open_artifact(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> AnySession:
-    """Open an artifact, or a plain model directory, as it was measured: with its settings applied
-    and its packed weights used as they are.
+    """Open an artifact, or a plain model directory, as it was measured.
+    Its settings are applied and its packed weights used as they are.
 
-    `progress` hears how far the reading of packed weights is. Raises ArtifactError where files of
-    the artifact were lost or changed, or its run did not finish, SourceError where opening it would
+    `progress` hears how far the reading of packed weights is. Raises ArtifactError if files of
+    the artifact were lost or changed, or its run did not finish, SourceError if opening it would
     run code of others without `trust_remote_code`.
     """
     from optkit.session import open_session

@@ -1,5 +1,5 @@
-"""What a run would do, known before it runs: steps and measurements, their keys, and whether the
-store has them.
+"""What a run would do, known before it runs.
+It has steps and measurements, their keys, and whether the store has them.
 
 Nothing here imports torch or reaches for the network.
 """
@@ -30,8 +30,8 @@ from optkit.store.store import Store
 
 
 class Step(Frozen):
-    """One directory of weights on the way to the artifact: the model itself, then what each
-    transform leaves.
+    """One directory of weights on the way to the artifact.
+    The model itself is first, then comes what each transform leaves.
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Step(Frozen):
     hit: bool
     """The store, or for a model the place that it comes from, has it already."""
     directory: Path | None
-    """Where it lies, where it is a hit."""
+    """Where it lies, if it is a hit."""
     format: Format
     cost: Cost
-    """What it needs where it is no hit."""
+    """What it needs if it is no hit."""
     size_bytes: int
     """Bytes of the weights that it leaves."""
     seconds: float | None = None
-    """How long it will take, by what such steps took on this machine; None where it is a hit, or
+    """How long it will take, by what such steps took on this machine; None if it is a hit, or
     none was made here.
     """
 
@@ -64,7 +64,7 @@ class PlannedEval(Frozen):
     key: str
     """Key of the artifact's metrics."""
     baseline_key: str | None
-    """Key of the unmodified model's metrics; None where the eval compares the two and has only one
+    """Key of the unmodified model's metrics; None if the eval compares the two and has only one
     result.
     """
     hit: bool
@@ -74,10 +74,10 @@ class PlannedEval(Frozen):
     baseline_hit: bool
     """The store has the unmodified model's metrics, or none are needed."""
     cost: Cost = Cost()
-    """What measuring needs where it is no hit."""
+    """What measuring needs if it is no hit."""
     seconds: float | None = None
     """How long the artifact and the unmodified model will take to measure, as far as they are no
-    hit; None where nobody knows.
+    hit; None if nobody knows.
     """
 
     def duration_of(self, key: str) -> str:
@@ -102,7 +102,7 @@ class Plan(Frozen):
     """The weights together with the settings."""
     baseline_key: str
     """The unmodified model, without settings but for `baseline_settings`; equal to `artifact_key`
-    where the recipe changes nothing.
+    if the recipe changes nothing.
     """
     evals: tuple[PlannedEval, ...]
     baseline_settings: tuple[SettingEntry, ...] = ()
@@ -112,7 +112,7 @@ class Plan(Frozen):
     doomed: tuple[str, ...] = ()
     """Gates of which it is known that they cannot pass, one sentence each."""
     forecasts: tuple[str, ...] = ()
-    """What opening the artifact will need where a setting says where its weights lie, one line
+    """What opening the artifact will need if a setting says where its weights lie, one line
     each.
     """
 
@@ -123,8 +123,8 @@ class Plan(Frozen):
 
     @property
     def pending(self) -> tuple[Step, ...]:
-        """The steps that have to run: the transforms after the last hit, and the model where it is
-        not there yet.
+        """The steps that have to run.
+        They are the transforms after the last hit, and the model if it is missing.
         """
         last = max((index for index, step in enumerate(self.steps) if step.hit), default=-1)
         return tuple(step for index, step in enumerate(self.steps) if not step.hit and (index > last or index == 0))
@@ -150,11 +150,11 @@ class Plan(Frozen):
 
 
 def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None = None) -> Plan:
-    """Return the plan of a pinned recipe; `weights_key` is that of its weights where they are
-    there, whatever its stages leave today.
+    """Return the plan of a pinned recipe.
+    `weights_key` is that of its weights if they are there, whatever its stages leave today.
 
-    Raises StageError where a transform cannot read what the model or the stage before it is,
-    EvalError where an eval needs longer sequences than the model was built for, SourceError where
+    Raises StageError if a transform cannot read what the model or the stage before it is,
+    EvalError if an eval needs longer sequences than the model was built for, SourceError if
     the model is gone, and what `Setting.check` raises.
     """
     key = model_key(recipe.model)
@@ -196,8 +196,8 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
 
 
 def _check_rules(recipe: Recipe, start: Start, device: str) -> None:
-    """Raise the first broken rule, as validation says it, for recipes that were made or changed in
-    Python and for what only the model tells.
+    """Raise the first broken rule, as validation says it.
+    It is for recipes made or changed in Python, and for what only the model tells.
     """
     for entry, message in broken_rules(recipe.stages, recipe.evals, start, (device,), lambda entry: ""):
         raise (EvalError if isinstance(entry, EvalEntry) else StageError)(message, where=f"recipe {recipe.name}")
@@ -304,8 +304,8 @@ def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) ->
 def _session_memories(
     recipe: Recipe, device: str, steps: Sequence[Step], left: ModelShape, shape: ModelShape
 ) -> tuple[SessionMemory, SessionMemory] | None:
-    """Return what the artifact and the unmodified model take when they are open; None where a
-    setting says where their weights lie.
+    """Return what the artifact and the unmodified model take when they are open.
+    None if a setting says where their weights lie.
     """
     settings = [entry.value for entry in recipe.settings]
     if any(setting.places_weights for setting in settings):
@@ -316,8 +316,8 @@ def _session_memories(
 
 
 def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, SessionMemory] | None) -> Iterator[Cost]:
-    """Yield what each eval needs where it has to be measured; the unmodified model stays open while
-    others compare with it.
+    """Yield what each eval needs if it has to be measured.
+    The unmodified model stays open while others compare with it.
     """
     comparing = any(each.eval.compares and each.pending for each in planned)
     for each in planned:
@@ -341,7 +341,7 @@ def _timed_step(steps: Sequence[Step], index: int, recipe: Recipe, durations: Du
 
 
 def _eval_seconds(each: PlannedEval, durations: Durations, size_bytes: int) -> float | None:
-    """Return how long an eval will take; None where that of one of the models is not known."""
+    """Return how long an eval will take; None if that of one of the models is not known."""
     keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
     known = [durations.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]
     return sum(filter(None, known)) if known and None not in known else None

@@ -1,5 +1,5 @@
-"""How long work reports that it is getting on; the command line draws it, the library is silent by
-default.
+"""How long work reports that it is getting on.
+The command line draws it, the library is silent by default.
 """
 
 from __future__ import annotations

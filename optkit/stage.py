@@ -55,8 +55,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Report:
-    """What a transform did: counts of modules, the skipped ones with the reason, and numbers worth
-    keeping.
+    """What a transform did.
+    It has counts of modules, the skipped ones with the reason, and numbers worth keeping.
     """
 
     changed: int
@@ -98,8 +98,8 @@ class Stage(Frozen):
         return None
 
     def made_with(self) -> dict[str, Any]:
-        """Return what decides the result beside version and fields, as JSON values for the key;
-        empty where nothing does.
+        """Return what decides the result beside version and fields, as JSON values for the key.
+        It is empty if nothing does.
         """
         return {}
 
@@ -109,7 +109,7 @@ class Transform(Stage):
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT})
     produces: ClassVar[Format] = Format.CHECKPOINT
-    """What it leaves; where that hangs on what it reads, of a checkpoint with float weights (see
+    """What it leaves; if that hangs on what it reads, of a checkpoint with float weights (see
     `leaves`).
     """
     reads_origin: ClassVar[bool] = False
@@ -129,16 +129,16 @@ class Transform(Stage):
         raise NotImplementedError
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what the step will need and the shape of the model that it leaves, from the shape
-        of its input; no torch.
+        """Return what the step will need and the shape of the model that it leaves.
+        It needs the shape of its input, and no torch.
 
         Without a method of its own: the same tensors again, and at most all of them in memory.
         """
         return Cost(disk_bytes=shape.size_bytes, ram_bytes=shape.size_bytes), shape
 
     def predict_beside(self, shape: ModelShape, device: str, origin: ModelShape) -> tuple[Cost, ModelShape]:
-        """Return what `predict` does, for stages with `reads_origin`: `origin` is the shape of the
-        model that the recipe starts from.
+        """Return what `predict` does, for stages with `reads_origin`.
+        `origin` is the shape of the model that the recipe starts from.
         """
         return self.predict(shape, device)
 
@@ -192,33 +192,33 @@ class Setting(Stage):
     exact: ClassVar[bool] = True
     """Leaves what the model computes as it is, but for the order of rounding."""
     places_weights: ClassVar[bool] = False
-    """Says where weights lie and nothing else: where the unmodified model has no room alone, it is
+    """Says where weights lie and nothing else: if the unmodified model has no room alone, it is
     measured with it too.
     """
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Refuse, before anything runs and without torch, what the model, the device or the
-        installed packages cannot honour.
+        """Refuse what the model, the device or the installed packages cannot honour.
+        It is asked before anything runs, without torch.
 
         `shape` is that of the model which is opened, `directory` that of the one which the recipe
-        starts from, where it is here already. Raises StageError, MissingPackageError.
+        starts from, if it is here already. Raises StageError, MissingPackageError.
         """
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why it cannot be honoured beside another setting, as a sentence without its full
-        stop; empty where it can.
+        """Return why it cannot be honoured beside another setting, without a full stop.
+        It is empty if it can.
         """
         return ""
 
     def foreign_code(self) -> str:
-        """Return, in words, the code of others that it has loaded when a model is opened; empty
-        where there is none.
+        """Return, in words, the code of others that it has loaded when a model is opened.
+        It is empty if there is none.
         """
         return ""
 
     def opened_dtype(self) -> str | None:
-        """Return the torch name of the float dtype that the model is opened in; None where the
-        setting does not say.
+        """Return the torch name of the float dtype that the model is opened in.
+        None if the setting does not say.
         """
         return None
 
@@ -227,28 +227,27 @@ class Setting(Stage):
         return nullcontext()
 
     def changes_products(self) -> bool:
-        """Say whether `computing` changes what comes out of a call, so that only torch's own
-        operators will do.
+        """Say whether `computing` changes what comes out of a call.
+        Only torch's own operators will do then.
         """
         return type(self).computing is not Setting.computing
 
     def open(self, opening: Opening) -> Any:
-        """Return the session if the setting opens the model itself, e.g. in other processes; None
-        if this process opens it.
+        """Return the session if the setting opens the model itself, e.g. in other processes.
+        None if this process opens it.
         """
         return None
 
     def load_kwargs(self, device: str) -> dict[str, Any]:
-        """Return keyword arguments for `from_pretrained` / `from_config`, e.g.
-        `{"attn_implementation": "sdpa"}`.
+        """Return keyword arguments for `from_pretrained` or `from_config`.
+        For example `{"attn_implementation": "sdpa"}`.
 
         A setting of ONNX models returns those of `optkit.session.onnx_session.OnnxSession`.
         """
         return {}
 
     def loading(self, opening: Opening, checkpoint: Checkpoint, packed: bool) -> Loading | None:
-        """Return how transformers spreads the weights of a checkpoint; None if the setting does not
-        say.
+        """Return how transformers spreads a checkpoint's weights; None if the setting is silent.
 
         `packed`: its weights or its KV cache are codes, which optkit reads itself and nothing can
         spread. `opening.dtype` is known here. Raises StageError.
@@ -260,8 +259,8 @@ class Setting(Stage):
         return model
 
     def cache(self, model: Any, scales: Any) -> Any:
-        """Return what makes an opened torch model an empty KV cache, a transformers `Cache`; None
-        where the setting does not say.
+        """Return what makes an opened torch model an empty KV cache, a transformers `Cache`.
+        None if the setting does not say.
 
         `scales` are those of a float8 cache that the checkpoint holds
         (`optkit.model.kv_scales.KvScales`), or None.
@@ -277,27 +276,27 @@ class Setting(Stage):
         return session
 
     def step_mode(self, device: str) -> str:
-        """Return what makes one call of a decode step's operations, e.g. `reduce-overhead`; empty
-        if the setting leaves them alone.
+        """Return what makes one call of a decode step's operations, e.g. `reduce-overhead`.
+        It is empty if the setting leaves them alone.
         """
         return ""
 
     def forecast(self, shape: ModelShape, device: str) -> str:
-        """Return one line for the plan: what opening a model will need, e.g. of each GPU; empty
-        where that is nothing new.
+        """Return one line for the plan: what opening a model will need, e.g. of each GPU.
+        It is empty if that is nothing new.
         """
         return ""
 
     def describe(self, device: str) -> str:
-        """Return one line for the scorecard: what is in force on this device, e.g. `compile: off on
-        cpu (devices: cuda)`.
+        """Return one line for the scorecard: what is in force on this device.
+        For example `compile: off on cpu (devices: cuda)`.
         """
         return f"{self.kind}: {self.model_dump(mode='json')}"
 
 
 def exclusion(settings: Sequence[Setting], device: str) -> tuple[int, int, str] | None:
-    """Return the first two settings, by their places, that exclude each other on a device, whatever
-    their order, and why.
+    """Return the first two settings, by their places, that exclude each other on a device, and why.
+    Their order does not matter.
     """
     for (first, one), (second, other) in combinations(enumerate(settings), 2):
         if why := one.excludes(other, device) or other.excludes(one, device) or _both_place(one, other):
@@ -310,7 +309,7 @@ def _both_place(one: Setting, other: Setting) -> str:
 
 
 def check_together(settings: Sequence[Setting], device: str) -> None:
-    """Raise StageError where two settings exclude each other on a device."""
+    """Raise StageError if two settings exclude each other on a device."""
     if found := exclusion(settings, device):
         first, second, why = found
         one, other = settings[first].kind, settings[second].kind

@@ -1,5 +1,5 @@
-"""Whose code may run: what an artifact has of it, and who allows it (the command line or a recipe
-alone).
+"""Whose code may run.
+It says what an artifact has of it, and who allows it (the command line or a recipe alone).
 
 What an artifact's own optkit.json says of trust is never an answer; it is a reason to ask.
 """
@@ -23,7 +23,7 @@ WHY = "Code of others runs only if whoever opens it says so, and never because i
 def allow_code(artifact: Artifact, settings: Sequence[Setting], trusted: bool, progress: Progress) -> bool:
     """Return whether the code that came with an artifact's model is to be run, which is then said.
 
-    `settings` are those that it is opened with. Raises SourceError where there is code that is not
+    `settings` are those that it is opened with. Raises SourceError if there is code that is not
     `trusted`.
     """
     model = artifact.record.recipe.get("model")
@@ -37,8 +37,8 @@ def allow_code(artifact: Artifact, settings: Sequence[Setting], trusted: bool, p
 
 
 def allow_directory(directory: Path, trusted: bool, progress: Progress) -> bool:
-    """Return `trusted` for a plain model directory, and say what code it allows; raises SourceError
-    where there is more than that.
+    """Return `trusted` for a plain model directory, and say what code it allows.
+    Raises SourceError if there is more than that.
     """
     own = [_model_code(directory)] if trusted and classes_of(directory) else []
     _ask(directory, own + loaded_unasked(directory), trusted, progress)
@@ -46,8 +46,8 @@ def allow_directory(directory: Path, trusted: bool, progress: Progress) -> bool:
 
 
 def say_code(recipe: Recipe, progress: Progress) -> None:
-    """Say what code of others a recipe runs: that of its model where it trusts it, and what its
-    settings load.
+    """Say what code of others a recipe runs.
+    It is that of its model if it trusts it, and what its settings load.
     """
     if recipe.model.trust_remote_code:
         progress.say(f"{recipe.model.name}: the code that comes with the model is run, as you said (trust_remote_code)")

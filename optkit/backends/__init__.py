@@ -1,3 +1,3 @@
-"""Other people's quantizers: each library in an environment of its own, as a subprocess that speaks
-JSON lines.
+"""Other people's quantizers, each library in an environment of its own.
+It runs as a subprocess that speaks JSON lines.
 """

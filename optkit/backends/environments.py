@@ -80,8 +80,8 @@ class Environments:
     """A directory of environments that several processes may use at the same time."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """Take a directory: `root`, else `$OPTKIT_ENVS`, else `$XDG_CACHE_HOME/optkit/envs`, else
-        `~/.cache/optkit/envs`.
+        """Take a directory: `root`, else `$OPTKIT_ENVS`, else `envs` of the cache.
+        That is `$XDG_CACHE_HOME/optkit/envs`, else `~/.cache/optkit/envs`.
         """
         chosen = root or os.environ.get("OPTKIT_ENVS")
         self.root = (
@@ -91,29 +91,29 @@ class Environments:
         )
 
     def find(self, name: str) -> Environment | None:
-        """Return the environment of a library for this Python and this torch, None where it is not
-        built.
+        """Return the environment of a library for this Python and this torch.
+        None if it is not built.
         """
         return self._read(self._directory(find_library(name), SharedTorch()))
 
     def require(self, name: str, progress: Progress) -> Environment:
-        """Return the environment of a library, built now where it is not there."""
+        """Return the environment of a library, built now if it is missing."""
         return self.find(name) or self.build(name, progress)
 
     @contextlib.contextmanager
     def using(self, name: str, progress: Progress) -> Iterator[Environment]:
-        """Give the environment of a library, built now where it is not there; nobody removes it
-        meanwhile.
+        """Give the environment of a library, built now if it is missing.
+        Nobody removes it meanwhile.
         """
         with self._open(f"{name}.use") as file:
             take_lock(file, fcntl.LOCK_SH)
             yield self.require(name, progress)
 
     def build(self, name: str, progress: Progress) -> Environment:
-        """Build the environment of a library, or return it where another process has done so
-        meanwhile.
+        """Build the environment of a library.
+        It is returned as it is if another process has built it meanwhile.
 
-        Raises OptkitError where it cannot be built; nothing is left of it then.
+        Raises OptkitError if it cannot be built; nothing is left of it then.
         """
         library, torch = find_library(name), SharedTorch()
         directory = self._directory(library, torch)
@@ -156,7 +156,7 @@ class Environments:
     def remove(self, name: str, progress: Progress) -> tuple[Environment, ...]:
         """Delete every environment of a library, the outdated ones too.
 
-        Raises OptkitError where there is none, and where a run is at work in one.
+        Raises OptkitError if there is none, and if a run is at work in one.
         """
         find_library(name)
         with self._lock(name, progress), self._open(f"{name}.use") as file:

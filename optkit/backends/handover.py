@@ -1,5 +1,5 @@
-"""A checkpoint as another version of transformers reads it, and the proof that it reads the same
-model.
+"""A checkpoint as another version of transformers reads it.
+It comes with the proof that it reads the same model.
 
 transformers 5 writes `rope_parameters`, which 4.x passes over in silence: it then turns the
 positions with its default frequencies. So the directory that is handed over has both spellings, and
@@ -33,10 +33,10 @@ TOKENIZER_OF_5 = "TokenizersBackend"
 
 
 def hand_over(source: Path, directory: Path, transformers: str) -> Path:
-    """Return a directory with the files of a checkpoint, its config.json right for this version of
-    transformers.
+    """Return a directory with a checkpoint whose config.json suits this version of transformers.
+    All its files are there.
 
-    Where it reads the checkpoint as it is, that is `source`; else `directory` is filled with links
+    If it reads the checkpoint as it is, that is `source`; else `directory` is filled with links
     and a config.json of its own.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -59,8 +59,8 @@ def hand_over(source: Path, directory: Path, transformers: str) -> Path:
 
 
 def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that transformers 4 reads as transformers 5 does: `rope_theta`,
-    `rope_scaling`, `torch_dtype` are there too.
+    """Return a config.json that transformers 4 reads as transformers 5 does.
+    `rope_theta`, `rope_scaling`, `torch_dtype` are there too.
     """
     old = dict(config)
     if isinstance(named := config.get("dtype"), str):
@@ -85,8 +85,8 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_code: bool = False) -> Tensor:
-    """Return what this process's transformers makes of a float checkpoint, on the CPU: float32
-    [tokens, vocabulary].
+    """Return the logits of a float checkpoint by this process's transformers, on the CPU.
+    They are float32 [tokens, vocabulary].
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -103,7 +103,7 @@ def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_co
 def check_same_model(
     here: Tensor, there: Tensor, dtype: str, name: str, transformers: str, instead: str = INSTEAD
 ) -> float:
-    """Return ||difference|| / ||logits|| of two readings of a model. Raises StageError where they
+    """Return ||difference|| / ||logits|| of two readings of a model. Raises StageError if they
     are two models.
     """
     where, ours = f"backend {name}", package_version("transformers")

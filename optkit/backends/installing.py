@@ -42,10 +42,10 @@ print(json.dumps(dict(sorted(names.items(), key=lambda item: item[0].lower()))))
 
 
 def install(library: Library, directory: Path, torch: SharedTorch, progress: Progress) -> dict[str, str]:
-    """Build the environment of a library in an empty directory from its lock; returns the version
-    of each package in it.
+    """Build the environment of a library in an empty directory from its lock.
+    Returns the version of each package in it.
 
-    Raises OptkitError where a package cannot be had or is not the locked one.
+    Raises OptkitError if a package cannot be had or is not the locked one.
     """
     uv, directory = shutil.which("uv"), directory.absolute()
     where = f"optkit env build {library.name}"
@@ -79,8 +79,8 @@ def install(library: Library, directory: Path, torch: SharedTorch, progress: Pro
 
 
 def _check_requirements(directory: Path, library: Library, torch: SharedTorch, where: str) -> None:
-    """Raise OptkitError where a package asks for what is not there, e.g. a newer torch: no installer
-    was asked to look.
+    """Raise OptkitError if a package asks for what is missing, e.g. a newer torch.
+    No installer was asked to look.
     """
     found = {
         canonicalize_name(each.metadata["Name"]): each

@@ -1,5 +1,5 @@
-"""The libraries that can take a stage's place, and the versions that were seen to work together;
-nothing is imported or installed here.
+"""The libraries that can take a stage's place, in versions that were seen to work together.
+Nothing is imported or installed here.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Locked:
 
 
 def lock_digest(library: Library) -> str:
-    """Return the SHA-256 of a library's lock, nothing where it has none."""
+    """Return the SHA-256 of a library's lock, nothing if it has none."""
     path = _path(library.name)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
@@ -81,7 +81,7 @@ def lock_digest(library: Library) -> str:
 def locked_for(library: Library, torch: SharedTorch) -> tuple[Locked, ...]:
     """Return what to install beside the shared torch for this Python on this platform.
 
-    Raises OptkitError where the lock has not all that the library or torch asks for.
+    Raises OptkitError if the lock has not all that the library or torch asks for.
     """
     path = _path(library.name)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -114,7 +114,7 @@ def this_place() -> str:
 
 
 def other_ways(name: str) -> str:
-    """Return how to go on where a lock has nothing for this place."""
+    """Return how to go on if a lock has nothing for this place."""
     return (
         f"Use Python 3.{FIRST_MINOR} to 3.{LAST_MINOR} on {' or '.join(PLATFORMS)}, or make a lock for this place,"
         f" which needs uv: python -m optkit.backends.lock {name}"
@@ -124,7 +124,7 @@ def other_ways(name: str) -> str:
 def make(name: str) -> Path:
     """Write the lock of a library anew, from the index that uv is told to use; returns its place.
 
-    Raises OptkitError where uv is not there or finds no set of packages.
+    Raises OptkitError if uv is not there or finds no set of packages.
     """
     library = find_library(name)
     needs = (*SharedTorch().needs, *FOR_OLDER_TORCHES)

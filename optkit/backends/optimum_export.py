@@ -1,5 +1,5 @@
-"""Decoders as ONNX by optimum-onnx, in its environment: told what its transformers misreads, and
-held against ours before and after.
+"""Decoders as ONNX by optimum-onnx, in its environment.
+It is told what its transformers misreads, and held against ours before and after.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TASKS = {True: "text-generation-with-past", False: "text-generation"}
 
 
 def export_with_optimum(order: Order, progress: Progress) -> dict[str, Any]:
-    """Fill the target with model.onnx and its data; return versions, and how far apart both
-    transformers read the source.
+    """Fill the target with model.onnx and its data.
+    Returns versions, and how far apart both transformers read the source.
 
-    Raises StageError where the environment is not built, with optimum's exception, and where its
+    Raises StageError if the environment is not built, with optimum's exception, and if its
     transformers reads another model.
     """
     environments = Environments()

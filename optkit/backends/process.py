@@ -32,8 +32,8 @@ def run_worker(
     check_logits: Callable[[Path], None],
     launch: Path = LAUNCH,
 ) -> dict[str, Any]:
-    """Run the worker of a library on a request (the fields of `launch.Job`) and return the details
-    of its result.
+    """Run the worker of a library on a request and return the details of its result.
+    The request has the fields of `launch.Job`.
 
     It runs in a folder of its own, since libraries leave files in the working directory. What the
     library prints goes to `log`, which stays if the worker fails, with the newest of the others
@@ -70,8 +70,8 @@ def _failure(error: ChildError, name: str, log: Path) -> StageError:
 
 
 def _variables(environment: Environment, device: str) -> dict[str, str]:
-    """Return the worker's environment variables: no network, no packages of ours, no GPU but the
-    one that was asked for.
+    """Return the worker's environment variables.
+    It gets no network, no packages of ours, no GPU but the one that was asked for.
     """
     library = LIBRARIES.get(environment.name)
     return {

@@ -1,5 +1,5 @@
-"""The installed torch, found once and linked into other environments, so that none of them
-downloads gigabytes.
+"""The installed torch, found once and linked into other environments.
+So none of them downloads gigabytes.
 
 Linked are torch and the binary packages that only torch needs (CUDA's libraries, triton). Each has
 metadata of its own there, so that pip and uv see it as installed; these list no file of ours, so
@@ -28,8 +28,8 @@ class SharedTorch:
     """The installed torch and the binary packages that it brings."""
 
     def __init__(self) -> None:
-        """Find them by their metadata; torch is not imported. Raises MissingPackageError where
-        there is none.
+        """Find them by their metadata; torch is not imported. Raises MissingPackageError without
+        it.
         """
         try:
             torch = metadata.distribution("torch")
@@ -54,8 +54,8 @@ class SharedTorch:
         )
 
     def link_into(self, packages: Path) -> bool:
-        """Link everything into a site-packages directory; False, and nothing linked, where the
-        installation does not list its files.
+        """Link everything into a site-packages directory.
+        False, and nothing linked, if the installation does not list its files.
         """
         parts = {name: _parts(found) for name, found in self._distributions.items()}
         if not all(parts.values()):
@@ -88,8 +88,8 @@ def _brought_by(torch: metadata.Distribution) -> dict[str, metadata.Distribution
 
 
 def _parts(distribution: metadata.Distribution) -> set[Path]:
-    """Return what of site-packages is a distribution's: its top-level entries but the metadata, and
-    the second level of namespaces.
+    """Return what of site-packages is a distribution's.
+    That is its top-level entries but the metadata, and the second level of namespaces.
     """
     parts = set()
     for file in distribution.files or ():

@@ -18,11 +18,11 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "f
 def take_over(
     written: Path, source: Checkpoint, target: Path, chosen: Collection[str], name: str, trusted: bool = False
 ) -> None:
-    """Move the tensors that a library wrote into `target`, beside the source's own config,
-    tokenizer and other files.
+    """Move the tensors that a library wrote into `target`.
+    The source's own config, tokenizer and other files lie beside them.
 
     Of the library's config.json the `quantization_config` alone is kept: what the model is, the
-    source says. Raises StageError where chosen layers are as they were, others are not, or a tensor
+    source says. Raises StageError if chosen layers are as they were, others are not, or a tensor
     of the source is lost.
     """
     left = Checkpoint(written)
@@ -41,8 +41,8 @@ def take_over(
 
 
 def check_layers(source: Checkpoint, left: Checkpoint, chosen: Collection[str], name: str) -> None:
-    """Raise StageError unless exactly the chosen layers changed their form, and nothing of the
-    model is lost.
+    """Raise StageError unless exactly the chosen layers changed their form.
+    Nothing of the model may be lost.
     """
     changed = {name for name in _layers(source) if f"{name}.weight" not in left.tensors and _has_leaves(left, name)}
     where = f"backend {name}"

@@ -12,8 +12,8 @@ GIVEN_UP = "Dynamo recompile limit exceeded"
 
 
 def silence_advice() -> None:
-    """Keep torch's compiler from telling the user of optkit to allow TensorFloat32, which would
-    change what is measured.
+    """Keep torch's compiler from telling the user of optkit to allow TensorFloat32.
+    That would change what is measured.
     """
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning, r"torch\._inductor\.compile_fx")
 
@@ -26,8 +26,8 @@ def allow_many_shapes() -> None:
 
 
 def times_given_up() -> int:
-    """Return how often in this process torch ran a function as it is because it had been compiled
-    for too many shapes.
+    """Return how often in this process torch ran a function uncompiled.
+    It had been compiled for too many shapes.
     """
     if "torch._dynamo" not in sys.modules:
         return 0

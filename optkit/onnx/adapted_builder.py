@@ -1,12 +1,12 @@
-"""What ONNX Runtime GenAI's model builder (0.14) is not left to do itself, replaced in the process
-that exports and nowhere else.
+"""What ONNX Runtime GenAI's model builder (0.14) is not left to do itself.
+It is replaced in the process that exports and nowhere else.
 
 It would load quantized weights by the names and layouts that it knows, and decides for a whole
 model whether matrices are codes or floats. Those that are still float, lm_head among them, it
 rounds to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
 
 What a model computes it reads from config.json, by names of transformers 4
-(`optkit.onnx.older_names`), and by rules of its own where transformers has others: which layers
+(`optkit.onnx.older_names`), and by rules of its own if transformers has others: which layers
 have a sliding window and which no rotary embedding, and the angles of the rotary embedding. These
 are taken from the config and the model.
 """
@@ -47,10 +47,10 @@ SAME_AT_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
 
 
 def adapt_(builder: ModuleType, order: dict[str, Any]) -> None:
-    """Change the classes of the module `onnxruntime_genai.models.builder` so that `create_model`
-    exports what is ordered.
+    """Change the classes of `onnxruntime_genai.models.builder` so that it exports what is ordered.
+    Its `create_model` is called.
 
-    Raises StageError where that module is not the one that this was written for.
+    Raises StageError if that module is not the one that this was written for.
     """
     model = sys.modules["builders.base"].Model
     own = _methods(model)
@@ -110,9 +110,7 @@ class _Configs:
 
 
 def _by_layer(name: str) -> Callable[..., Any]:
-    """Return the method that makes a matrix product of codes where the layer has them, else of
-    floats.
-    """
+    """Return the method that makes a matrix product of codes if the layer has them, else of floats."""
 
     def make(self: Any, matmul: Any, *arguments: Any, **options: Any) -> Any:
         kind = "int4" if hasattr(matmul, "qweight") else "float"
@@ -131,8 +129,8 @@ def _set_layer_(builder: Any, layer: int) -> None:
 
 
 def _angles(builder: Any) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines, float [positions, size], as the model itself computes them; None
-    where it has several sorts.
+    """Return cosines and sines, float [positions, size], as the model itself computes them.
+    None if it has several sorts.
     """
     rotary = getattr(getattr(getattr(builder, "weights", None), "model", None), "rotary_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)

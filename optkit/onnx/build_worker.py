@@ -1,5 +1,5 @@
-"""What the process that exports does with an order (see `builder._request`), in the environment of optkit
-itself.
+"""What the process that exports does with an order (see `builder._request`).
+It runs in the environment of optkit itself.
 
 It tells at which part of the model the exporter is: `{"type": "read", "part": "layer 3"}`.
 """

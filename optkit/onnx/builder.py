@@ -1,5 +1,5 @@
-"""An exporter (ONNX Runtime GenAI's model builder, torch) in a process of its own: what it is asked
-for, and how it can end.
+"""An exporter (ONNX Runtime GenAI's model builder, torch) in a process of its own.
+This is what it is asked for, and how it can end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Order:
     head_bits: int | None = None
     """Bits that lm_head is rounded to; None leaves it as it is."""
     shared_embedding: bool = False
-    """The embedding reads the codes of lm_head; only where both are one matrix and `head_bits` are
+    """The embedding reads the codes of lm_head; only if both are one matrix and `head_bits` are
     given.
     """
     float_activations: bool = True
@@ -91,8 +91,8 @@ def refuse_architecture(architecture: str) -> None:
 def build(order: Order, task: Task) -> dict[str, Any]:
     """Fill the target; return what a report says of it beside the graph: nothing.
 
-    The process ends with this one, however that ends, and what it prints is shown only where it
-    fails. Raises StageError with what the exporter says, ResourceError where memory or disk run
+    The process ends with this one, however that ends, and what it prints is shown only if it
+    fails. Raises StageError with what the exporter says, ResourceError if memory or disk run
     out.
     """
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as made:
@@ -108,8 +108,8 @@ def build(order: Order, task: Task) -> dict[str, Any]:
 
 
 def _request(order: Order, work: Path) -> dict[str, Any]:
-    """Return what the worker reads; `view` shows the builder a config without the quantization that
-    it would look for.
+    """Return what the worker reads.
+    `view` shows the builder a config without the quantization that it would look for.
     """
     asked = {
         "exporter": order.exporter,

@@ -1,5 +1,5 @@
-"""The builds of ONNX Runtime and of its GenAI: one package each under several names on PyPI, of
-which an environment can hold one.
+"""The builds of ONNX Runtime and of its GenAI.
+One package each has several names on PyPI, of which an environment can hold one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def providers() -> tuple[str, ...]:
 
 
 def problems() -> list[str]:
-    """Return what is wrong with the installed builds: two in each other's place, or one that cannot
-    be imported.
+    """Return what is wrong with the installed builds.
+    Two may lie in each other's place, or one may not be importable.
     """
     found = [_conflict(here) for builds in (RUNTIME_BUILDS, GENAI_BUILDS) if len(here := installed(builds)) > 1]
     if not found and installed(RUNTIME_BUILDS):

@@ -26,8 +26,8 @@ STALE = ("quantize_config.json",)
 
 
 def write_beside(order: Order) -> None:
-    """Add config.json and every file of the source that holds no weights, and correct what the
-    exporter says of the provider.
+    """Add config.json and every file of the source without weights.
+    What the exporter says of the provider is corrected.
     """
     copy_companions(order.source, order.target, order.trust_remote_code)
     for name in STALE:
@@ -43,8 +43,8 @@ def write_beside(order: Order) -> None:
 
 
 def compared_text(order: Order) -> tuple[str, list[int]]:
-    """Return a text to compare on and its tokens; "" and some numbers where the source has no
-    tokenizer.
+    """Return a text to compare on and its tokens.
+    Without a tokenizer these are "" and some numbers.
     """
     vocabulary = int(Checkpoint(order.source).config["vocab_size"])
     try:

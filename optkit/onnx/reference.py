@@ -25,7 +25,7 @@ class Reference:
     """An opened checkpoint, float or quantized, that computes in float32 on the CPU."""
 
     def __init__(self, directory: Path, trust_remote_code: bool = False) -> None:
-        """Raises SourceError where weights and model do not belong together, or are NaN or Inf."""
+        """Raises SourceError if weights and model do not belong together, or are NaN or Inf."""
         checkpoint = Checkpoint(directory)
         quantized = quantized_layers(checkpoint)
         self._quantized = bool(quantized)
@@ -47,7 +47,7 @@ class Reference:
 
     @property
     def head(self) -> Tensor:
-        """The weight of lm_head, float [vocabulary, hidden], where it is not quantized."""
+        """The weight of lm_head, float [vocabulary, hidden], if it is not quantized."""
         weight: Tensor = self._model.get_output_embeddings().weight
         return weight
 

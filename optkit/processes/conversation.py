@@ -1,5 +1,6 @@
-"""The parent's side: start `worker.py` with something to do, give it orders, draw what it tells, and
-end it with everything that it started.
+"""The parent's side of a child process.
+It starts `worker.py`, gives it orders, draws what it tells, and ends it with everything that it
+started.
 
     with Child("optkit.onnx.build_worker", name="the process that exported", log=log) as child:
         child.send(order)
@@ -52,11 +53,11 @@ class Child:
         pass_fds: Sequence[int] = (),
         cwd: Path | None = None,
     ) -> None:
-        """Start a module, or a file, with `work(parent)` in our Python, or in that which a command
-        starts; `name` stands for it in errors.
+        """Start a module or file with `work(parent)`, in our Python or in a command's.
+        `name` stands for it in errors.
 
         A child that has to be ended gets a SIGINT and has `patience_s` to clean up. Raises OSError
-        where it cannot be started.
+        if it cannot be started.
         """
         self.name, self._log, self._patience_s = name, log, patience_s
         self._told_end, self._rest = False, b""
@@ -99,10 +100,10 @@ class Child:
         others: Mapping[str, Callable[..., object]] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Draw what the child tells until it has a result, and return that; `others` take messages
-        of other types.
+        """Draw what the child tells until it has a result, and return that.
+        `others` take messages of other types.
 
-        Raises the child's error (see `error_of`), ChildEndedError where it ends without one,
+        Raises the child's error (see `error_of`), ChildEndedError if it ends without one,
         TimeoutError.
         """
         with Bars(progress or SilentProgress()) as bars:
@@ -124,7 +125,9 @@ class Child:
         raise ChildEndedError(self.name, self.process.returncode, self._log)
 
     def end(self) -> None:
-        """End the child with everything that it started; one that is done may first leave by itself."""
+        """End the child with everything that it started; one that is done may first leave by
+        itself.
+        """
         if self._told_end:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_S)
@@ -141,7 +144,9 @@ class Child:
             self._channel = -1
 
     def _said(self, timeout_s: float | None) -> Iterator[dict[str, Any]]:
-        """Yield messages until the child ends; a safe point while it is silent. Raises TimeoutError."""
+        """Yield messages until the child ends; a safe point while it is silent. Raises
+        TimeoutError.
+        """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while True:
             while b"\n" in self._rest:
@@ -157,8 +162,8 @@ class Child:
 
 
 def ready(children: Collection[Child], timeout_s: float = float("inf")) -> list[Child]:
-    """Return the children that have told something or ended, none when the time is over; a safe
-    point while it waits.
+    """Return the children that have told something or ended, none when the time is over.
+    It is a safe point while it waits.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,4 +1,6 @@
-"""What became of a child process that did not do its work: its own error, or the way in which it ended."""
+"""What became of a child process that did not do its work: its own error, or the way in which it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ LIMITS = (MemoryError, OSError, ImportError, RuntimeError)
 
 
 class ChildError(Exception):
-    """What ended another process that we started; its message names the process, the exception and
-    the place.
+    """What ended another process that we started.
+    Its message names the process, the exception and the place.
 
     Its cause says of memory and disk what the exception over there said: `common.limits` reads it.
     """
@@ -35,8 +37,8 @@ class ChildEndedError(ChildError):
     """Another process ended without a result."""
 
     def __init__(self, process: str, status: int | None, log: Path | None = None) -> None:
-        """Take the status that Popen gives, None of a process that is there and silent, and what it
-        printed to.
+        """Take the status that Popen gives, and what the process printed to.
+        The status is None of a process that is there and silent.
         """
         self.how, self.last_words = ending(status), last_words(log)
         super().__init__(f"{process} {self.how} and without a result. {self.last_words}")
@@ -68,8 +70,9 @@ def last_words(log: Path | None, count: int = LAST_LINES) -> str:
 
 
 def error_of(said: Mapping[str, Any], process: str) -> OptkitError | ChildError:
-    """Return the error that `worker.described` describes: one of optkit's as the nearest that
-    `optkit.errors` has, any other as a ChildError with its traceback, which is printed below ours.
+    """Return the error that `worker.described` describes.
+    One of optkit's is the nearest that `optkit.errors` has; any other is a ChildError with its
+    traceback, which is printed below ours.
     """
     known = [getattr(errors, kind) for kind in said["kinds"] if hasattr(errors, kind)]
     if known:

@@ -1,5 +1,5 @@
-"""Processes that end with this one: started in a group of their own, ended with everything that
-they started.
+"""Processes that end with this one.
+They start in a group of their own and end with everything that they started.
 
 A Python among them imports nothing from the directory that it runs in, whose files are nobody's.
 """
@@ -29,23 +29,23 @@ ASKED_S = 0.5
 
 
 def python_command(*arguments: str, python: str | Path = sys.executable) -> list[str]:
-    """Return the command line of a Python of at least 3.11, ours or that of an environment of ours,
-    with `-P`.
+    """Return the command line of a Python of at least 3.11, with `-P`.
+    It is ours or that of an environment of ours.
     """
     return [str(python), "-P", *arguments]
 
 
 def python_environment(**changed: str) -> dict[str, str]:
-    """Return the variables of a process that runs our Python: our own places to import from, and
-    for what it starts `SAFE_PATH`.
+    """Return the variables of a process that runs our Python: our own places to import from.
+    What it starts gets `SAFE_PATH`.
     """
     places = [str(Path(each).absolute()) for each in sys.path if each]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), SAFE_PATH: "1", **changed}
 
 
 def foreign_environment(**changed: str) -> dict[str, str]:
-    """Return the variables of a process that runs another Python than ours: nothing that says where
-    ours imports from.
+    """Return the variables of a process that runs another Python than ours.
+    Nothing says where ours imports from.
     """
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", SAFE_PATH)
     return {**{name: value for name, value in os.environ.items() if name not in ours}, **changed}
@@ -53,8 +53,8 @@ def foreign_environment(**changed: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def safe_children() -> Iterator[None]:
-    """Let every Python that starts meanwhile, by whatever library, import nothing from its working
-    directory.
+    """Let no Python that starts meanwhile import anything from its working directory.
+    Any library may start it.
     """
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
@@ -68,8 +68,8 @@ def safe_children() -> Iterator[None]:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session of its own; `end_group` ends it, and so does a signal to
-    this one.
+    """Start a process that leads a session of its own.
+    `end_group` ends it, and so does a signal to this one.
 
     Its stdout is our stderr, unless `options` say otherwise: our own stdout is for results.
     """
@@ -81,8 +81,8 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 def run(
     command: Sequence[str], *, text: bytes = b"", timeout_s: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with `text` as its stdin, and return its status and what it printed; it ends
-    with this process's work.
+    """Run a command with `text` as its stdin, and return its status and what it printed.
+    It ends with this process's work.
 
     Raises subprocess.TimeoutExpired.
     """
@@ -107,8 +107,8 @@ def run(
 
 
 def ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals, patience_s: float) -> None:
-    """Send a process a signal, and let it clean up for a while; for a short one where this process
-    has itself been asked to stop.
+    """Send a process a signal, and let it clean up for a while.
+    The while is short if this process has itself been asked to stop.
     """
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
@@ -124,8 +124,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Close the stdin of a process that leads its own group, kill what is left of the group, and
-    wait for the process.
+    """Close the stdin of a process that leads its own group and kill what is left of the group.
+    Wait for the process.
     """
     if process.stdin is not None:
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Being asked to stop: a signal sets a flag, safe points read it, and what reaches none of them is
-ended.
+"""Being asked to stop: a signal sets a flag, and safe points read it.
+What reaches none of them is ended.
 
 A handler that raises does so wherever the main thread happens to be. Inside a `__del__` Python
 prints the exception and drops it, and the run goes on. So the handlers of `listening` raise
@@ -70,8 +70,8 @@ _groups: set[int] = set()
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt or Terminated in the main thread, once, if a signal has asked for the
-    end: a safe point.
+    """A safe point: raise KeyboardInterrupt or Terminated once if a signal has asked for the end.
+    It is raised in the main thread.
     """
     now = _current
     if now and now.number and not now.raised and threading.current_thread() is threading.main_thread():
@@ -80,7 +80,7 @@ def check() -> None:
 
 
 def request() -> KeyboardInterrupt:
-    """Return what stands for the signal that asked for the end; call it only where `asked`."""
+    """Return what stands for the signal that asked for the end; call it only if `asked`."""
     number = _current.number if _current else 0
     return Terminated(number) if number and number != signal.SIGINT else KeyboardInterrupt()
 
@@ -116,8 +116,8 @@ def release(leader: int) -> None:
 
 
 def before_the_end(say: Callable[[], None]) -> None:
-    """Have something called in the thread that ends this process, if the main thread does not end
-    it in time.
+    """Have something called in the thread that ends this process.
+    It is called if the main thread does not end it in time.
     """
     if _current:
         _current.last_words.append(say)
@@ -125,8 +125,8 @@ def before_the_end(say: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Hear signals inside the block as this module says; a block inside another one, or outside of
-    the main thread, adds nothing.
+    """Hear signals inside the block as this module says.
+    A block inside another one, or outside of the main thread, adds nothing.
     """
     if _current or threading.current_thread() is not threading.main_thread():
         yield
@@ -184,8 +184,8 @@ def _default() -> None:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Stand as a handler, so that Python writes the signal's number into the pipe and blocking
-    calls go on.
+    """Stand as a handler, so that Python writes the signal's number into the pipe.
+    Blocking calls go on.
     """
 
 
@@ -235,7 +235,7 @@ def _watch(now: _Listening) -> None:
 
 
 def _heard(now: _Listening, until: float | None) -> int | None:
-    """Return the next signal, 0 where the block has ended, None where nothing came until that time."""
+    """Return the next signal, 0 if the block has ended, None if nothing came until that time."""
     poll = select.poll()
     poll.register(now.reading, select.POLLIN)
     left = None if until is None else max(0.0, (until - time.monotonic()) * 1e3)

@@ -1,7 +1,8 @@
-"""The child's side: every process that optkit hands work to begins here, as
-`python worker.py DESCRIPTOR TARGET`.
+"""The child's side: every process that optkit hands work to begins here.
+It runs as `python worker.py DESCRIPTOR TARGET`.
 
-It imports the standard library alone, and runs in any Python of at least 3.10, with or without optkit.
+It imports the standard library alone, and runs in any Python of at least 3.10, with or without
+optkit.
 
 TARGET       a module, or the path of a file, with `work(parent)`, whose result is told
 stdin        orders, a JSON object a line; it stays open for as long as the parent lives, and this
@@ -120,7 +121,9 @@ def one_line(error: BaseException) -> str:
 
 
 def words(error: BaseException) -> str:
-    """Return e.g. `ValueError: too large`, of an error without a word the line of code that raised it."""
+    """Return e.g. `ValueError: too large`, of an error without a word the line of code that raised
+    it.
+    """
     last = traceback.extract_tb(error.__traceback__)[-1:]
     code = f"{last[0].line} ({Path(last[0].filename).name}, line {last[0].lineno})" if last else ""
     return f"{type(error).__name__}: {str(error).strip() or code}"

@@ -14,7 +14,7 @@ class TrainingOptions:
     """How to train; what is minimized is the objective's business."""
 
     steps: int
-    """Optimizer steps, where `minutes` does not end them before."""
+    """Optimizer steps, if `minutes` does not end them before."""
     batch_size: int = 8
     """Sequences of a forward pass."""
     accumulation: int = 1
@@ -37,7 +37,7 @@ class TrainingOptions:
     compile: bool = False
     """Whether the first passes compile; they are made, and thrown away, before any time counts."""
     diverged: float = 3.0
-    """Stop where the loss is so many times what it was at the start, after the warm-up."""
+    """Stop when the loss is so many times what it was at the start, after the warm-up."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Course:
     """`step`, `total` and each loss by its name, in order."""
     best_step: int = 0
     due: int = 0
-    """How many of the evaluations the training has come past; where a step took long, one judgement
+    """How many of the evaluations the training has come past; if a step took long, one judgement
     stands for several.
     """
     stopped: str = ""

@@ -1,5 +1,5 @@
-"""Run a stage in several processes, one for each device: `accelerate launch` with a worker of ours,
-watched until the last has ended.
+"""Run a stage in several processes, one for each device.
+`accelerate launch` starts a worker of ours, watched until the last has ended.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def launch(
     parallel: Literal["ddp", "fsdp"],
     where: str,
 ) -> Report:
-    """Return the report of `stage.run`, run by so many processes together; they end with this one,
-    however that ends.
+    """Return the report of `stage.run`, run by so many processes together.
+    They end with this one, however that ends.
 
     Raises the error of the process that failed, or StageError with the rank and the last lines of
     one that was lost; what they printed stays then in the workspace.
@@ -86,8 +86,8 @@ def _directory(workspace: Path | None) -> Iterator[Path]:
 
 
 def _command(directory: Path, devices: int, parallel: Literal["ddp", "fsdp"]) -> list[str]:
-    """Return the command line; a configuration of our own stands in place of the user's for
-    accelerate.
+    """Return the command line.
+    A configuration of our own stands in place of the user's for accelerate.
     """
     kind = "FSDP" if parallel == "fsdp" else "MULTI_GPU"
     lines = [
@@ -155,8 +155,9 @@ def _last_message(told: Path) -> dict[str, Any]:
 
 
 def _error(directory: Path, devices: int, where: str) -> OptkitError:
-    """Return why there is no report: a process that a signal ended, else the first error, those of
-    users before those of the code.
+    """Return why there is no report.
+    It is a process that a signal ended, else the first error, those of users before those of the
+    code.
     """
     remedy = f"What they printed is in {directory}; the training goes on from its last checkpoint when it is run again"
     log = directory / LAUNCHER_LOG

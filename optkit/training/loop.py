@@ -40,8 +40,8 @@ def train(
     digest: str = "",
     ranks: Ranks | None = None,
 ) -> TrainingResult:
-    """Train until the steps or minutes are over or the held-out loss no longer falls, and leave the
-    weights that were best there.
+    """Train until the steps or minutes are over or the held-out loss no longer falls.
+    The weights that were best are left there.
 
     `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of
     another digest is not taken. Of several `ranks` the first alone has the weights afterwards.
@@ -184,7 +184,7 @@ class Loop:
 
     @torch.no_grad()
     def _judge(self) -> None:
-        """Note the held-out losses, and keep the weights where they are the least so far."""
+        """Note the held-out losses, and keep the weights if they are the least so far."""
         course, size = self.course, self.options.batch_size
         sums: dict[str, float] = {}
         for start in range(0, len(self.data.held_out), size):
@@ -249,7 +249,7 @@ class Loop:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Leave the best weights; raises StageError where those before the first step were."""
+        """Leave the best weights; raises StageError if those before the first step were."""
         first, last = self.course.held_out[0], self.course.held_out[-1]
         if self.course.best_step == 0:
             raise StageError(
@@ -280,8 +280,8 @@ class Loop:
             )
 
     def _not_finite(self, rows: Sequence[int], loss: float) -> StageError:
-        """Return the error for a loss or gradient that is NaN or Inf, with the texts that make it
-        so alone.
+        """Return the error for a loss or gradient that is NaN or Inf.
+        It names the texts that make it so alone.
         """
         with torch.no_grad():
             alone = [row for row in rows if not bool(self._losses([row]).total.isfinite())]

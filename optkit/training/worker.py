@@ -1,5 +1,5 @@
-"""One process of a training on several devices: `python -m optkit.training.worker DIRECTORY`,
-started by `accelerate launch`.
+"""One process of a training on several devices, started by `accelerate launch`.
+It runs as `python -m optkit.training.worker DIRECTORY`.
 
 DIRECTORY/job.json       what to do: the fields of `Job`, written by optkit/training/launch.py
 DIRECTORY/rank-N.log     what each process prints
@@ -44,8 +44,8 @@ class Job(Frozen):
 
 
 def main(directory: Path) -> None:
-    """Do the job and leave, with the status 1 if it failed; the launcher ends processes that still
-    wait for this one.
+    """Do the job and leave, with the status 1 if it failed.
+    The launcher ends processes that still wait for this one.
     """
     rank = int(os.environ["RANK"])
     with (directory / f"rank-{rank}.log").open("ab", buffering=0) as log:

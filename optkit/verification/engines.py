@@ -1,5 +1,5 @@
-"""Ask an engine, in a process of its own, to open a model directory, and tell each way in which it
-can end.
+"""Ask an engine, in a process of its own, to open a model directory.
+Each way in which it can end is told.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Engine:
     opens: Format = Format.CHECKPOINT
     """The one format that it opens; of a checkpoint the packed ones too."""
     library: str = ""
-    """What `optkit env build` calls it, where it stands on packages that ours do not go with: its
+    """What `optkit env build` calls it, if it stands on packages that ours do not go with: its
     environment is asked.
     """
     adapter_helpers: tuple[str, ...] = ()
     """Distributions that it needs for an adapter beside packed weights."""
 
     def needed_for(self, method: str, adapter: bool) -> tuple[str, ...]:
-        """Return the distributions beside its own that it needs for a `quant_method` of
-        config.json, and for an adapter.
+        """Return the distributions beside its own that it needs.
+        A `quant_method` of config.json, and an adapter, ask for some.
         """
         return self.helpers.get(method, ()) + (self.adapter_helpers if adapter else ())
 
@@ -115,7 +115,7 @@ class Answer:
 
     seconds: float
     said: Mapping[str, Any]
-    """Its answer; empty where it gave none."""
+    """Its answer; empty if it gave none."""
     problem: str = ""
     """Why there is no answer, or no logits in it."""
     missing: tuple[str, ...] = ()
@@ -130,11 +130,11 @@ def python_variable(engine: EngineName) -> str:
 
 
 def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
-    """Return the whole path of the Python that has an engine: the one named, else
-    `$OPTKIT_VLLM_PYTHON` (or another), else that of its environment where one is built, else our
-    own.
+    """Return the whole path of the Python that has an engine.
+    It is the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else that of its environment if
+    one is built, else our own.
 
-    A link is not followed: it would lead out of its environment. Raises UsageError where there is
+    A link is not followed: it would lead out of its environment. Raises UsageError if there is
     no such program.
     """
     variable = python_variable(engine)
@@ -149,8 +149,8 @@ def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
 
 
 def _built(engine: Engine) -> str:
-    """Return the Python of the environment that `optkit env build` made for an engine; empty where
-    there is none.
+    """Return the Python of the environment that `optkit env build` made for an engine.
+    It is empty if there is none.
     """
     found = Environments().find(engine.library) if engine.library else None
     return str(found.interpreter) if found else ""
@@ -162,8 +162,8 @@ def install_command(python: str, missing: Sequence[str]) -> str:
 
 
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Return package -> version of those that an engine's interpreter has; nothing where it does
-    not run.
+    """Return package -> version of those that an engine's interpreter has.
+    Nothing if it does not run.
     """
     code = (
         "import json, sys; from importlib.metadata import distributions;"
@@ -179,8 +179,8 @@ def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
 
 
 def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, timeout_s: float) -> Answer:
-    """Run an engine's worker on a request, with `folder` as its working directory, and return how
-    it ended.
+    """Run an engine's worker on a request and return how it ended.
+    `folder` is its working directory.
 
     Of the GPUs it sees the one that the request names alone, or none.
     """
@@ -213,8 +213,8 @@ def _not_installed(engine: Engine, python: str, missing: Sequence[str]) -> str:
 
 
 def _environment(python: str, device: str) -> dict[str, str]:
-    """Return our own environment, offline, without GPUs but the one asked for; of Python's paths
-    only for our own interpreter.
+    """Return our own environment, offline, without GPUs but the one asked for.
+    Python's paths are there for our own interpreter alone.
     """
     return {
         **(python_environment() if python == sys.executable else foreign_environment()),
@@ -226,8 +226,8 @@ def _environment(python: str, device: str) -> dict[str, str]:
 
 
 def _reason(text: str) -> str:
-    """Return the first line of what an engine said, and where that only announces the reason, as
-    many more as fit.
+    """Return the first line of what an engine said.
+    If that only announces the reason, as many more follow as fit.
     """
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if first.endswith(":") or "validation error" in first:

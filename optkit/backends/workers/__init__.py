@@ -1,3 +1,3 @@
-"""One script per library, run in the library's environment, where there is no optkit: nothing of
-optkit is imported here.
+"""One script per library, run in the library's environment.
+optkit is not there, and nothing of it is imported here.
 """

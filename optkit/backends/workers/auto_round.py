@@ -1,5 +1,5 @@
-"""Worker of auto-round 0.15: its AWQ, with rounding to nearest after the scaling, in AutoAWQ's GEMM
-layout.
+"""Worker of auto-round 0.15: its AWQ, in AutoAWQ's GEMM layout.
+Weights are rounded to nearest after the scaling.
 """
 
 from __future__ import annotations

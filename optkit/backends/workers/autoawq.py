@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def restore_weights() -> None:
-    """Let the search for scales begin each time from the weights: on a CPU it scales the very
-    tensors that it keeps to restore them.
+    """Let the search for scales begin each time from the weights.
+    On a CPU it scales the very tensors that it keeps to restore them.
 
-    AutoAWQ 0.2.9 keeps `{name: tensor.cpu()}`, which is a copy where the model is on a GPU alone.
+    AutoAWQ 0.2.9 keeps `{name: tensor.cpu()}`, which is a copy if the model is on a GPU alone.
     """
     search = quantizer.AwqQuantizer._compute_best_scale
 

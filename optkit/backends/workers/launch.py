@@ -1,4 +1,4 @@
-"""What a worker does with a request, in the environment of a library, where there is no optkit.
+"""What a worker does with a request, in the environment of a library, without optkit.
 
 Beside the messages of `optkit/processes/worker.py`, which runs this file, it tells what the
 transformers there makes of the float model: `{"type": "logits", "file": ".../logits.safetensors"}`.
@@ -81,8 +81,8 @@ def _transformers_major() -> int:
 
 
 def _save_logits(job: Job) -> Path:
-    """Save what this environment's transformers makes of the float model: float32 [tokens,
-    vocabulary].
+    """Save the logits of the float model by this environment's transformers.
+    They are float32 [tokens, vocabulary].
     """
     import torch
     from safetensors.torch import save_file

@@ -63,8 +63,8 @@ def _weights(scheme: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_blocks(job: Job) -> None:
-    """Move the bar at the end of each of its sequential epochs: one for each block, and one for
-    what comes after them.
+    """Move the bar at the end of each of its sequential epochs.
+    There is one for each block, and one for what comes after them.
     """
     end = LifecycleCallbacks.sequential_epoch_end
     count = 0

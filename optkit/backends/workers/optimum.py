@@ -1,5 +1,5 @@
-"""optimum-onnx: a decoder as ONNX by torch's TorchScript exporter, run by launch.py in its
-environment.
+"""optimum-onnx: a decoder as ONNX by torch's TorchScript exporter.
+launch.py runs it in its environment.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def _packed(linear: torch.nn.Module, scheme: dict[str, Any], device: str) -> dic
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Pack int [rows, columns] of `bits` bits each into int32 words along the rows, the first code
-    lowest, none across words.
+    """Pack int [rows, columns] of `bits` bits each into int32 words along the rows.
+    The first code is lowest, and none lies across words.
     """
     per_word = 32 // bits
     codes = torch.nn.functional.pad(codes.cpu().to(torch.int64), (0, -codes.shape[1] % per_word))

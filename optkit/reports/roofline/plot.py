@@ -1,5 +1,5 @@
-"""The report as a picture (SVG): limits of decoding over the batch, in powers of 2, and what each
-form gains over the reference.
+"""The report as a picture (SVG): limits of decoding over the batch, in powers of 2.
+It also shows what each form gains over the reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The report as a picture (SVG): a panel for each choice, a point for each layer, blocks across and
-divergence up, in powers of 10.
+"""The report as a picture (SVG): a panel for each choice, a point for each layer.
+Blocks go across, and divergence goes up in powers of 10.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def _title(report: SensitivityReport, place: int) -> str:
 
 
 def _lines(report: SensitivityReport, place: int, colours: Mapping[str, str]) -> list[Line]:
-    """Return the points of one panel, those of a kind joined by a thin line if a block has one layer
-    of it.
-    """
+    """Return the points of one panel, joined by a thin line if a block has one layer of the kind."""
     lines = []
     for kind, colour in colours.items():
         rows = [row for row in report.layers if row.kind == kind and row.divergence[place] > 0]

@@ -1,5 +1,5 @@
-"""Open a model directory with ONNX Runtime GenAI: its logits for the tokens of a request, and its
-own greedy continuation.
+"""Open a model directory with ONNX Runtime GenAI.
+It gives its logits for the tokens of a request, and its own greedy continuation.
 """
 
 import json
@@ -14,8 +14,8 @@ CONFIG = "genai_config.json"
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return the build that has the providers of the model, where it is not installed; on a CPU
-    every build will do.
+    """Return the build that has the providers of the model, if it is not installed.
+    On a CPU every build will do.
     """
     wanted = "" if request["device"] == "cpu" else next(iter(_providers(Path(request["directory"]))), "")
     builds = [BUILDS[wanted]] if BUILDS.get(wanted) and wanted else list(BUILDS.values())
@@ -23,10 +23,10 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file
-    that the request names, as raw float32.
+    """Return device, dtype, shape of the logits and generated tokens.
+    The logits go to the file that the request names, as raw float32.
 
-    genai_config.json is followed but for two things: its providers where a CPU is asked for, and
+    genai_config.json is followed but for two things: its providers if a CPU is asked for, and
     the token that ends a text.
     """
     import numpy as np
@@ -58,8 +58,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _endless(directory: Path, folder: Path) -> Path:
-    """Show a directory in a folder, with a config that names no token that ends a text: the
-    continuation never ends early.
+    """Show a directory in a folder, with a config that names no token that ends a text.
+    So the continuation never ends early.
     """
     for path in directory.iterdir():
         if path.name != CONFIG:

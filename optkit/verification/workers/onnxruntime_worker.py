@@ -1,5 +1,5 @@
-"""Run model.onnx with plain onnxruntime and a loop of its own: logits for the tokens of a request,
-and a greedy continuation.
+"""Run model.onnx with plain onnxruntime and a loop of its own.
+It gives logits for the tokens of a request, and a greedy continuation.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `onnxruntime` where no build of it is installed, `onnxruntime-gpu` where a GPU is
-    asked for and that build is not there.
+    """Return `onnxruntime` if no build of it is installed.
+    Return `onnxruntime-gpu` if a GPU is asked for and that build is missing.
     """
     if request["device"] != "cpu":
         return [] if "onnxruntime-gpu" in versions else ["onnxruntime-gpu"]
@@ -28,8 +28,8 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file
-    that the request names, as raw float32.
+    """Return device, dtype, shape of the logits and generated tokens.
+    The logits go to the file that the request names, as raw float32.
     """
     import numpy as np
 
@@ -53,8 +53,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to
-    the file that the request names.
+    """Return device, dtype and shape of what an encoder gives for padded texts.
+    The numbers go to the file that the request names.
     """
     import numpy as np
     from onnxruntime import OrtValue
@@ -83,9 +83,7 @@ def encode(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_session(directory: Path, device: str) -> Any:
-    """Return an open session of onnxruntime; raises RuntimeError where it falls back to another
-    device.
-    """
+    """Return an open session of onnxruntime; raises RuntimeError if it uses another device."""
     import onnxruntime
 
     if device != "cpu":
@@ -103,8 +101,8 @@ class Model:
     """An open session and what it has seen so far."""
 
     def __init__(self, directory: Path, device: str) -> None:
-        """Raises RuntimeError where onnxruntime falls back to another device, ValueError for inputs
-        that no text model has.
+        """Raises RuntimeError if onnxruntime falls back to another device.
+        Raises ValueError for inputs that no text model has.
         """
         self._session = open_session(directory, device)
         self._inputs = {each.name: each for each in self._session.get_inputs()}
@@ -119,8 +117,8 @@ class Model:
         self._seen: list[int] = []
 
     def append(self, tokens: list[int]) -> Any:
-        """Return the logits after each of some more tokens, float32 [tokens, vocabulary]; without a
-        KV cache all are computed again.
+        """Return the logits after each of some more tokens, float32 [tokens, vocabulary].
+        Without a KV cache all are computed again.
         """
         from onnxruntime import OrtValue
 
@@ -154,8 +152,8 @@ class Model:
 
 
 def _presents(directory: Path, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, str]:
-    """Return input of the KV cache -> output that takes its place, by genai_config.json, else by
-    the names that exporters give.
+    """Return input of the KV cache -> output that takes its place.
+    genai_config.json says it, else the names that exporters give.
     """
     pairs: dict[str, str] = {}
     place = directory / "genai_config.json"
@@ -178,8 +176,8 @@ def _presents(directory: Path, inputs: dict[str, Any], outputs: dict[str, Any]) 
 
 
 def _empty(port: Any) -> Any:
-    """Return the KV cache of no tokens: the first free dimension is the batch, the others are
-    lengths.
+    """Return the KV cache of no tokens.
+    The first free dimension is the batch, the others are lengths.
     """
     from onnxruntime import OrtValue
 
@@ -193,8 +191,8 @@ def _kind(text: str) -> str:
 
 
 def _float32(value: Any) -> Any:
-    """Return an OrtValue in main memory as a float32 array; NumPy has no bfloat16, which is the
-    upper half of a float32.
+    """Return an OrtValue in main memory as a float32 array.
+    NumPy has no bfloat16, which is the upper half of a float32.
     """
     import numpy as np
 

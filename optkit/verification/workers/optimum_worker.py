@@ -1,5 +1,5 @@
-"""Open a directory with the classes of optimum-onnx (ORTModelForCausalLM and its kin): logits or
-features, and a greedy continuation.
+"""Open a directory with the classes of optimum-onnx (ORTModelForCausalLM and its kin).
+They give logits or features, and a greedy continuation.
 """
 
 from typing import Any
@@ -8,17 +8,17 @@ PACKAGES = ("optimum-onnx", "optimum", "transformers", "onnxruntime", "onnxrunti
 KNOWN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "use_cache_branch")
 """Inputs, besides the KV cache, that it feeds."""
 HEADS = {"AutoModel": "FeatureExtraction"}
-"""Class of transformers -> how the name of optimum's class ends, where that is not the same."""
+"""Class of transformers -> how the name of optimum's class ends, if that is not the same."""
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `optimum-onnx` where it is not installed."""
+    """Return `optimum-onnx` if it is not installed."""
     return [] if "optimum-onnx" in versions else ["optimum-onnx"]
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens, or why optimum is not made
-    for such a model.
+    """Return device, dtype, shape of the logits and generated tokens.
+    Or return why optimum is not made for such a model.
 
     The logits go to the file that the request names, as raw float32.
     """
@@ -64,13 +64,13 @@ def is_cache(name: str) -> bool:
 
 
 def strange_input(inputs: dict[str, list[int | str]]) -> str:
-    """Return which input optimum has nothing for; empty where it knows all."""
+    """Return which input optimum has nothing for; empty if it knows all."""
     strange = next((name for name in inputs if name not in KNOWN and not is_cache(name)), "")
     return f"optimum has nothing for the input {strange}" if strange else ""
 
 
 def unknown_config(request: dict[str, Any]) -> str:
-    """Return why the transformers here does not read config.json; empty where it does."""
+    """Return why the transformers here does not read config.json; empty if it does."""
     import transformers
 
     try:
@@ -85,8 +85,8 @@ def unknown_config(request: dict[str, Any]) -> str:
 
 
 def other_cache(model: Any, inputs: dict[str, list[int | str]]) -> str:
-    """Return how the KV cache that optimum starts with differs from the graph's; empty where it
-    does not.
+    """Return how the KV cache that optimum starts with differs from the graph's.
+    It is empty if it does not.
     """
     made = [getattr(model, name, None) for name in ("num_key_value_heads", "embed_size_per_head")]
     for name, shape in inputs.items():
@@ -116,8 +116,8 @@ def generate(model: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what an encoder gives for padded texts; the numbers go to the file that the request
-    names.
+    """Return what an encoder gives for padded texts.
+    The numbers go to the file that the request names.
     """
     import torch
 

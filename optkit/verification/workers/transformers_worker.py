@@ -1,5 +1,5 @@
-"""Open a model directory with plain transformers: its logits for the tokens of a request, and a
-greedy continuation.
+"""Open a model directory with plain transformers.
+It gives logits for the tokens of a request, and a greedy continuation.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, shape of the logits and generated tokens; the logits go to the file
-    that the request names, as raw float32.
+    """Return device, dtype, shape of the logits and generated tokens.
+    The logits go to the file that the request names, as raw float32.
     """
     import torch
     import transformers
@@ -68,8 +68,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def step(model: Any, tokens: Any, prompt: int) -> Any:
-    """Return the logits, float32 [tokens - prompt, vocabulary], after each token behind a prompt,
-    which `generate` is made to choose.
+    """Return the logits, float32 [tokens - prompt, vocabulary], after each token behind a prompt.
+    `generate` is made to choose these tokens.
     """
     import torch
 
@@ -90,8 +90,8 @@ def step(model: Any, tokens: Any, prompt: int) -> Any:
 
 
 def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype and shape of what an encoder gives for padded texts; the numbers go to
-    the file that the request names.
+    """Return device, dtype and shape of what an encoder gives for padded texts.
+    The numbers go to the file that the request names.
     """
     import torch
 

