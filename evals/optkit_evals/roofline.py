@@ -11,7 +11,8 @@ from optkit.measure import EvalContext, Metric, Session
 from optkit.model.checkpoint import Checkpoint
 from optkit.reports.roofline import Device, Limit, measured_device, rates_text, roof_generation, session_limits, work_of
 from optkit.scorecard.numbers import format_value
-from optkit_evals.throughput import Cell, Throughput
+from optkit_evals.repeats import Cell
+from optkit_evals.throughput import Throughput
 
 LIMITS = {
     "prefill_limit_tokens_per_s": "tokens/s",

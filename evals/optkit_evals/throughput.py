@@ -5,74 +5,25 @@ It also measures energy, and the bandwidth that decoding reaches.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, ClassVar, Literal
 
-from optkit.common.byte_sizes import size_text
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.common.statistics import mean, standard_error
-from optkit.devices.cpu_watch import CpuWatch
 from optkit.devices.gpu_watch import GpuWatch, devices_of
-from optkit.devices.peak_memory import Peak, peak_of
+from optkit.devices.peak_memory import Peak
 from optkit.environment import device_name
 from optkit.errors import EvalError
-from optkit.measure import AttendingSession, EvalContext, Metric, ProposingSession, Session, TimedEval
+from optkit.measure import EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
-from optkit.progress import Task
 from optkit_evals.configurations import measure_each
-from optkit_evals.timing import (
-    MOST_REPEATS,
-    SETTLED,
-    Timing,
-    WarmUp,
-    answer,
-    device_text,
-    random_tokens,
-    uninterrupted,
-    wants_more,
-    warm_up,
-)
+from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat, together
+from optkit_evals.timing import MOST_REPEATS, SETTLED, device_text
 
-CALM = 0.05
-"""Share of the cores that other processes may use during a repeat that counts."""
-RUNS = re.compile(r"(throughput, .*?: )(\d+) warm-up runs, (\d+) repeats(.*)")
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
 REMEDY = "Lower batch_sizes, prompts or new_tokens"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One configuration of the grid."""
-
-    batch: int
-    prompt: int
-    new_tokens: int
-    engine: str = ""
-    """Another one than optkit's own session."""
-
-    @property
-    def labels(self) -> dict[str, int | str]:
-        """What tells its rows from others."""
-        other: dict[str, int | str] = {"engine": self.engine} if self.engine else {}
-        return {"batch": self.batch, "prompt": self.prompt, "new_tokens": self.new_tokens} | other
-
-    def __str__(self) -> str:
-        return f"batch {self.batch}, prompt {self.prompt}"
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """What was measured of a cell."""
-
-    timings: Sequence[Timing]
-    peak: Peak
-    warm_up: WarmUp
-    energy_j: float | None
-    """Of all repeats together."""
 
 
 class Throughput(TimedEval):
@@ -188,13 +139,12 @@ class Throughput(TimedEval):
         protocol = self._protocol(session, context.seed)
         if self.engine == "vllm":
             return self._run_vllm(session, context, protocol)
-        cells = self.cells()
-        with context.progress.task(
-            f"throughput{context.turn.label}", len(cells) * context.turn.share(self.repeats), "runs"
-        ) as task:
+        cells, share = self.cells(), context.turn.share(self.repeats)
+        effort = Effort(self.warmup, share, self.interval, self.limit_s / context.turn.count)
+        with context.progress.task(f"throughput{context.turn.label}", len(cells) * share, "runs") as task:
 
             def measure(cell: Cell) -> list[Metric]:
-                return self._metrics(session, cell, self._repeat(session, cell, context, watch, task), protocol)
+                return self._metrics(session, cell, repeat(session, cell, effort, context, watch, task), protocol)
 
             found = measure_each(cells, measure, session, context, "throughput", REMEDY)
         for warning in watch.warnings():
@@ -228,7 +178,7 @@ class Throughput(TimedEval):
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns as one measurement's; warn if the turns lie far apart."""
-        context.notes[:] = _together(context.notes)
+        context.notes[:] = together(context.notes)
         found = super().pool(turns, context)
         for cell in self.cells():
             values = {metric.name: metric.samples for metric in found if metric.labels == cell.labels}
@@ -240,64 +190,6 @@ class Throughput(TimedEval):
                     f" run again with --retime on a quiet machine"
                 )
         return found
-
-    def _repeat(self, session: Session, cell: Cell, context: EvalContext, watch: GpuWatch, task: Task) -> Repeats:
-        repeats = context.turn.share(self.repeats)
-        limit_s = self.limit_s / context.turn.count
-        tokens = random_tokens(session, cell.batch, cell.prompt, context.seed)
-        with context.progress.task(f"warming up, {cell}", 0, "runs") as warming, uninterrupted():
-            settling = warm_up(session, tokens, cell.new_tokens, self.warmup, limit_s, warming)
-        if isinstance(session, ProposingSession) and session.speculation:
-            session.speculation.reset()
-        timings, calm = list[Timing](), list[Timing]()
-        cpu = CpuWatch() if devices_of(session) == ("cpu",) else None
-        with peak_of(session) as peak, uninterrupted():
-            before_j = watch.energy_j()
-            while self._more(timings, calm, repeats, limit_s):
-                before = cpu.now() if cpu else None
-                timings.append(answer(session, tokens, cell.new_tokens))
-                if not cpu or not before or cpu.others(before) <= CALM:
-                    calm.append(timings[-1])
-                watch.read()
-                task.advance(steps=int(len(timings) <= repeats), note=str(cell))
-            after_j = watch.energy_j()
-        for warning in _warnings(peak, settling):
-            context.warn(f"throughput, {cell}: {warning}")
-        if peak.each:
-            shares = ", ".join(size_text(size) for size in peak.each)
-            context.notes.append(
-                f"throughput, {cell}: the peak of memory was {shares} in the processes that hold the model"
-            )
-        if len(calm) < repeats:
-            context.warn(
-                f"throughput, {cell}: other processes used more than {CALM:.0%} of the cores during "
-                f"{len(timings) - len(calm)} of"
-                f" {len(timings)} repeats; run again with --retime on a quiet machine"
-            )
-            calm = timings
-        elif len(calm) < len(timings):
-            left_out = (
-                f"{len(timings) - len(calm)} repeats are left out, during which other processes used more "
-                f"than {CALM:.0%} of the cores"
-            )
-            context.notes.append(f"throughput, {cell}: {left_out}")
-        attention = (
-            f"; attention by {session.attention_kernels(tokens[:1])}" if isinstance(session, AttendingSession) else ""
-        )
-        context.notes.append(
-            f"throughput, {cell}, {cell.new_tokens} new tokens: {settling.runs} warm-up runs, "
-            f"{len(calm)} repeats{attention}"
-        )
-        used_j = after_j - before_j if after_j is not None and before_j is not None else None
-        return Repeats(tuple(calm), peak, settling, used_j)
-
-    def _more(self, timings: Sequence[Timing], calm: Sequence[Timing], repeats: int, limit_s: float) -> bool:
-        """Say whether another repeat free of others is due, within the limits of all together."""
-        if len(timings) >= MOST_REPEATS * repeats or (
-            len(timings) >= repeats and sum(each.total_s for each in timings) >= limit_s
-        ):
-            return False
-        return wants_more(calm, repeats, self.interval, limit_s)
 
     def _metrics(self, session: Session, cell: Cell, measured: Repeats, protocol: str) -> list[Metric]:
         timings, batch, decoded = measured.timings, cell.batch, cell.new_tokens - 1
@@ -357,20 +249,6 @@ class Throughput(TimedEval):
         )
 
 
-def _together(notes: Sequence[str]) -> list[str]:
-    """Return the notes of all turns, those that differ in how many runs there were as one."""
-    found: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for note in notes:
-        said = RUNS.fullmatch(note)
-        found.setdefault((said[1], said[4]) if said else (note,), []).append((said[2], said[3]) if said else ("", ""))
-    return [_in_turns(*key, counts) if len(key) == 2 else key[0] for key, counts in found.items()]
-
-
-def _in_turns(configuration: str, attention: str, counts: Sequence[tuple[str, str]]) -> str:
-    warm_up, repeats = (", ".join(each) for each in zip(*counts, strict=True))
-    return f"{configuration}{warm_up} warm-up runs, {repeats} repeats{attention}"
-
-
 def _metric(name: str, cell: Cell, value: float, protocol: str, samples: Sequence[float] = ()) -> Metric:
     unit = Throughput.metrics[name]
     return Metric(
@@ -383,13 +261,3 @@ def _metric(name: str, cell: Cell, value: float, protocol: str, samples: Sequenc
         samples=tuple(samples),
         pairing="paired_turns",
     )
-
-
-def _warnings(peak: Peak, settling: WarmUp) -> Iterator[str]:
-    if not settling.settled:
-        yield (
-            f"{settling.runs} warm-up runs, and their running mean still moves by more than {SETTLED:.0%};"
-            f" something else may be using the machine"
-        )
-    if peak.unknown:
-        yield f"peak_memory_bytes is not reported: {peak.unknown}"
