@@ -77,8 +77,8 @@ def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
 
 
 def timing_circumstances(device: str, formats: Collection[Format]) -> dict[str, Any]:
-    """Return what decides a timing on a device beside its eval: the machine, and what runs models
-    of these formats.
+    """Return what decides a timing on a device beside its eval.
+    That is the machine, and what runs models of these formats.
     """
     described = {
         "device": device_name(device),

@@ -73,8 +73,8 @@ class Found:
 
     @classmethod
     def of(cls, wanted: Eval, session: Any, context: EvalContext) -> Found:
-        """Return what an eval finds; raises what `Eval.run` does, EvalError if two files have one
-        name.
+        """Return what an eval finds.
+        Raises what `Eval.run` does, EvalError if two files have one name.
         """
         both = list(wanted.run(session, context))
         files = tuple(each for each in both if isinstance(each, Attachment))

@@ -44,7 +44,7 @@ class Step(Frozen):
     hit: bool
     """The store, or for a model the place that it comes from, has it already."""
     directory: Path | None
-    """Where it lies, if it is a hit."""
+    """Its place, if it is a hit."""
     format: Format
     cost: Cost
     """What it needs if it is no hit."""

@@ -1,5 +1,4 @@
-"""4-bit floats in small blocks with a scale each, MXFP4 and NVFP4, as compressed-tensors stores
-them.
+"""4-bit floats in small scaled blocks, MXFP4 and NVFP4, as compressed-tensors stores them.
 
 No torch is needed.
 """

@@ -1,4 +1,6 @@
-"""Measure the models of a plan and form their scorecard: of a run, or of a model that is there already."""
+"""Measure the models of a plan and form their scorecard: of a run, or of a model that is there
+already.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
-    """Measure a model, or an artifact beside its unmodified model, with the evals and gates of a
-    YAML file; makes and changes nothing.
+    """Measure a model, or an artifact beside its unmodified model; change nothing.
+    The evals and gates are those of a YAML file.
 
     What the store holds is not measured again, but for timings if `retime` is true. `unmodified`
     is the place of the model that the artifact was made from, which its record does not say;
@@ -82,8 +84,9 @@ def measure_plan(
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
 ) -> tuple[Scorecard, Measurement]:
-    """Return the scorecard of an artifact's directory, of the unmodified model without one, and what
-    was measured. `alone`: nothing was changed, so that there is no baseline.
+    """Return the scorecard of an artifact's directory, and what was measured.
+    Without a directory it is that of the unmodified model. `alone`: nothing was changed, so that
+    there is no baseline.
 
     `steps` made the artifact; raises what `measure` does.
     """

@@ -125,8 +125,8 @@ class Child:
         raise ChildEndedError(self.name, self.process.returncode, self._log)
 
     def end(self) -> None:
-        """End the child with everything that it started; one that is done may first leave by
-        itself.
+        """End the child with everything that it started.
+        One that is done may first leave by itself.
         """
         if self._told_end:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
-"""What became of a child process that did not do its work: its own error, or the way in which it
-ended.
+"""What became of a child process that did not do its work.
+It is its own error, or the way in which it ended.
 """
 
 from __future__ import annotations

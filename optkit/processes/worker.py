@@ -121,8 +121,8 @@ def one_line(error: BaseException) -> str:
 
 
 def words(error: BaseException) -> str:
-    """Return e.g. `ValueError: too large`, of an error without a word the line of code that raised
-    it.
+    """Return e.g. `ValueError: too large`.
+    Of an error without a word it is the line of code that raised it.
     """
     last = traceback.extract_tb(error.__traceback__)[-1:]
     code = f"{last[0].line} ({Path(last[0].filename).name}, line {last[0].lineno})" if last else ""

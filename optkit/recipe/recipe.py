@@ -72,9 +72,9 @@ class Heading(Frozen):
     model: ModelSource
     """The model to start from: its name, or a mapping of its fields. Required."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Where everything random begins, so that a run can be repeated; 0 if left out."""
+    """The seed of everything random, so that a run can be repeated; 0 if left out."""
     attribution: bool = True
-    """Where several stages change the weights: measure perplexity and divergence after each of
+    """If several stages change the weights: measure perplexity and divergence after each of
     them, so that the scorecard says what each added. false saves those measurements."""
 
 

@@ -33,7 +33,7 @@ class Listed(Protocol):
 
 Item = TypeVar("Item", bound=Listed)
 Placing: TypeAlias = Callable[[Item], str]
-"""Where a message about one item says that another stands, e.g. `line 4`; empty if it was not
+"""The place that a message about one item gives another, e.g. `line 4`; empty if it was not
 written.
 """
 Broken: TypeAlias = Iterator[tuple[Item, str]]

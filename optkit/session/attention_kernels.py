@@ -21,7 +21,7 @@ FUSED = {
 }
 """Operator of torch -> how its documentation calls the backend."""
 MATH = "math"
-"""Where none of these is called: plain matrix products and a softmax."""
+"""If none of these is called: plain matrix products and a softmax."""
 
 
 class _Operators(TorchDispatchMode):

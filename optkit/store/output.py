@@ -1,6 +1,4 @@
-"""The directory that a run writes an artifact to: held by one run at a time, and replaced as a
-whole.
-"""
+"""The directory that a run writes an artifact to, held by one run and replaced as a whole."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Format(str, metaclass=_Listed):
     """`module:Class` of an `optkit.verification.model_files.ModelFiles`."""
 
     def __new__(cls, kind: str = "") -> Format:
-        """Return the format itself, or of `Format` the one of a kind; raises ValueError for
-        another.
+        """Return the format itself, or of `Format` the one of a kind.
+        Raises ValueError for another.
         """
         if cls is not Format:
             return super().__new__(cls, cls.kind)
@@ -81,9 +81,7 @@ class Format(str, metaclass=_Listed):
 
     @classmethod
     def of_files(cls, names: Collection[str]) -> Format:
-        """Return the format of a directory with these files; a checkpoint if it is none that is
-        known.
-        """
+        """Return the format of a directory with these files; a checkpoint if none is known."""
         return next((each for each in cls if each.detects(names)), Format.CHECKPOINT)
 
     def detects(self, names: Collection[str]) -> bool:
@@ -103,9 +101,7 @@ class Format(str, metaclass=_Listed):
         raise NotImplementedError
 
     def published(self, directory: Path) -> set[str]:
-        """Return the names, relative to the directory, of the files of the weights that an artifact
-        has.
-        """
+        """Return the names of an artifact's files of weights, relative to the directory."""
         return {path.relative_to(directory).as_posix() for path in self.check(directory)}
 
     def shape(self, directory: Path) -> ModelShape:

@@ -40,7 +40,7 @@ class Chosen:
     perplexity: float | None = None
     """Of the whole model on the same text, if that was computed."""
     rounds: list[dict[str, float]] = field(default_factory=list)
-    """Where blocks went one by one: each round's block, counted as in the whole model, and its
+    """If blocks went one by one: each round's block, counted as in the whole model, and its
     score.
     """
 

@@ -54,8 +54,8 @@ class InputScaling(Frozen):
     """Sequences that run through a block at once."""
 
     def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
-        """Return the bytes that the work needs on the device that computes, besides what waits to
-        be written.
+        """Return the bytes that the work needs on the device that computes.
+        What waits to be written comes on top.
         """
         tokens = self.calibration.samples * self.calibration.sequence_length
         largest = max(layer.inputs for layer in layers.values())

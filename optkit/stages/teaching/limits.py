@@ -1,5 +1,6 @@
-"""What a training cannot have: more devices than there are, weights that cannot be divided, sequences
-longer than the model's positions.
+"""What a training cannot have.
+More devices than there are, weights that cannot be divided, sequences longer than the model's
+positions.
 """
 
 from __future__ import annotations
