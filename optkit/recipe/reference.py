@@ -30,22 +30,29 @@ from optkit.stage import Transform
 OPENING = """\
 # Recipes
 
-<!-- Written by `python -m optkit.recipe.reference > docs/recipes.md`; a test compares. Change the classes, not this page. -->
+<!-- Written by `python -m optkit.recipe.reference > docs/recipes.md`; a test compares.
+Change the classes, not this page. -->
 
-A recipe is a YAML file: a model, the stages that change it, the evals that measure it, the gates that judge the result.
-`optkit validate FILE` finds every mistake at once, with line and column; `optkit schema` prints a JSON Schema for editors.
+A recipe is a YAML file. It has a model, the stages that change it, the evals that measure it, and
+the gates that judge the result.
+`optkit validate FILE` finds every mistake at once, with line and column.
+`optkit schema` prints a JSON Schema for editors.
 
 ```yaml
 {example}```
 
-- A stage or eval is written `name: {{field: value}}`, or as the bare name if every field keeps its default.
-- `--model NAME` replaces the model, `--set PATH=VALUE` any other value: `--set stages.0.gptq.group_size=32`.
-- Numbers like `1e-5` are numbers, `yes` and `no` are text (write `true` and `false`), anchors and merge keys work, a key given twice
-  is refused, and so is a text that is calibrated on and measured on.
+- A stage or eval is written `name: {{field: value}}`, or as the bare name if every field keeps its
+  default.
+- `--model NAME` replaces the model, `--set PATH=VALUE` any other value. For example
+  `--set stages.0.gptq.group_size=32`.
+- Numbers like `1e-5` are numbers, `yes` and `no` are text (write `true` and `false`), anchors and
+  merge keys work.
+  A key given twice is refused, and so is a text that is calibrated on and measured on.
 """
 
 GATES = """\
-Metric, then an operator (`<=`, `>=`, `<`, `>`) and a number. A number that ends in `x` is relative to the unmodified model.
+Metric, then an operator (`<=`, `>=`, `<`, `>`) and a number.
+A number that ends in `x` is relative to the unmodified model.
 
 ```yaml
 gates:
@@ -54,8 +61,8 @@ gates:
   decode_tokens_per_s[batch=1]: ">= 1.2x"     # only the rows measured at batch 1
 ```
 
-A gate is PASS, FAIL or, if the 95% interval of the measurement straddles the limit, INCONCLUSIVE; `optkit run` then ends with exit
-status 0, 3 or 4.
+A gate is PASS, FAIL or, if the 95% interval of the measurement straddles the limit, INCONCLUSIVE.
+`optkit run` then ends with exit status 0, 3 or 4.
 """
 
 
