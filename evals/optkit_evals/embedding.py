@@ -4,10 +4,18 @@ It also says what that does to rankings and neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from optkit.common.statistics import Estimate, mean_estimate, quantile, share_estimate
+from optkit.common.statistics import (
+    Estimate,
+    correlation_estimate,
+    mean_estimate,
+    quantile,
+    quantile_interval,
+    share_estimate,
+)
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import Task
@@ -19,6 +27,10 @@ if TYPE_CHECKING:
 NEIGHBOURS = 10
 LOW = 0.01
 """The percentile of the cosines that stands for the worst sentences."""
+FEWEST_FOR_LOW = math.ceil(math.log(0.025) / math.log(1 - LOW))
+"""Of so many sentences the least lies below their population's percentile in 97.5% of cases."""
+PARTS, FEWEST_IN_PART = 8, 4
+"""Of the sentences, for the interval of a correlation."""
 
 
 class Embedding(SentenceText, Eval):
@@ -34,7 +46,7 @@ class Embedding(SentenceText, Eval):
     draws: ClassVar[bool] = False
     tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {
         "cosine_similarity": "cosine",
@@ -69,7 +81,11 @@ class Embedding(SentenceText, Eval):
                 remedy="Give both the same modules.json",
             )
         ours, theirs = self._embed(sentences, session, baseline, context)
-        protocol = f"{sentences.protocol}; embeddings: {session.pooling}; cosine similarity to the baseline's"
+        protocol = (
+            f"{sentences.protocol}; embeddings: {session.pooling}; cosine similarity to the baseline's; the least one"
+            f" is that of these sentences alone, and their 1% has an interval from {FEWEST_FOR_LOW} sentences on: of"
+            " fewer even the least may lie above it"
+        )
         return self._metrics(ours, theirs, protocol)
 
     def _embed(
@@ -101,9 +117,9 @@ class Embedding(SentenceText, Eval):
         recalls = neighbour_recall(ours, theirs)
         measured: tuple[tuple[str, Estimate, list[float]], ...] = (
             ("cosine_similarity", mean_estimate(cosines, -1.0, 1.0), cosines),
-            ("cosine_similarity_p1", Estimate(quantile(cosines, LOW)), []),
+            ("cosine_similarity_p1", Estimate(quantile(cosines, LOW), _low_interval(cosines)), []),
             ("cosine_similarity_min", Estimate(min(cosines)), []),
-            ("spearman_cosine", Estimate(spearman(pairwise(ours), pairwise(theirs))), []),
+            ("spearman_cosine", spearman_estimate(ours, theirs), []),
             ("recall_at_10", share_estimate(recalls, [NEIGHBOURS] * len(recalls)), recalls),
         )
         return [
@@ -118,6 +134,15 @@ class Embedding(SentenceText, Eval):
             )
             for name, estimate, samples in measured
         ]
+
+
+def spearman_estimate(ours: Tensor, theirs: Tensor) -> Estimate:
+    """Return Spearman's correlation of all pairs' similarities.
+    Its interval is that of separate parts of the sentences, float [n, hidden].
+    """
+    parts = min(PARTS, len(ours) // FEWEST_IN_PART)
+    found = [spearman(pairwise(ours[each::parts]), pairwise(theirs[each::parts])) for each in range(parts)]
+    return correlation_estimate(spearman(pairwise(ours), pairwise(theirs)), found)
 
 
 def pairwise(embeddings: Tensor) -> Tensor:
@@ -145,6 +170,10 @@ def neighbour_recall(ours: Tensor, theirs: Tensor, neighbours: int = NEIGHBOURS)
         similarities.fill_diagonal_(-2)
         near.append(similarities.topk(neighbours).indices.tolist())
     return [len(set(mine) & set(others)) / neighbours for mine, others in zip(*near, strict=True)]
+
+
+def _low_interval(cosines: list[float]) -> tuple[float, float] | None:
+    return quantile_interval(cosines, LOW) if len(cosines) >= FEWEST_FOR_LOW else None
 
 
 def _ranks(values: Tensor) -> Tensor:

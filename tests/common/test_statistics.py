@@ -8,6 +8,7 @@ import pytest
 from optkit.common.statistics import (
     Estimate,
     binomial_interval,
+    correlation_estimate,
     exact_ratio,
     independent_ratio,
     mean_estimate,
@@ -154,10 +155,17 @@ def test_neighbours_that_correlate_widen_the_interval():
     assert neighbours_estimate([3.0] * 12) == Estimate(3.0, (3.0, 3.0))
 
 
+def test_a_correlation_from_its_parts():
+    found = correlation_estimate(0.5, [0.4, 0.6])
+    half = 12.7062 * abs(math.atanh(0.6) - math.atanh(0.4)) / 2
+    assert found.interval == pytest.approx((math.tanh(math.atanh(0.5) - half), math.tanh(math.atanh(0.5) + half)))
+    assert correlation_estimate(1.0, [1.0, 1.0]) == Estimate(1.0, (pytest.approx(1.0), 1.0))
+
+
 def test_a_quantiles_interval_by_order():
     # of 20 draws the 6th and the 15th hold the median in 95.9% (Conover, Practical Nonparametric Statistics)
     assert quantile_interval([float(each) for each in range(1, 21)], 0.5) == (6.0, 15.0)
-    assert quantile_interval([3.0, 1.0, 2.0], 0.99) == (1.0, 3.0)
+    assert quantile_interval([3.0, 1.0, 2.0], 0.99) == (2.0, 3.0)
 
 
 def test_a_binomial_interval_is_clopper_and_pearsons():

@@ -6,16 +6,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy
 import pytest
+import torch
 from numpy.typing import NDArray
+from optkit_evals.embedding import FEWEST_FOR_LOW, LOW, Embedding, pairwise, spearman, spearman_estimate
 from optkit_evals.encoding import Encoding
 from optkit_evals.load import FIRST_TOKEN, MEDIAN, Load
 from optkit_evals.speculation import Speculation
 from optkit_evals.throughput import Throughput
 
-from optkit.common.statistics import Estimate, neighbours_estimate, paired_log_ratio, share_estimate, tail_estimate
+from optkit.common.statistics import (
+    Estimate,
+    neighbours_estimate,
+    paired_log_ratio,
+    quantile_interval,
+    share_estimate,
+    tail_estimate,
+)
 from optkit.measure import EvalContext, Metric, TimedEval
 from optkit.scorecard import ratio_to_baseline
 
@@ -199,6 +209,35 @@ def test_goodput_under_load(chance: numpy.random.Generator, seconds: float) -> N
     values = (good / took).reshape(draws, turns, each).mean(axis=2)
     found = [pooled(eval, [metric(value) for value in row]) for row in values.tolist()]
     assert coverage((Estimate(one.value, one.interval) for one in found), float(values.mean())) >= LEAST
+
+
+def embeddings(chance: numpy.random.Generator, topics: Draw, sentences: int, noise: float) -> tuple[Any, Any]:
+    """Return those of a model and of the baseline, float64 [sentences, hidden]: some sentences moved
+    far more than others.
+    """
+    hidden = topics.shape[1]
+    base = topics[chance.integers(len(topics), size=sentences)] * chance.random((sentences, 1))
+    base += chance.normal(size=base.shape)
+    base /= numpy.linalg.norm(base, axis=1, keepdims=True)
+    moves = noise / math.sqrt(hidden) * numpy.exp(0.7 * chance.normal(size=(sentences, 1)))
+    moved = base + moves * chance.normal(size=base.shape)
+    moved /= numpy.linalg.norm(moved, axis=1, keepdims=True)
+    return torch.from_numpy(moved), torch.from_numpy(base)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.5])
+def test_rank_correlation_of_embeddings(chance: numpy.random.Generator, noise: float) -> None:
+    topics = chance.normal(size=(12, 32))
+    many = [embeddings(chance, topics, 1000, noise) for _ in range(3)]
+    truth = sum(spearman(pairwise(ours), pairwise(theirs)) for ours, theirs in many) / len(many)
+    drawn = [embeddings(chance, topics, Embedding(dataset="wikitext2").sentences, noise) for _ in range(150)]
+    assert coverage((spearman_estimate(*each) for each in drawn), truth) >= LEAST
+
+
+def test_the_lowest_cosines(chance: numpy.random.Generator) -> None:
+    drawn = 1 - numpy.exp(chance.normal(-6, 1, size=(1500, FEWEST_FOR_LOW)))
+    found = (Estimate(0.0, quantile_interval(row, LOW)) for row in drawn.tolist())
+    assert coverage(found, 1 - math.exp(-6 + 2.326348)) >= LEAST
 
 
 TimedPair = tuple[list[Metric], list[Metric]]
