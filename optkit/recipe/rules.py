@@ -185,34 +185,42 @@ def _formats(stages: Sequence[Item], evals: Sequence[Item], start: Start, place:
     last, left = made[-1]
     if left is None:
         return
-    who = last.kind if last else start.name
-    leaves = f"and {_placed(last, place)} leaves" if last else f"and {who} is"
-    leaves += f" {left.opened}"
+    leaves = f"and {_placed(last, place)} leaves" if last else f"and {start.name} is"
     for item in stages:
-        model = class_of(item)
-        if not issubclass(model, Setting) or left in model.accepts:
-            continue
-        if left is Format.ADAPTED and Format.QUANTIZED in model.accepts:
-            told = f"knows no adapter beside packed weights, and {who} {'leaves' if last else 'has'} one"
-            yield item, f"the setting {item.kind} {told}. Take {'one of them' if last else 'it'} out."
-        else:
-            wanted = " or ".join(sorted({each.opened for each in model.accepts}))
-            remedy = "Take it out."
-            if left.is_checkpoint and (makes_it := makers(model.accepts)):
-                remedy = f"Put {makes_it} {f'after {who}' if last else 'into the recipe'}, or take it out."
-            yield item, f"the setting {item.kind} is applied to {wanted} when it is opened, {leaves}. {remedy}"
-    elsewhere = "Take it out, or put it in a recipe that ends before"
+        if message := _setting_of(class_of(item), left, f"{leaves} {left.opened}", last.kind if last else "", start):
+            yield item, f"the setting {item.kind} {message}"
     for item in evals:
-        model = class_of(item)
-        assert issubclass(model, Eval)
-        if not left.is_checkpoint and model.reads_weights:
-            yield item, f"{item.kind} reads the weights of a checkpoint, {leaves}. {elsewhere} the export."
-        elif left is Format.ADAPTED and model.layers_alone:
-            yield (
-                item,
-                f"{item.kind} says what each layer does alone, and the adapter of {who} makes up for all of them "
-                f"together. {f'{elsewhere} {who}' if last else 'Take it out'}.",
-            )
+        if message := _eval_of(class_of(item), left, f"{leaves} {left.opened}", last.kind if last else ""):
+            yield item, f"{item.kind} {message}"
+
+
+def _setting_of(model: type, left: Format, leaves: str, last: str, start: Start) -> str:
+    """Return what to say of a setting that is not for a format that the stage `last` leaves."""
+    if not issubclass(model, Setting) or left in model.accepts:
+        return ""
+    if left is Format.ADAPTED and Format.QUANTIZED in model.accepts:
+        told = "knows no adapter beside packed weights, and"
+        return (
+            f"{told} {last} leaves one. Take one of them out." if last else f"{told} {start.name} has one. Take it out."
+        )
+    wanted = " or ".join(sorted({each.opened for each in model.accepts}))
+    remedy = "Take it out."
+    if left.is_checkpoint and (makes_it := makers(model.accepts)):
+        remedy = f"Put {makes_it} {f'after {last}' if last else 'into the recipe'}, or take it out."
+    return f"is applied to {wanted} when it is opened, {leaves}. {remedy}"
+
+
+def _eval_of(model: type, left: Format, leaves: str, last: str) -> str:
+    """Return what to say of an eval that cannot measure a format that the stage `last` leaves."""
+    assert issubclass(model, Eval)
+    before = "Take it out, or put it in a recipe that ends before"
+    if not left.is_checkpoint and model.reads_weights:
+        remedy = f"{before} the export." if last else "Take it out."
+        return f"reads the weights of a checkpoint, {leaves}. {remedy}"
+    if left is Format.ADAPTED and model.layers_alone:
+        whose, remedy = (f"of {last} ", f"{before} {last}.") if last else ("", "Take it out.")
+        return f"says what each layer does alone, and the adapter {whose}makes up for all of them together. {remedy}"
+    return ""
 
 
 def _exclusions(stages: Iterable[Item], devices: Iterable[str], place: Placing[Item]) -> Broken[Item]:

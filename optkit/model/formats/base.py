@@ -42,8 +42,6 @@ class Format(str, metaclass=_Listed):
     """What the weights are in, e.g. `ONNX`."""
     phrase: ClassVar[str]
     """A directory of it, e.g. `an ONNX model`."""
-    reason: ClassVar[str]
-    """What is to be known of it, after a model's name, e.g. `is a graph that ONNX Runtime runs`."""
     opened: ClassVar[str]
     """What a setting is applied to if it is opened, e.g. `an ONNX model`."""
     origin: ClassVar[str]

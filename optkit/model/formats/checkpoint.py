@@ -24,7 +24,6 @@ class FloatCheckpoint(Format):
     kind: ClassVar[str] = "checkpoint"
     label: ClassVar[str] = "safetensors"
     phrase: ClassVar[str] = "a checkpoint with float weights"
-    reason: ClassVar[str] = "is a checkpoint"
     opened: ClassVar[str] = "a torch model"
     origin: ClassVar[str] = "the model's float weights"
     is_checkpoint: ClassVar[bool] = True
@@ -77,7 +76,6 @@ class QuantizedCheckpoint(FloatCheckpoint):
 
     kind: ClassVar[str] = "quantized"
     phrase: ClassVar[str] = "one with packed weights"
-    reason: ClassVar[str] = "has no float weights any more"
 
     def detects(self, names: Collection[str]) -> bool:
         """Say no: names of files alone do not tell it from a checkpoint."""
@@ -89,4 +87,3 @@ class AdaptedCheckpoint(QuantizedCheckpoint):
 
     kind: ClassVar[str] = "adapted"
     phrase: ClassVar[str] = "one with packed weights and an adapter"
-    reason: ClassVar[str] = "has an adapter beside its packed weights"

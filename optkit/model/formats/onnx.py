@@ -25,7 +25,6 @@ class OnnxModel(Format):
     kind: ClassVar[str] = "onnx"
     label: ClassVar[str] = "ONNX"
     phrase: ClassVar[str] = "an ONNX model"
-    reason: ClassVar[str] = "is a graph that ONNX Runtime runs"
     opened: ClassVar[str] = "an ONNX model"
     origin: ClassVar[str] = "the checkpoint that it was exported from"
     made_by: ClassVar[str] = "onnx"

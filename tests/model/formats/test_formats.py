@@ -39,7 +39,6 @@ class Toy(Format):
     kind: ClassVar[str] = "toy"
     label: ClassVar[str] = "TOY"
     phrase: ClassVar[str] = "a toy"
-    reason: ClassVar[str] = "is a toy that a table runs"
     opened: ClassVar[str] = "a toy"
     origin: ClassVar[str] = "what it was carved from"
     made_by: ClassVar[str] = "carve"
