@@ -266,7 +266,7 @@ def publish(
 
     `stored`: the files of the store's record when a stage left the weights there; they become hard
     links if the disk allows it, which costs no space. The files of a user's own directory and of
-    the hub's cache are copied, so that nobody changes both by changing one, and so are those of a
+    the hub's cache are copied, so that nobody changes both by changing one. So are those of a
     format that must not be linked. An artifact of the same key that is still whole stays as it is.
     `record` holds the fields of `ArtifactRecord` but `files`.
     """

@@ -262,7 +262,7 @@ class TimedEval(Eval):
     Each model is opened anew in each of several turns, and the turns are pooled.
 
     `run` measures in one turn, `context.turn`. The value of a metric there, the mean of its
-    repeats, is one sample of the pooled metric: turns are independent of each other, repeats within
+    repeats, is one sample of the pooled metric. Turns are independent of each other, repeats within
     a turn are not. A metric with `trials` is a share of what all turns tried, and an `exact` one
     has no error.
     """
@@ -274,9 +274,10 @@ class TimedEval(Eval):
     anew, and its value is one sample.
     """
     isolated: bool = True
-    """Take each turn in a fresh Python process, so that nothing that was left in this one (memory
-    that it keeps, compiled code, settings of libraries) is in the numbers, and what differs from
-    process to process is in the interval. Each costs the seconds that torch takes to import."""
+    """Take each turn in a fresh Python process. So nothing that was left in this one (memory that
+    it keeps, compiled code, settings of libraries) is in the numbers. What differs from process to
+    process is in the interval. Each costs the seconds that torch takes to import.
+    """
 
     def turns(self) -> int:
         """Return `processes`."""

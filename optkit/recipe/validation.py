@@ -1,7 +1,7 @@
 """Turn plain data into a frozen class.
 What pydantic objects to becomes plain sentences that show the value and what is allowed.
 
-Data is checked as JSON in strict mode: `"4"` and `true` are no numbers, a list may fill a tuple, a
+Data is checked as JSON in strict mode: `"4"` and `true` are no numbers. A list may fill a tuple, a
 text may fill a path or an enum.
 """
 

@@ -35,9 +35,9 @@ class TensorParallel(Setting):
     Each GPU has a process.
 
     optkit starts the processes when the model is opened and ends them when it is closed. Each holds
-    its share of the heads, of the feed-forward columns and of lm_head, and they exchange partial
-    sums twice in each block by NCCL (on CPUs by gloo). Decoding of few sequences waits for Python
-    more than for GPUs, split or not: put `compile` beside it.
+    its share of the heads, of the feed-forward columns and of lm_head. They exchange partial sums
+    twice in each block by NCCL (on CPUs by gloo). Decoding of few sequences waits for Python more
+    than for GPUs, split or not: put `compile` beside it.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; plans:
     https://huggingface.co/docs/transformers/perf_infer_gpu_multi

@@ -75,10 +75,10 @@ class AutoBits(Transform):
     """Choose bits and groups of each layer by what they cost in predictions, under a budget.
     Layers are quantized so by GPTQ or RTN.
 
-    The divergence that each layer alone causes in each form is predicted to second order from one
-    pass over a few windows of the calibration text (`optkit sensitivity` shows it); the choice with
-    the least sum that fits is found exactly. The result is compared on held-out windows with the
-    best single form that fits the budget, and the better of the two is kept.
+    The divergence that each layer alone causes in each form is predicted to second order (`optkit
+    sensitivity` shows it). One pass over a few windows of the calibration text tells it; the choice
+    with the least sum that fits is found exactly. The result is compared on held-out windows with
+    the best single form that fits the budget, and the better of the two is kept.
     """
 
     kind: ClassVar[str] = "auto_bits"

@@ -73,8 +73,9 @@ class OnnxQuantize(Transform):
     """weights: `mse`: search the scale and zero point with the least squared error (optkit's own).
     `rtn`: round to the scale that reaches every weight, which was the better one with `symmetric:
     true`. `k_quant`: llama.cpp's search. `hqq`: search zero points between the integers, which ONNX
-    Runtime's CPU has no fast kernel for (one token took 400 times as long) and which exist at 4
-    bits alone (an lm_head of 8 is rounded). The last two need `symmetric: false`."""
+    Runtime's CPU has no fast kernel for (one token took 400 times as long). They exist at 4 bits
+    alone (an lm_head of 8 is rounded). The last two need `symmetric: false`.
+    """
     lm_head: Literal["keep", 4, 8] = 8
     """weights: bits of lm_head, which costs more than any other layer in small models; `keep`
     leaves it float.

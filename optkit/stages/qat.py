@@ -128,9 +128,8 @@ class Qat(GptqFields, WeightQuantizer):
     """Quantize as `gptq` does, then train the weights behind the codes (LSQ, arXiv:1902.08153).
     The model says again what it said before.
 
-    Forward passes compute with the rounded weights, gradients go straight through the rounding, and
-    what is written are the codes of the best step: the same packed form as gptq's, for the same
-    engines.
+    Forward passes compute with the rounded weights, and gradients go straight through the rounding.
+    The codes of the best step are written: the same packed form as gptq's, for the same engines.
     """
 
     kind: ClassVar[str] = "qat"

@@ -42,9 +42,9 @@ class SmoothQuant(EightBitQuantizer):
     """Store weights as 8-bit integers, and round activations to 8 bits as well.
     Each output channel has one scale (W8A8, arXiv:2211.10438).
 
-    Outliers of the activations are first moved into the weights: input channels of a layer are
-    divided by scales that are folded into what makes them, a norm or a linear layer. The embedding
-    in front and lm_head behind stay as they are.
+    Outliers of the activations are first moved into the weights. Input channels of a layer are
+    divided by scales, which are folded into what makes them, a norm or a linear layer. The
+    embedding in front and lm_head behind stay as they are.
     """
 
     kind: ClassVar[str] = "smoothquant"
@@ -54,7 +54,8 @@ class SmoothQuant(EightBitQuantizer):
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
     """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the
     paper. `search`: the best alpha for each norm or layer that takes scales, and then each scale
-    for itself, so that the outputs of the rounded layers are as near as can be."""
+    for itself. The outputs of the rounded layers are then as near as can be.
+    """
     folding: Literal["all", "norms"] = "all"
     """What takes the scales: `norms` alone, as in the paper, or linear layers too, if one makes
     the input (up_proj, v_proj).

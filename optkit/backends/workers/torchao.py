@@ -1,7 +1,7 @@
 """Worker of torchao 0.18: rounding to nearest by its IntxWeightOnlyConfig.
 
 Its own int4 tensors depend on the device that they were made for and nothing but torchao opens
-them, so its codes and scales are packed as compressed-tensors has them (pack-quantized, 0.19).
+them. So its codes and scales are packed as compressed-tensors has them (pack-quantized, 0.19).
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ class StageWithTeacher(Transform):
     """
     top_k: Count | None = None
     """Keep so many of the teacher's likeliest tokens for each position in the store (all others are
-    one outcome together), so that it runs once for all epochs and students. Left out, it runs
-    beside the student and tells all."""
+    one outcome together). So it runs once for all epochs and students. Left out, it runs beside the
+    student and tells all.
+    """
     generated: Generated | None = None
     """Train on text that the teacher writes, beside the texts; only these are held out."""
     divergence: NonNegative = 1.0
