@@ -1,4 +1,4 @@
-"""How much of the perplexity that depth-pruning costs is won back by `distill`, on real text, for a
+"""How much of the perplexity that depth-pruning costs `distill` recovers, on real text, for a
 budget of minutes.
 
     python docs/benchmarks/distillation.py DATA MODEL --minutes 20                    # two CPU cores
@@ -87,7 +87,7 @@ def main() -> None:
             measured[name] = next(row.metric.value for row in card.rows if row.metric.name == "perplexity")
             print(f"{name}: perplexity {measured[name]:.3f} ({time.perf_counter() - began:.0f} s)", flush=True)
         lost, won = measured["pruned"] - measured["original"], measured["pruned"] - measured["distilled"]
-        print(f"won back: {won / lost:.1%} of {lost:.3f}")
+        print(f"recovered: {won / lost:.1%} of {lost:.3f}")
         records = [json.loads(path.read_text()) for path in (Store(store).root / "steps").glob("*/record.json")]
         done = next(
             record for record in records if record["kind"] == "distill" and record["fields"]["minutes"] == asked.minutes

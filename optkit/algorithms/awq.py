@@ -140,7 +140,7 @@ class _Costed:
 
 
 def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
-    """Return the Hessian's diagonal as costs; for GPTQ, what later inputs cannot make up for."""
+    """Return the Hessian's diagonal as costs; for GPTQ, what later inputs cannot compensate for."""
     diagonal = reader.hessian.diagonal()
     if rounding == "gptq":
         last_first = diagonal.argsort(stable=True)

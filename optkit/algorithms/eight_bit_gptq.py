@@ -42,7 +42,7 @@ def compensated_codes(
 
 
 def left_variances(hessian: Tensor) -> Tensor:
-    """Return the part of each input's mean square that later inputs cannot make up for.
+    """Return the part of each input's mean square that later inputs cannot compensate for.
 
     hessian: float32 [in, in]. Raises ValueError if no damping makes the Hessian positive
     definite.

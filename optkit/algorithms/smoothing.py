@@ -45,7 +45,7 @@ class Reader:
     """float32 [in]: what an error of 1 in the weight of an input adds to the squared error of an
     output, tokens divided by their root mean square. It is the mean square of the input if
     weights are rounded to nearest. If GPTQ rounds them, it is the share of it that the inputs after
-    it cannot make up for."""
+    it cannot compensate for."""
 
     def inverse_size(self) -> Tensor:
         """Return 1 / the root mean square of each row, float32 [rows, 1]."""

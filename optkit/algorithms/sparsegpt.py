@@ -1,7 +1,7 @@
 """SparseGPT: prune one input at a time, and compensate each weight in the inputs left.
 
 Frantar and Alistarh 2023, arXiv:2301.00774. The mask is chosen for BLOCK inputs at once
-(unstructured) or for m inputs (n:m), after all earlier errors were made up for. It goes by the
+(unstructured) or for m inputs (n:m), after all earlier errors were compensated. It goes by the
 squared weight over the diagonal of the inverse Hessian. Addition: the weights that stay are then
 improved together, by conjugate gradients on the layer's squared output error with the mask held
 (Meng et al. 2024, arXiv:2406.07831, section 3.3).

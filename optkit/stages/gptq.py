@@ -63,7 +63,7 @@ class GptqFields(Frozen):
     enormous activations outweighs the rest.
     """
     keep_zeros: bool | Literal["auto"] = "auto"
-    """Let weights that are 0 stay 0 while the others make up for errors. `auto`: in layers that
+    """Let weights that are 0 stay 0 while the others compensate for errors. `auto`: in layers that
     were pruned (a fifth or more is 0).
     """
     batch_size: BatchSize = 8

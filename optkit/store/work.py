@@ -22,7 +22,7 @@ KINDS = {"answers": "answers of a teacher", "generated": "text of a teacher"}
 
 
 class StoredWork(Frozen):
-    """One directory of work that a run can go on with, or that another student can use."""
+    """One directory of work that a run can continue, or that another student can use."""
 
     name: str
     """Key of the unfinished step, or the kind and a digest of what else it is."""

@@ -61,8 +61,9 @@ class WidthFields(Frozen):
     the hardware.
     """
     compensate: bool = True
-    """Change the layers that read what is left of feed-forward channels and heads so that they make
-    up for the rest, by least squares on the text."""
+    """Change the layers that read what is left of feed-forward channels and heads so that they
+    compensate for the rest, by least squares on the text.
+    """
 
     @field_validator("intermediate_size", "hidden_size")
     @classmethod

@@ -146,7 +146,7 @@ def refuse_infinite(summed: Tensor, name: str, skeleton: Skeleton) -> None:
 
 
 def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
-    """Return the Hessian of the output layer's inputs, and let go of what the last block returned.
+    """Return the Hessian of the output layer's inputs, and release what the last block returned.
     It has no tokens if nothing was kept.
     """
     device = job.context.device

@@ -66,8 +66,8 @@ class InputRange:
         """Return what an error of 1 in each input's weight adds to the squared error of an output.
         It is float32 [in], of undivided inputs.
 
-        With a Hessian, what the inputs rounded after it cannot make up for. Raises ValueError for a
-        Hessian that is none.
+        With a Hessian, what the inputs rounded after it cannot compensate for. Raises ValueError
+        for a Hessian that is none.
         """
         if self._hessian is None or self.tokens < FEW_TOKENS:
             return self.rows.square().div_(self.rows.square().mean(1, keepdim=True).clamp(min=1e-30)).mean(0)

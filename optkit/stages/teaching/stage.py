@@ -160,7 +160,7 @@ class TrainingStage(StageWithTeacher):
 
     def _deciding(self) -> dict[str, Any]:
         """Return what decides the result beside texts and seed, as JSON values.
-        A checkpoint of others is not gone on with.
+        A checkpoint of others is not continued.
         """
         return self.model_dump(mode="json")
 
