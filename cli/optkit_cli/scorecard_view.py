@@ -49,6 +49,7 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
         attribution_view(scorecard),
         indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),
         indented([("note", note) for note in notes]),
+        indented([("file", each.path) for each in scorecard.files]),
         *loading_view(scorecard.loading),
         _closing(scorecard, directory),
     ]

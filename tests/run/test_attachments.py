@@ -95,7 +95,9 @@ def left(desk: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_an_eval_leaves_files_through_a_run_and_through_a_cached_one(desk: Path) -> None:
+def test_an_eval_leaves_files_through_a_run_and_through_a_cached_one(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     card = run(desk, "sketch, footprint")
     assert left(desk) == ["sketch-unmodified/sketch.svg", "sketch/sketch.svg"]
     drawn = (desk / "out" / ATTACHMENTS / "sketch" / "sketch.svg").read_bytes()
@@ -109,6 +111,7 @@ def test_an_eval_leaves_files_through_a_run_and_through_a_cached_one(desk: Path)
     page = (desk / "out" / "scorecard.md").read_text(encoding="utf-8")
     assert f"![sketch]({ATTACHMENTS}/sketch/sketch.svg)" in page
     assert f"- [{ATTACHMENTS}/sketch-unmodified/sketch.svg]" in page
+    assert f"file  {ATTACHMENTS}/sketch/sketch.svg" in capsys.readouterr().out
     assert COUNTED == ["red", "red"]
     shutil.rmtree(desk / "out")
     assert run(desk, "sketch, footprint")["files"] == card["files"]
