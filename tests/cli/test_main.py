@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
 
 
-def python(code: str, **settings: object) -> subprocess.Popen[str]:
+def python(code: str, **settings: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env=ENVIRONMENT,

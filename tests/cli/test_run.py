@@ -249,7 +249,7 @@ def test_who_opens_an_artifact_hears_how_far_it_is(desk: Path, capsys: pytest.Ca
     spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet", "--set", stage, "--set", "evals=[footprint]")
     heard = LineProgress(io.StringIO())
     pipeline.open_artifact("artifacts/tiny", device="cpu", progress=heard).close()
-    assert heard.stream.getvalue() != ""
+    assert heard.stream.getvalue() != ""  # type: ignore[attr-defined]
 
 
 def test_eval_measures_timings_again_when_asked(

@@ -137,8 +137,8 @@ def test_throughput_reports_energy_clocks_and_others(monkeypatch: pytest.MonkeyP
     found = {metric.name: metric for metric in eval.run(BigramSession(), said)}
     energy = found["energy_per_token_j"]
     assert (energy.value, energy.unit, energy.higher_is_better) == (24 / (3 * 2 * 2), "J", False)
-    assert "throughput: another process is on the GPU, and the numbers are shared with it" in said.progress.warnings
-    assert "throughput: the GPU was slowed down by its power limit at 2 of 2 repeats" in said.progress.warnings
+    assert "throughput: another process is on the GPU, and the numbers are shared with it" in said.progress.warnings  # type: ignore[attr-defined]
+    assert "throughput: the GPU was slowed down by its power limit at 2 of 2 repeats" in said.progress.warnings  # type: ignore[attr-defined]
     assert said.notes[-1].startswith("throughput: the GPU ran at 1,980 MHz")
 
 
@@ -170,7 +170,7 @@ def test_on_a_gpu_torch_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> N
     session.on_token = tick
     tokens = torch.ones(1, 4, dtype=torch.int64)
     assert not isinstance(session, QueueingSession)
-    session.queue = session.stream
+    session.queue = session.stream  # type: ignore[attr-defined]
     assert timing.answer(session, tokens, 3) == timing.Timing(0.5, (0.125, 0.125))
 
 

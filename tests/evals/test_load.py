@@ -200,7 +200,7 @@ def test_continuous_batching_under_load(tiny_model: Callable[[str], Path], monke
     eval = Load(rates=(50,), requests=4, prompt=6, new_tokens=3, batch=2, batching="continuous")
     found = {metric.name: metric.value for metric in eval.run(session, context)}
     assert found["load_tokens_per_s"] > 0
-    told = context.progress.warnings
+    told = context.progress.warnings  # type: ignore[attr-defined]
     assert not [line for line in told if "generates other" in line]  # a busy machine may be said to fall behind
     monkeypatch.setattr(session, "generate", lambda tokens, new: torch.zeros(1, 9, dtype=torch.int64))
     eval._warm_up(session, context)

@@ -119,7 +119,7 @@ def test_bos_that_the_tokenizer_does_not_add(text):
         r"such token. Set bos to tokenizer or none",
     ):
         Perplexity(dataset=text, window=32, bos="window").run(session, EvalContext())
-    session.tokenizer = SimpleNamespace(bos_token_id=7)
+    session.tokenizer = SimpleNamespace(bos_token_id=7)  # type: ignore[attr-defined]
     windows = Perplexity(dataset=text, window=32, bos="window").cut(session, EvalContext())
     assert windows.tokens[:, 0].unique().tolist() == [7]
     assert windows.tokens[:, 1:].flatten().tolist() == tokens_of(session, LETTERS)[: windows.tokens[:, 1:].numel()]

@@ -9,7 +9,7 @@ from optkit_evals.speculation import Speculation
 from optkit_evals.timing import device_text
 
 from optkit.errors import EvalError
-from optkit.measure import EvalContext, Turn
+from optkit.measure import EvalContext, Metric, Turn
 from optkit.session import open_session
 from optkit.settings.speculative import Speculative
 from tests.support.bigram_session import Said
@@ -17,7 +17,7 @@ from tests.support.bigram_session import Said
 TEXT = {"dataset": "python-reference", "split": "test"}
 
 
-def measured(session: object, **fields: object) -> dict[str, object]:
+def measured(session: object, **fields: object) -> dict[str, Metric]:
     eval = Speculation.model_validate(TEXT | {"window": 16, "windows": 4, "new_tokens": 9} | fields)
     return {metric.name: metric for metric in eval.run(session, EvalContext())}
 

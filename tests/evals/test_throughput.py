@@ -144,7 +144,7 @@ def test_a_machine_that_never_settles_is_said_on_the_terminal_and_in_the_scoreca
     throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
     throughput.run(session, context)
     assert clock.answers == 12 + 12
-    (settling,) = context.progress.warnings
+    (settling,) = context.progress.warnings  # type: ignore[attr-defined]
     assert context.notes[0] == settling
     assert settling.startswith(
         "throughput, batch 1, prompt 4: 12 warm-up runs, and their running mean still moves by more than 3%"
@@ -156,7 +156,7 @@ def test_a_quiet_machine_is_not_warned_about(session, clock):
     context = EvalContext(progress=Said())
     throughput = Throughput(new_tokens=2, prompts=(4,), repeats=3)
     throughput.pool([throughput.run(session, context)], context)
-    assert context.progress.warnings == []
+    assert context.progress.warnings == []  # type: ignore[attr-defined]
     assert len(context.notes) == 1
 
 
@@ -178,7 +178,7 @@ def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     peaks = [next(metric.value for metric in turn if metric.name == "peak_memory_bytes") for turn in turns]
     peak = next(metric for metric in pooled if metric.name == "peak_memory_bytes")
     assert (peak.samples, peak.value, peak.pairing) == (tuple(peaks), sum(peaks) / 2, "paired_turns")
-    assert context.progress.warnings == [
+    assert context.progress.warnings == [  # type: ignore[attr-defined]
         f"throughput, batch 1, prompt 8: the times of the 2 turns spread by 28% of their mean; {REMEDY}"
     ]
 
@@ -254,7 +254,7 @@ def test_out_of_memory_marks_a_configuration_and_goes_on(session, clock, error):
     throughput = Throughput(batch_sizes=(8, 1), prompts=(4,), new_tokens=2, repeats=2)
     found = throughput.pool([throughput.run(session, context)], context)
     message = "throughput at batch 8, prompt 4: memory ran out on cpu. Lower batch_sizes, prompts or new_tokens."
-    assert context.progress.warnings == [message]
+    assert context.progress.warnings == [message]  # type: ignore[attr-defined]
     failed = [metric for metric in found if metric.labels["batch"] == 8]
     assert {metric.name for metric in failed} == {metric.name for metric in found if metric.labels["batch"] == 1}
     assert "peak_memory_bytes" in {metric.name for metric in failed}

@@ -269,7 +269,7 @@ DRIFTS: dict[str, Callable[[Draw], Draw]] = {
     "none": lambda noise: 0 * noise,
     "2% steadily": lambda noise: 0 * noise + numpy.linspace(0, 0.02, noise.shape[1]),
     "1% a turn, at random": lambda noise: 0.01 * noise.cumsum(axis=1),
-    "5% at once, some time": lambda noise: 0.05 * (numpy.arange(noise.shape[1]) > 4 + 2 * noise[:, :1]),
+    "5% at once, some time": lambda noise: 0.05 * (numpy.arange(noise.shape[1]) > 4 + 2 * noise[:, :1]),  # type: ignore[return-value]
 }
 
 

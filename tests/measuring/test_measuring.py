@@ -94,7 +94,7 @@ def measured(tiny_model, tmp_path):
         RAN.clear()
         subjects = [Subject(lambda name=name: Path(name), ()) for name in ("artifact", "baseline")]
         if plan.artifact_key == plan.baseline_key:
-            subjects[1] = None
+            subjects[1] = None  # type: ignore[call-overload]
         return measure(plan, *subjects, store, data=None, progress=Said(), retime=retime)
 
     return run

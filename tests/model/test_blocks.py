@@ -28,7 +28,7 @@ def test_no_list_of_blocks() -> None:
 class TupleBlock(nn.Linear):
     form: type = tuple
 
-    def forward(self, hidden_states: Tensor) -> object:
+    def forward(self, hidden_states: Tensor) -> object:  # type: ignore[override]
         return self.form((super().forward(hidden_states), None))
 
 

@@ -4,6 +4,8 @@ Runtime's own operators.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from optkit.onnx.checker import own_nodes, problem_of_graph
@@ -13,13 +15,13 @@ helper = onnx.helper
 FLOAT = onnx.TensorProto.FLOAT
 
 
-def made(*nodes: object, opset: int = 21, initializers: tuple[object, ...] = ()) -> onnx.ModelProto:
+def made(*nodes: object, opset: int = 21, initializers: tuple[object, ...] = ()) -> Any:
     ends = [helper.make_tensor_value_info(name, FLOAT, [2, 4]) for name in "xy"]
     graph = helper.make_graph(nodes, "made", ends[:1], ends[1:], initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
 
 
-def external(name: str) -> onnx.TensorProto:
+def external(name: str) -> Any:
     tensor = onnx.TensorProto(name=name, data_type=FLOAT, dims=[4], data_location=onnx.TensorProto.EXTERNAL)
     entry = tensor.external_data.add()
     entry.key, entry.value = "location", "nowhere.data"

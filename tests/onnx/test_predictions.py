@@ -140,6 +140,6 @@ def test_the_memory(tmp_path: Path, tiny_onnx: Callable[[str, str], Path], kind:
     command = [sys.executable, "-c", PEAK, kind, fields, str(tiny_onnx("llama", "fp32")), str(source)]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
     predicted = (
-        stage_class(kind).model_validate_json(fields).predict(onnx_shape(source), "cpu")[0].ram_bytes - LIBRARY_BYTES
+        stage_class(kind).model_validate_json(fields).predict(onnx_shape(source), "cpu")[0].ram_bytes - LIBRARY_BYTES  # type: ignore[attr-defined]
     )  # type: ignore[attr-defined]
     assert peak <= predicted <= 2.2 * peak

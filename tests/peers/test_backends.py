@@ -64,7 +64,7 @@ def test_a_library_quantizes_in_its_own_environment(
     kind: str, fields: dict[str, Any], method: str, wide: Path, tmp_path: Path
 ) -> None:
     report = (
-        stage_class(kind).model_validate_json(json.dumps({"group_size": 32, **fields})).run(wide, tmp_path, Context())
+        stage_class(kind).model_validate_json(json.dumps({"group_size": 32, **fields})).run(wide, tmp_path, Context())  # type: ignore[attr-defined]
     )  # type: ignore[attr-defined]
     assert report.details["backend"] == fields["backend"]
     assert report.details["logits_apart"] < 1e-3

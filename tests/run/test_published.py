@@ -74,7 +74,7 @@ def test_no_place_is_published(made: Path, home: Path, tmp_path: Path) -> None:
 
 def test_the_same_recipe_finds_everything_again(made: Path, tmp_path: Path) -> None:
     todo = pipeline.plan(tmp_path / "tiny.yaml", store=tmp_path / "cache", device="cpu")
-    assert all(each.hit for each in (*todo.steps, *todo.evals))
+    assert all(each.hit for each in (*todo.steps, *todo.evals))  # type: ignore[attr-defined]
     assert todo.artifact_key == read_artifact(made).record.key
 
 

@@ -195,7 +195,7 @@ class TestRecipes:
         common: dict[str, Any] = {"store": tmp_path / "store", "device": "cpu"}
         pipeline.run(recipe, overrides=["model.trust_remote_code=true"], out=tmp_path / "out", **common)
         todo = pipeline.plan(recipe, **common)
-        assert not any(each.hit for each in (*todo.steps[1:], *todo.evals))
+        assert not any(each.hit for each in (*todo.steps[1:], *todo.evals))  # type: ignore[attr-defined]
         pipeline.run(recipe, out=tmp_path / "out", **common)
         assert read_artifact(tmp_path / "out").record.recipe["model"]["trust_remote_code"] is False
 

@@ -32,7 +32,7 @@ CODES = [
 
 
 def opened(directory: Path, *settings: Setting, **options: Any) -> TorchSession:
-    return open_session(directory, settings, **options)
+    return open_session(directory, settings, **options)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("group_size", [None, 8])

@@ -222,7 +222,8 @@ def test_which_heads_are_left(before: Any, after: Any, pooling: bool, heads: Any
     energies = torch.tensor([3.0, 1.0, 2.0, 4.0])
     if pooling and before == (4, 4):
         energies = energies.flip(0)[[1, 0, 2, 3]]  # 2, 4, 1, 3
-    assert left_heads(energies, Widths(0, 0, *before, 8), Widths(0, 0, *after, 8), pooling) == (heads, pools)
+    old, new = (Widths(0, 0, queries, keys, 8) for queries, keys in (before, after))
+    assert left_heads(energies, old, new, pooling) == (heads, pools)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.processes import worker
 from optkit.progress import SilentProgress
-from optkit.stage import Context
+from optkit.stage import Context, Report
 from optkit.training.launch import _error, launch
 from tests.support.rank_stages import Together
 from tests.support.waiting import wait_until
@@ -33,7 +33,7 @@ class Told(SilentProgress):
         self.lines.append(line)
 
 
-def together(how: str, place: Path, progress: SilentProgress | None = None) -> object:
+def together(how: str, place: Path, progress: SilentProgress | None = None) -> Report:
     (place / "target").mkdir()
     context = Context(seed=7, workspace=place / "work", progress=progress or SilentProgress())
     return launch(Together(how=how), place, place / "target", context, 2, "ddp", "together")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+import warnings
 from itertools import groupby
 from pathlib import Path
 
@@ -114,3 +115,11 @@ def test_an_extension_folder_shows_the_smallest_example(folder: str) -> None:
     for place in re.findall(r"\b((?:optkit|evals|cli|tests)/[\w/.]*\w)", page):
         made_up = {match[1] for match in re.finditer(r"# (\S+\.py)$", page, re.MULTILINE)}
         assert place in made_up or (ROOT / place).exists(), place
+
+
+def test_a_warning_at_a_line_of_ours_fails_a_test() -> None:
+    with pytest.raises(FutureWarning, match="^of ours$"):
+        warnings.warn("of ours", FutureWarning, stacklevel=1)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.warn_explicit("of a library", FutureWarning, "library.py", 1, module="library.part")
+    assert [str(each.message) for each in shown] == ["of a library"]
