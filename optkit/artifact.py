@@ -21,7 +21,7 @@ from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
 from optkit.recipe.registry import stage_class
 from optkit.scorecard.published import located_setting
-from optkit.scorecard.record import StepLine
+from optkit.scorecard.scorecard import StepLine
 from optkit.stage import Setting
 from optkit.store.files import describe_file, is_unchanged, list_files
 from optkit.store.output import place, settle_beside

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from optkit.errors import ResourceError
@@ -67,18 +67,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def out_of_memory(where: str, device: str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that failed into a ResourceError.
-    It names the layer or block and what to lower.
+def memory_errors(what: str | Callable[[BaseException], str], where: str, remedy: str) -> Iterator[None]:
+    """Turn an allocation that failed into a ResourceError that says what to lower; `what` was being
+    done, or makes the message of the error.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        said = what(error) if callable(what) else f"out of memory {what}"
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ResourceError(said, where=where, why=first, remedy=remedy) from error
+
+
+def out_of_memory(where: str, device: str, remedy: str) -> AbstractContextManager[None]:
+    """Return `memory_errors` for a layer or block, whose message names the memory that is full."""
+
+    def which(error: BaseException) -> str:
         import torch
 
         on_gpu = isinstance(error, torch.OutOfMemoryError)
-        reason = next(iter(str(error).splitlines()), "")
-        what = f"the memory of {device} is full" if on_gpu else "the main memory is full"
-        raise ResourceError(what, where=where, why=reason, remedy=remedy) from error
+        return f"the memory of {device} is full" if on_gpu else "the main memory is full"
+
+    return memory_errors(which, where, remedy)

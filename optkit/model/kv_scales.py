@@ -16,6 +16,7 @@ from typing import Any
 
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
 
 SCHEME: Mapping[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 """The `kv_cache_scheme`."""
@@ -67,10 +68,8 @@ def split_kv_scales(checkpoint: Checkpoint) -> tuple[Checkpoint, KvScales | None
     held = {*names[KEYS], *names[VALUES]}
     rest.tensors = {name: info for name, info in checkpoint.tensors.items() if name not in held}
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    rest.__dict__.pop("shape", None)
-    rest.__dict__["config"] = (
-        {**config, "quantization_config": quantization} if quantization.get("config_groups") else config
-    )
+    rest.config = {**config, "quantization_config": quantization} if quantization.get("config_groups") else config
+    rest.shape = ModelShape(rest.config, rest.tensors)
     return rest, scales
 
 

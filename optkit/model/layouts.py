@@ -34,7 +34,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class StoredLayer:
+class LayerTensors:
     """The tensors of one layer as they lie in the files."""
 
     leaves: Mapping[str, TensorInfo]
@@ -51,18 +51,18 @@ class StoredLayer:
         return shape
 
 
-Layout: TypeAlias = Callable[[Mapping[str, Any], StoredLayer], dict[str, Leaf]]
+Layout: TypeAlias = Callable[[Mapping[str, Any], LayerTensors], dict[str, Leaf]]
 """From the words for a layer in config.json and the layer itself to leaf -> what it must be;
 ValueError if the layer does not tell.
 """
 
 
-def plain(_words: Mapping[str, Any], _layer: StoredLayer) -> dict[str, Leaf]:
+def plain(_words: Mapping[str, Any], _layer: LayerTensors) -> dict[str, Leaf]:
     """A layer that is not packed."""
     return {"weight": Leaf(FLOATS, ())}
 
 
-def pack_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def pack_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `pack-quantized`: codes of 2 to 8 bits in 32-bit words along the inputs."""
     weights = words["weights"]
     layer.shape("weight_shape", 1)
@@ -81,38 +81,38 @@ def pack_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Le
     return leaves | _activations(words)
 
 
-def integer_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def integer_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `int-quantized`: codes as int8."""
     return _one_code_each(words, layer, "I8", FLOATS)
 
 
-def float_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def float_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `float-quantized`: codes as float8 E4M3."""
     return _one_code_each(words, layer, "F8_E4M3", FLOATS)
 
 
-def naive_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def naive_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `naive-quantized`: int8 or float8, as the type says."""
     return (float_quantized if words["weights"].get("type") == "float" else integer_quantized)(words, layer)
 
 
-def mxfp8_quantized(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def mxfp8_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `mxfp8-quantized`: float8 with a power of two as scale for 32 inputs."""
     return _one_code_each(words, layer, "F8_E4M3", ("U8", "F8_E8M0"))
 
 
-def nvfp4(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def nvfp4(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `nvfp4-pack-quantized`: two FP4 codes a byte, float8 scales and a float32."""
     scalar = Leaf(("F32",), ((1,), ()))
     return _fp4(words, layer, ("F8_E4M3",)) | {"weight_global_scale": scalar}
 
 
-def mxfp4(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def mxfp4(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `mxfp4-pack-quantized`: two FP4 codes a byte, a power of 2 for 32 inputs."""
     return _fp4(words, layer, ("U8", "F8_E8M0"))
 
 
-def gptq(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def gptq(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """GPTQ (`checkpoint_format: gptq`): codes in 32-bit words along the inputs, stored [in, out]."""
     packed, outputs = layer.shape("qweight", 2)
     inputs = layer.shape("g_idx", 1)[0] if "g_idx" in layer.leaves else packed * 32 // words["bits"]
@@ -125,7 +125,7 @@ def gptq(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
     }
 
 
-def awq(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def awq(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """AutoAWQ (`version: gemm`): codes in 32-bit words along the outputs, stored [in, out]."""
     inputs, packed = layer.shape("qweight", 2)
     outputs = layer.shape("scales", 2)[1]
@@ -138,7 +138,7 @@ def awq(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
     }
 
 
-def bitsandbytes_4bit(words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def bitsandbytes_4bit(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """bitsandbytes `Linear4bit`: two codes a byte in one column; `quant_state` has the sizes."""
     kind = words.get("bnb_4bit_quant_type", "fp4")
     state = f"weight.quant_state.bitsandbytes__{kind}"
@@ -161,7 +161,7 @@ def bitsandbytes_4bit(words: Mapping[str, Any], layer: StoredLayer) -> dict[str,
     return leaves
 
 
-def bitsandbytes_8bit(_words: Mapping[str, Any], layer: StoredLayer) -> dict[str, Leaf]:
+def bitsandbytes_8bit(_words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """bitsandbytes `Linear8bitLt`: int8 codes and one float32 scale for each output."""
     outputs, inputs = layer.shape("weight", 2)
     return {
@@ -194,7 +194,7 @@ def _scale_shapes(weights: Mapping[str, Any], outputs: int, inputs: int) -> tupl
 
 
 def _one_code_each(
-    words: Mapping[str, Any], layer: StoredLayer, dtype: str, scale_dtypes: tuple[str, ...]
+    words: Mapping[str, Any], layer: LayerTensors, dtype: str, scale_dtypes: tuple[str, ...]
 ) -> dict[str, Leaf]:
     outputs, inputs = layer.shape("weight", 2)
     scales = _scale_shapes(words["weights"], outputs, inputs)
@@ -204,7 +204,7 @@ def _one_code_each(
     return leaves | _activations(words)
 
 
-def _fp4(words: Mapping[str, Any], layer: StoredLayer, scale_dtypes: tuple[str, ...]) -> dict[str, Leaf]:
+def _fp4(words: Mapping[str, Any], layer: LayerTensors, scale_dtypes: tuple[str, ...]) -> dict[str, Leaf]:
     outputs, half = layer.shape("weight_packed", 2)
     leaves = {
         "weight_packed": Leaf(("U8",), ((outputs, half),)),

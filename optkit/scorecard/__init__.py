@@ -5,7 +5,7 @@ from optkit.scorecard.build import build_scorecard, ratio_to_baseline
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine, file_lines, read_json, to_json
+from optkit.scorecard.scorecard import GateResult, Measured, Rung, Scorecard, StepLine, file_lines, read_json, to_json
 from optkit.scorecard.table import (
     Comparison,
     ComparisonRow,

@@ -9,7 +9,7 @@ from typing import Any
 from optkit.common.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio, paired_ratio
 from optkit.measure import Metric
 from optkit.recipe.gates import Gate, Verdict, metric_key, parse_gate
-from optkit.scorecard.record import GateResult, Measured, Rung, Scorecard, StepLine
+from optkit.scorecard.scorecard import GateResult, Measured, Rung, Scorecard, StepLine
 
 
 def build_scorecard(

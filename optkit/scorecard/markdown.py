@@ -9,7 +9,7 @@ from optkit.common.byte_sizes import size_text
 from optkit.common.markdown import markdown_table
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
-from optkit.scorecard.record import FileLine, Scorecard, StepLine
+from optkit.scorecard.scorecard import FileLine, Scorecard, StepLine
 from optkit.scorecard.table import NOTHING, footnotes, numbered, protocols, table_rows
 from optkit.scorecard.training import training_line, trainings
 

@@ -12,7 +12,7 @@ from optkit.common.markdown import markdown_table
 from optkit.measure import Metric
 from optkit.recipe.gates import Verdict, overall
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.record import Measured, Scorecard
+from optkit.scorecard.scorecard import Measured, Scorecard
 
 NOTHING = "-"
 FAILED = "failed"

@@ -12,8 +12,8 @@ from typing import Literal
 from optkit.common.attachment import Attachment
 from optkit.common.plot import COLOURS, GREY, Axis, Key, Line, Panel, Point, even_axis, picture, round_numbers
 from optkit.scorecard.numbers import format_value, significant
-from optkit.scorecard.record import StepLine
-from optkit.training.record import KEY, Judged, TrainingRecord
+from optkit.scorecard.scorecard import StepLine
+from optkit.training.training_record import KEY, Judged, TrainingRecord
 
 CURVES = "loss_curve.svg"
 PANEL = (640, 260)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from optkit.errors import OptkitError, SourceError, StageError
 from optkit.model.blocks import find_blocks
 from optkit.model.carried_state import CarriedState
-from optkit.session.memory import cache_bytes, weight_bytes
 from optkit.session.speculation import Step
+from optkit.session.step_bytes import cache_bytes, weight_bytes
 
 
 class EarlyExit:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from transformers import PreTrainedModel
 
+from optkit.common.limits import memory_errors
 from optkit.errors import OptkitError, StageError
 from optkit.kernels.cpu.decoding import StepDecoder, step_decoder
 from optkit.kernels.formats import quantized_layers
@@ -31,7 +32,6 @@ from optkit.model.task import Task, task_of
 from optkit.progress import Progress, SilentProgress
 from optkit.session.generating import GeneratingSession
 from optkit.session.loading import load_by_transformers
-from optkit.session.memory import memory_errors
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_transformers

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from optkit.common.limits import memory_errors
 from optkit.errors import OptkitError
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import Pooling
 from optkit.model.task import positions_of
 from optkit.session.encoder import Encoder
-from optkit.session.memory import memory_errors
 
 
 class TorchEncoder(Encoder):

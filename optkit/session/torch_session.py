@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from optkit.common.limits import memory_errors
 from optkit.errors import OptkitError
 from optkit.kernels.cpu.decoding import StepDecoder
 from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, state_name
@@ -19,10 +20,10 @@ from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
 from optkit.session.cast_logits import cast_logits
 from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession
-from optkit.session.memory import cache_bytes, memory_errors, weight_bytes
 from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_speculates, speculate
 from optkit.session.static_caches import StaticCaches
+from optkit.session.step_bytes import cache_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch

@@ -27,7 +27,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.rtn import Rtn
 from optkit.stages.sensitivity.budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
-from optkit.stages.sensitivity.memory import sensitivity_memory
+from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

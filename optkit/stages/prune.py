@@ -22,7 +22,7 @@ from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, 
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
-from optkit.stages.sensitivity.memory import sensitivity_memory
+from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

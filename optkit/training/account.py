@@ -16,8 +16,8 @@ from optkit.training.course import TrainingResult
 from optkit.training.flops import step_flops
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
-from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 from optkit.training.speed import Speed, peak_of
+from optkit.training.training_record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 
 
 @dataclass

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from optkit.common.limits import is_out_of_memory
-from optkit.errors import ResourceError, StageError
+from optkit.common.limits import memory_errors
+from optkit.errors import StageError
 from optkit.progress import Progress, Task
 from optkit.training import checkpoints
 from optkit.training.course import Course, TrainingOptions, TrainingResult
@@ -296,16 +296,8 @@ class Loop:
             remedy="Lower `learning_rate`, set `precision: float32`, or look at that text; the last checkpoint is kept",
         )
 
-    @contextmanager
-    def _explaining_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ResourceError(
-                f"out of memory at step {self.course.step + 1:,} on {self.device}",
-                where=self.where,
-                why=next(iter(str(error).strip().splitlines()), type(error).__name__),
-                remedy="Lower `batch_size` and raise `accumulation` by as much, or set `gradient_checkpointing: true`",
-            ) from error
+    def _explaining_memory(self) -> AbstractContextManager[None]:
+        remedy = "Lower `batch_size` and raise `accumulation` by as much, or set `gradient_checkpointing: true`"
+        return memory_errors(
+            lambda _: f"out of memory at step {self.course.step + 1:,} on {self.device}", self.where, remedy
+        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.training.losses import IGNORED, attention_divergence, cross_entropy, hidden_distance
-from optkit.training.memory import LOGIT_BYTES
+from optkit.training.predicted_memory import LOGIT_BYTES
 from optkit.training.two_parts import TwoParts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import KEYS, VALUES, attention_layers
-from optkit.model.layouts import FLOATS, Leaf, StoredLayer
+from optkit.model.layouts import FLOATS, LayerTensors, Leaf
 from optkit.model.linear_layers import layers_of
 from optkit.model.schemes import PLAIN, scheme_of_layers
 from optkit.model.shape import TensorInfo
@@ -52,7 +52,7 @@ def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
         label, layout, words = scheme_of(name, checkpoint.shape.block(f"{name}.weight") is not None)
         packed += layout is not PLAIN[1]
         try:
-            expected = layout(words, StoredLayer(leaves, partial(_read_leaf, stored, name)))
+            expected = layout(words, LayerTensors(leaves, partial(_read_leaf, stored, name)))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             said = f"config.json has no {error}" if isinstance(error, KeyError) else str(error)
             problems.append(f"{name} cannot be {label}: {said}")

@@ -87,8 +87,8 @@ class Training(Transform):
         from optkit.training.course import TrainingOptions
         from optkit.training.data import split
         from optkit.training.loop import Loop
-        from optkit.training.memory import Setup, predicted_memory
         from optkit.training.objective import LossWeights, Objective
+        from optkit.training.predicted_memory import Setup, predicted_memory
         from optkit.training.ranks import current
         from optkit.training.student import open_student
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from optkit.errors import SourceError, StageError
 from optkit.model.carried_state import CarriedState, needs_positions, state_name
 from optkit.session import open_session
-from optkit.session.memory import cache_bytes
+from optkit.session.step_bytes import cache_bytes
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting

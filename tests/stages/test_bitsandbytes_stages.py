@@ -20,7 +20,7 @@ from optkit.errors import SourceError, StageError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session, opening
-from optkit.session.memory import weight_bytes
+from optkit.session.step_bytes import weight_bytes
 from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
 from optkit.stages.int8 import Int8

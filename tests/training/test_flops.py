@@ -16,8 +16,8 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.training.flops import StepFlops, forward_flops, step_flops
-from optkit.training.record import SpeedRecord
 from optkit.training.speed import Speed, peak_of
+from optkit.training.training_record import SpeedRecord
 
 TinyModel = Callable[[str], Path]
 DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")

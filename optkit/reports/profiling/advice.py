@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optkit.reports.profiling.record import KINDS, Phase
+from optkit.reports.profiling.profile_report import KINDS, Phase
 
 WAITING = 0.3
 """Share of idle time from which on it is what to cure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from optkit.reports.profiling.record import Kind
+from optkit.reports.profiling.profile_report import Kind
 
 ORDER: tuple[tuple[Kind, str], ...] = (
     ("matmul", r"^linear$"),  # optkit's own kernels, in kernels/cuda/*.cu

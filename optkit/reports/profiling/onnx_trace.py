@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.errors import EvalError
 from optkit.reports.profiling.kinds import kind_of
-from optkit.reports.profiling.record import Line
+from optkit.reports.profiling.profile_report import Line
 from optkit.reports.profiling.torch_trace import Traced, time_phases
 
 if TYPE_CHECKING:

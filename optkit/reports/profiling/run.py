@@ -15,7 +15,7 @@ from optkit.pipeline import open_artifact, plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.advice import Circumstances, advise
-from optkit.reports.profiling.record import KINDS, SHOWN, Line, Phase, ProfileReport
+from optkit.reports.profiling.profile_report import KINDS, SHOWN, Line, Phase, ProfileReport
 from optkit.stage import Context, Setting
 from optkit.store.store import Store, default_store
 

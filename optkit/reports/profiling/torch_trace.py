@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from optkit.measure import QueueingSession, Session
 from optkit.reports.profiling.kinds import kind_of
-from optkit.reports.profiling.record import Line
+from optkit.reports.profiling.profile_report import Line
 
 MEMORY_ENTRIES = 200_000
 """Allocations that a memory snapshot remembers."""

@@ -19,7 +19,7 @@ from optkit.common.limits import out_of_memory
 from optkit.errors import StageError
 from optkit.model.skeleton import TORCH_DTYPES
 from optkit.stages.sensitivity.gradients import BlockGradients
-from optkit.stages.sensitivity.memory import PROBES
+from optkit.stages.sensitivity.needed_memory import PROBES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

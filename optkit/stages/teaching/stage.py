@@ -32,8 +32,8 @@ from optkit.stage import Context, Cost, Report
 from optkit.stages.teaching.limits import check_devices, check_positions
 from optkit.stages.teaching.teacher import StageWithTeacher
 from optkit.training.budget import Budget
-from optkit.training.memory import OPTIMIZER_BYTES, Setup, predicted_memory
 from optkit.training.memory_kinds import MemoryKinds
+from optkit.training.predicted_memory import OPTIMIZER_BYTES, Setup, predicted_memory
 
 if TYPE_CHECKING:
     from optkit.training.account import Trainee

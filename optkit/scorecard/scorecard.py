@@ -18,7 +18,7 @@ from optkit.errors import ArtifactError
 from optkit.measure import Metric
 from optkit.recipe.gates import Verdict, overall
 from optkit.scorecard.loading import Loading
-from optkit.training.record import KEY, TrainingRecord
+from optkit.training.training_record import KEY, TrainingRecord
 
 SCHEMA = 1
 REMEDY = "Run its recipe again"

@@ -33,7 +33,7 @@ from optkit.training.account import Spent, Trainee, account
 from optkit.training.course import Course, TrainingResult
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
-from optkit.training.record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
+from optkit.training.training_record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPEED = SpeedRecord(

@@ -27,8 +27,8 @@ from optkit.store.store import Store
 from optkit.training.course import TrainingOptions
 from optkit.training.data import split
 from optkit.training.loop import train
-from optkit.training.memory import Setup, predicted_memory
 from optkit.training.objective import LossWeights, Objective
+from optkit.training.predicted_memory import Setup, predicted_memory
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
 from tests.conftest import CONFIGS, save_tiny_model

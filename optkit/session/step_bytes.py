@@ -1,30 +1,15 @@
-"""Memory that runs out, and the bytes that one decode step reads."""
+"""The bytes that one decode step reads."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from optkit.common.limits import is_out_of_memory
-from optkit.errors import ResourceError
 from optkit.kernels.kv_cache import CodedLayer
 from optkit.model.experts import Experts
-
-
-@contextmanager
-def memory_errors(what: str, where: str, remedy: str) -> Iterator[None]:
-    """Turn torch's out-of-memory errors into a ResourceError that says what to lower."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ResourceError(f"out of memory {what}", where=where, why=first, remedy=remedy) from error
 
 
 def weight_bytes(model: Any, batch: int) -> int:
