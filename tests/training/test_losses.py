@@ -128,7 +128,7 @@ def test_logits_in_parts_give_the_gradients_of_the_whole_model(tiny_model, kind,
     monkeypatch.setitem(objective.LOGIT_BYTES, "cpu", 4 * 512 * 5)
     weights = LossWeights(divergence=0.5, cross_entropy=0.25, temperature=2.0)
     total, found = gradients(Objective(student, weights), tokens, Whole())
-    assert total == pytest.approx(float(expected), rel=1e-4)
+    assert total == pytest.approx(expected.item(), rel=1e-4)
     assert found.keys() == {f"student.{name}" for name in wanted}
     for name, gradient in wanted.items():
         assert torch.allclose(
