@@ -18,14 +18,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from optkit.errors import OptkitError
 from optkit.processes import stopping
-from optkit.processes.crashes import ChildEndedError, error_of, keep_trace
+from optkit.processes.crashes import ChildEndedError, ChildError, error_of
 from optkit.processes.start import ask_to_end, kill_group, python_command, python_environment, start
 from optkit.progress import Progress, SilentProgress, Task
 
@@ -60,6 +61,7 @@ class Child:
         if it cannot be started.
         """
         self.name, self._log, self._patience_s = name, log, patience_s
+        self.value: Any = None
         self._told_end, self._rest = False, b""
         self._channel, writing = os.pipe()
         command = [*(python or python_command()), str(WORKER), str(writing), str(target)]
@@ -106,23 +108,38 @@ class Child:
         Raises the child's error (see `error_of`), ChildEndedError if it ends without one,
         TimeoutError.
         """
+        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         with Bars(progress or SilentProgress()) as bars:
-            for message in self._said(timeout_s):
-                kind = message.pop("type")
-                self._told_end = kind in ("result", "error")
-                if kind == "result":
-                    return message["value"]
-                if kind == "error":
-                    keep_trace(message, self._log)
-                    raise error_of(message, self.name)
-                if others and kind in others:
-                    others[kind](**message)
-                else:
-                    bars.draw(kind, message)
-        stopping.check()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(GONE_S)
-        raise ChildEndedError(self.name, self.process.returncode, self._log)
+            while ready([self], deadline - time.monotonic()):
+                if self.hear(bars, others or {}):
+                    return self.value
+        raise TimeoutError(f"{self.name} said nothing within {timeout_s:g} s")
+
+    def hear(self, bars: Bars, others: Mapping[str, Callable[..., object]]) -> bool:
+        """Draw what a child that is `ready` has told; True if that is a `value` too.
+        Raises as `result` does.
+        """
+        if b"\n" not in self._rest:
+            # what a child started may hold the channel open after its end
+            part = os.read(self._channel, 1 << 16) if wait([self._channel], 0) else b""
+            if not part:
+                raise self._ended()
+            self._rest += part
+        while b"\n" in self._rest:
+            line, _, self._rest = self._rest.partition(b"\n")
+            message = json.loads(line)
+            kind = message.pop("type")
+            self._told_end = kind in ("result", "error")
+            if kind == "result":
+                self.value = message["value"]
+                return True
+            if kind == "error":
+                raise error_of(message, self.name, self._log)
+            if kind in others:
+                others[kind](**message)
+            else:
+                bars.draw(kind, message)
+        return False
 
     def end(self) -> None:
         """End the child with everything that it started.
@@ -143,36 +160,52 @@ class Child:
             os.close(self._channel)
             self._channel = -1
 
-    def _said(self, timeout_s: float | None) -> Iterator[dict[str, Any]]:
-        """Yield messages until the child ends; a safe point while it is silent. Raises
-        TimeoutError.
-        """
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            while b"\n" in self._rest:
-                line, _, self._rest = self._rest.partition(b"\n")
-                yield json.loads(line)
-            if not ready([self], deadline - time.monotonic()):
-                raise TimeoutError(f"{self.name} said nothing within {timeout_s:g} s")
-            # what a child started may hold the channel open after its end
-            part = os.read(self._channel, 1 << 16) if wait([self._channel], 0) else b""
-            if not part:
-                return
-            self._rest += part
+    def _ended(self) -> ChildEndedError:
+        stopping.check()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GONE_S)
+        return ChildEndedError(self.name, self.process.returncode, self._log)
 
 
-def ready(children: Collection[Child], timeout_s: float = float("inf")) -> list[Child]:
+def ready(children: Sequence[Child], timeout_s: float = float("inf")) -> list[Child]:
     """Return the children that have told something or ended, none when the time is over.
     It is a safe point while it waits.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         stopping.check()
-        over = [child for child in children if child.process.poll() is not None]
+        over = [child for child in children if b"\n" in child._rest or child.process.poll() is not None]
         left = deadline - time.monotonic()
         told = wait([child._channel for child in children], 0 if over else max(0, min(POLL_S, left)))
         if told or over or left <= 0:
             return [child for child in children if child._channel in told] or over
+
+
+def collect(
+    children: Sequence[Child], progress: Progress | None = None, *, grace_s: float, timeout_s: float | None = None
+) -> tuple[dict[int, Any], dict[int, OptkitError | ChildError]]:
+    """Return the results and the errors of children that work together, by their places.
+
+    Once one has answered, the others have `timeout_s`, and `grace_s` once one has failed; those
+    that say nothing by then are in neither. Nobody waits for the others of one that ended.
+    """
+    results: dict[int, Any] = {}
+    errors: dict[int, OptkitError | ChildError] = {}
+    deadline = float("inf")
+    with Bars(progress or SilentProgress()) as bars:
+        while waiting := [child for index, child in enumerate(children) if index not in results.keys() | errors.keys()]:
+            told = ready(waiting, deadline - time.monotonic())
+            for child in told:
+                try:
+                    if child.hear(bars, {}):
+                        results[children.index(child)] = child.value
+                except (OptkitError, ChildError) as error:
+                    errors[children.index(child)] = error
+            if not told or any(isinstance(error, ChildEndedError) for error in errors.values()):
+                break
+            limit_s = grace_s if errors else timeout_s if results else None
+            deadline = min(deadline, float("inf") if limit_s is None else time.monotonic() + limit_s)
+    return results, errors
 
 
 class Bars:

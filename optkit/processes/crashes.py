@@ -26,6 +26,10 @@ class ChildError(Exception):
 
     words = ""
     """The exception without its place, e.g. `ValueError: too large`, and further lines of it."""
+    last_words = ""
+    """What the process printed before, as a sentence."""
+    time = 0.0
+    """When it was told, in seconds since 1970."""
 
     @property
     def first_words(self) -> str:
@@ -41,7 +45,7 @@ class ChildEndedError(ChildError):
         The status is None of a process that is there and silent.
         """
         self.how, self.last_words = ending(status), last_words(log)
-        super().__init__(f"{process} {self.how} and without a result. {self.last_words}")
+        super().__init__(f"{process} {self.how} and without a result")
         self.__cause__ = MemoryError() if status == -signal.SIGKILL else None
 
 
@@ -69,10 +73,11 @@ def last_words(log: Path | None, count: int = LAST_LINES) -> str:
     return f"Its last words: {' / '.join(lines)}" if lines else "It said nothing"
 
 
-def error_of(said: Mapping[str, Any], process: str) -> OptkitError | ChildError:
+def error_of(said: Mapping[str, Any], process: str, log: Path | None = None) -> OptkitError | ChildError:
     """Return the error that `worker.described` describes.
-    One of optkit's is the nearest that `optkit.errors` has; any other is a ChildError with its
-    traceback, which is printed below ours.
+    One of optkit's is the nearest that `optkit.errors` has; any other is a ChildError.
+
+    Its traceback is printed below ours, and written below what the process printed.
     """
     known = [getattr(errors, kind) for kind in said["kinds"] if hasattr(errors, kind)]
     if known:
@@ -82,17 +87,13 @@ def error_of(said: Mapping[str, Any], process: str) -> OptkitError | ChildError:
         vars(refused).update({"what": said["text"], "where": "", "why": "", "remedy": ""} | said["parts"])
         return refused
     error = ChildError(f"{process} failed with {said['one_line']}")
-    error.words = said["words"]
+    error.words, error.last_words, error.time = said["words"], last_words(log), said["time"]
     error.__cause__ = _limit(said)
     error.add_note(f"\nIn {process}:\n{said['trace']}")
-    return error
-
-
-def keep_trace(said: Mapping[str, Any], log: Path | None) -> None:
-    """Write the traceback of a described error below what its process printed."""
     if log is not None and log.is_file():
         with log.open("a", encoding="utf-8") as file:
             file.write(said["trace"])
+    return error
 
 
 def _limit(said: Mapping[str, Any]) -> Exception:

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from optkit.errors import OptkitError, StageError
-from optkit.processes.conversation import Child, ready
+from optkit.processes.conversation import Child, collect
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.processes.start import python_environment
 
@@ -99,35 +98,15 @@ class Ranks:
         """Return an answer from each. Once one has failed, or answered, the others have a limited
         time; else there is none.
         """
-        results: list[Any] = [None] * len(self._children)
-        failed: dict[int, OptkitError] = {}
-        waiting = {child: index for index, child in enumerate(self._children)}
-        deadline = float("inf")
-        while waiting:
-            told = ready(waiting, deadline - time.monotonic())
-            if not told:
-                raise self._fail(next(iter(failed.values()), self._silent(sorted(waiting.values()))))
-            for child in told:
-                index = waiting.pop(child)
-                try:
-                    results[index] = child.result()
-                except ChildEndedError as error:
-                    gone = StageError(f"{child.name} {error.how}", where=WHERE, why=error.last_words)
-                    raise self._fail(gone) from error
-                except OptkitError as error:
-                    failed[index] = error
-                except ChildError as error:
-                    failed[index] = StageError(str(error), where=WHERE)
-                    failed[index].__cause__ = error
-            if failed and waiting:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            elif timeout_s is not None:
-                deadline = min(deadline, time.monotonic() + timeout_s)
-        if failed and len(failed) < len(self._children):
-            raise self._fail(next(iter(failed.values())))
-        if failed:
-            raise failed[min(failed)]
-        return results
+        results, errors = collect(self._children, grace_s=GRACE_S, timeout_s=timeout_s)
+        if len(results) == len(self._children):
+            return [results[index] for index in range(len(results))]
+        lost = [error for error in errors.values() if isinstance(error, ChildEndedError)]
+        if len(errors) == len(self._children) and not lost:
+            raise _ours(errors[min(errors)])
+        first = next(iter([*lost, *errors.values()]), None)
+        silent = [index for index in range(len(self._children)) if index not in results]
+        raise self._fail(_ours(first) if first else self._silent(silent))
 
     def _silent(self, indices: Sequence[int]) -> OptkitError:
         names = ", ".join(self._name(index) for index in indices)
@@ -145,6 +124,14 @@ class Ranks:
 
     def _name(self, index: int) -> str:
         return f"process {index + 1} of {len(self.devices)} ({self.devices[index]})"
+
+
+def _ours(error: OptkitError | ChildError) -> OptkitError:
+    if isinstance(error, OptkitError):
+        return error
+    told = StageError(str(error), where=WHERE, why=error.last_words)
+    told.__cause__ = error
+    return told
 
 
 def _nameless_memory() -> int:

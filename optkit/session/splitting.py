@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
+
+from optkit.devices import process_group
 
 _joined: list[DeviceMesh] = []
 
 
 def join(device: str, rank: int, ranks: int, meeting: str, timeout_s: float) -> None:
-    """Join the other processes, by nccl on `cuda:N` and by gloo on `cpu`.
-    `meeting` is a file that does not exist yet.
-    """
-    here = torch.device(device)
-    cuda = here.type == "cuda"
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(here.index or 0)}
-    if cuda:
-        torch.cuda.set_device(here)
-    distributed.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=here if cuda else None,
-    )
-    _joined.append(init_device_mesh(here.type, (ranks,)))
+    """Join the other processes, see `process_group.join`, for a model that is split."""
+    process_group.join(device, rank, ranks, meeting, timeout_s)
+    _joined.append(init_device_mesh(torch.device(device).type, (ranks,)))
 
 
 def is_joined() -> bool:

@@ -1,18 +1,10 @@
-"""One process of a training on several devices, started by `accelerate launch`.
-It runs as `python -m optkit.training.worker DIRECTORY`.
-
-DIRECTORY/job.json       what to do: the fields of `Job`, written by optkit/training/launch.py
-DIRECTORY/rank-N.log     what each process prints
-DIRECTORY/rank-N.jsonl   what each tells, see optkit/processes/worker.py; progress is the first's
-stdin                    is open for as long as the process lives that wants the training
-"""
+"""One process of a training on several devices, started by optkit/training/launch.py."""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +13,12 @@ from optkit.processes.worker import Parent, answer
 from optkit.progress import SilentProgress
 from optkit.stage import Context, Report, Transform
 
-JOB = "job.json"
-TIMEOUT = timedelta(minutes=30)
+TIMEOUT_S = 1800.0
 """How long a process waits for the others: longer than writing a checkpoint takes."""
 
 
 class Job(Frozen):
-    """What all processes do together."""
+    """What all processes do together, and which one this is."""
 
     stage: dict[str, Any]
     """See `frozen.described`."""
@@ -41,39 +32,32 @@ class Job(Frozen):
     origin: Path | None
     workspace: Path | None
     may_link: bool
+    rank: int
+    ranks: int
+    meeting: Path
+    """A file that is not there yet, through which they find each other."""
 
 
-def main(directory: Path) -> None:
-    """Do the job and leave, with the status 1 if it failed.
-    The launcher ends processes that still wait for this one.
-    """
-    rank = int(os.environ["RANK"])
-    with (directory / f"rank-{rank}.log").open("ab", buffering=0) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    with (directory / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as lines:
-        parent = Parent(lines)
-        parent.listen()
-        status = answer(parent, lambda: asdict(work(directory, rank, parent)))
+def work(parent: Parent) -> None:
+    """Do the job and leave at once: processes of a group cannot always end as others do."""
+    job = Job.model_validate(parent.order())
+    status = answer(parent, lambda: asdict(run(job, parent)))
     sys.stdout.flush()
     os._exit(status)
 
 
-def work(directory: Path, rank: int, parent: Parent) -> Report:
-    """Join the others and run the stage."""
-    import torch
+def run(job: Job, parent: Parent) -> Report:
+    """Join the others and run the stage; the first process tells its progress."""
     from torch import distributed
 
-    job = Job.model_validate_json((directory / JOB).read_text(encoding="utf-8"))
-    device = job.device
-    if device != "cpu":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    distributed.init_process_group("gloo" if job.device == "cpu" else "nccl", timeout=TIMEOUT)
+    from optkit.devices.process_group import join
+
+    device = "cpu" if job.device == "cpu" else f"cuda:{job.rank}"
+    join(device, job.rank, job.ranks, str(job.meeting), TIMEOUT_S)
     context = Context(
         device=device,
         seed=job.seed,
-        progress=parent if rank == 0 else SilentProgress(),
+        progress=parent if job.rank == 0 else SilentProgress(),
         data=job.data,
         trust_remote_code=job.trust_remote_code,
         origin=job.origin,
@@ -86,7 +70,3 @@ def work(directory: Path, rank: int, parent: Parent) -> Report:
     distributed.barrier()
     distributed.destroy_process_group()
     return report
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -203,7 +203,7 @@ def _train(
     target = place / "target"
     target.mkdir(exist_ok=True)
     if devices > 1:
-        return dict(launch(stage, model, target, context, devices, parallel, "fsdp").details)
+        return dict(launch(stage, model, target, context, devices, "fsdp").details)
     report = stage.run(model, target, context)
     gc.collect()
     if device == "cuda":

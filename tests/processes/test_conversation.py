@@ -18,7 +18,7 @@ from optkit_cli.failures import failure_of
 
 from optkit.common.limits import is_out_of_memory
 from optkit.errors import ResourceError
-from optkit.processes.conversation import WORKER, Child
+from optkit.processes.conversation import WORKER, Child, collect
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.processes.start import foreign_environment
 from optkit.progress import SilentProgress
@@ -164,15 +164,14 @@ def test_a_child_that_ends_without_a_word(order: dict[str, Any], how: str, words
     with pytest.raises(ChildEndedError) as caught:
         ask("end", tmp_path / "log", **order)
     assert (caught.value.how, caught.value.last_words) == (how, words)
-    assert str(caught.value) == f"the child {how} and without a result. {words}"
+    assert str(caught.value) == f"the child {how} and without a result"
     assert is_out_of_memory(caught.value) == ("SIGKILL" in how)
 
 
 def test_the_last_words_of_a_child_without_a_log_stand_above() -> None:
-    with pytest.raises(
-        ChildEndedError, match=r"ended with status 0 and without a result\. What it printed stands above$"
-    ):
+    with pytest.raises(ChildEndedError, match=r"ended with status 0 and without a result$") as caught:
         ask("half_a_line")
+    assert caught.value.last_words == "What it printed stands above"
 
 
 def test_a_process_that_holds_the_channel_of_a_dead_child_open_is_not_waited_for() -> None:
@@ -227,6 +226,35 @@ with talkative() as child:
         assert len(pids) == 2
         parent.send_signal(number)
     assert ended(*pids)
+
+
+def test_several_children_are_heard_together() -> None:
+    progress = Lines()
+    with talkative() as first, talkative() as second, talkative() as third:
+        first.send({"do": "progress"})
+        second.send({"do": "result", "value": 2})
+        third.send({"do": "python_error", "code": "raise ValueError('odd')"})
+        results, errors = collect([first, second, third], progress, grace_s=60)
+    assert results == {0: None, 1: 2}
+    assert [(index, error.first_words) for index, error in errors.items()] == [(2, "ValueError: odd")]
+    assert "inner of 1" in progress.lines
+
+
+@pytest.mark.parametrize(
+    ("do", "limits"),
+    [
+        ({"do": "result", "value": 1}, {"timeout_s": 0.3, "grace_s": 600}),
+        ({"do": "python_error", "code": "raise ValueError"}, {"grace_s": 0.3}),
+        ({"do": "end", "status": 3}, {"grace_s": 600}),
+    ],
+)
+def test_nobody_waits_for_ever_for_the_others(do: dict[str, Any], limits: dict[str, float], tmp_path: Path) -> None:
+    with talkative() as silent, talkative() as other:
+        silent.send({"do": "sleep", "place": str(tmp_path / "place")})
+        other.send(do)
+        results, errors = collect([silent, other], **limits)
+    assert 0 not in results | errors
+    assert 1 in results | errors
 
 
 def test_an_environment_without_optkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

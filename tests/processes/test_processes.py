@@ -60,7 +60,7 @@ def test_the_decoys_are_imported_by_a_python_that_is_not_started_so(witness: Pat
 def test_a_training_on_several_devices(witness: Path, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     context = Context(seed=7, workspace=tmp_path / "work")
-    assert launch(Together(how="sum"), tmp_path, tmp_path / "target", context, 2, "ddp", "together").changed == 3
+    assert launch(Together(how="sum"), tmp_path, tmp_path / "target", context, 2, "together").changed == 3
     assert not witness.exists()
 
 

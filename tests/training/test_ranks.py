@@ -31,7 +31,7 @@ def test_two_processes_train_as_one_does(tiny_model: TinyModel, tmp_path: Path) 
         place.mkdir()
     source, stage = tiny_model("llama"), Trains(ways=WAYS)
     alone = stage.run(source, places["one"], Context()).details
-    together = launch(stage, source, places["two"], Context(workspace=tmp_path / "work"), 2, "ddp", "test").details
+    together = launch(stage, source, places["two"], Context(workspace=tmp_path / "work"), 2, "test").details
     for way in WAYS:
         one, two = alone[way], together[way]
         assert two["curve"] == pytest.approx(one["curve"], rel=1e-5)

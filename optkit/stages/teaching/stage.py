@@ -180,7 +180,7 @@ class TrainingStage(StageWithTeacher):
 
         ranks = current(self.parallel)
         if self.devices > ranks.count:
-            return launch(self, source, target, context, self.devices, self.parallel, self.kind)
+            return launch(self, source, target, context, self.devices, self.kind)
         return self._train(source, target, context, ranks)
 
     def _train(self, source: Path, target: Path, context: Context, ranks: Ranks) -> Report:

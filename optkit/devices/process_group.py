@@ -1,0 +1,28 @@
+"""Join other processes in torch's default group, each on a device of its own."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+
+def join(device: str, rank: int, ranks: int, meeting: str, timeout_s: float) -> None:
+    """Join the other processes, by nccl on `cuda:N` and by gloo on `cpu`.
+    `meeting` is a file that does not exist yet.
+    """
+    here = torch.device(device)
+    cuda = here.type == "cuda"
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(here.index or 0)}
+    if cuda:
+        torch.cuda.set_device(here)
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=here if cuda else None,
+    )
