@@ -25,14 +25,11 @@ def command(model: str | None, links: bool, store: Path | None, as_json: bool) -
     from optkit.reports.doctor.shapes import shape_problems
     from optkit.reports.roofline.models import shape_of_model
     from optkit_cli.doctor_view import diagnosis_view
-    from optkit_cli.output import print_json, show
+    from optkit_cli.output import print_result
 
     diagnosis = diagnose(store)
     if model is not None:
         diagnosis = diagnosis.model_copy(update={"model": model, "shapes": shape_problems(shape_of_model(model))})
     if links:
         diagnosis = diagnosis.model_copy(update={"links": gpu_links()})
-    if as_json:
-        print_json(diagnosis.model_dump(mode="json"))
-    else:
-        show(*diagnosis_view(diagnosis))
+    print_result(diagnosis, lambda: diagnosis_view(diagnosis), as_json=as_json)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Unpack
 
 import click
 
 from optkit_cli.options import (
     Command,
+    Place,
     all_of,
-    data_option,
-    device_option,
     json_option,
+    place_options,
     quiet_option,
     retime_option,
-    store_option,
     trust_option,
 )
 
@@ -29,18 +28,16 @@ from optkit_cli.options import (
     help="Model that the artifact was made from, if it is not found.",
 )
 @retime_option
-@all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
+@all_of(place_options, json_option, quiet_option, trust_option)
 def command(
     model: str,
     evals: str,
     unmodified: str | None,
     retime: bool,
-    device: str | None,
-    data: Path | None,
-    store: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
+    **place: Unpack[Place],
 ) -> int:
     """Measure a model (built-in, directory, .gguf file, hub id) or an artifact with FILE's evals.
 
@@ -55,13 +52,11 @@ def command(
         scorecard = pipeline.evaluate(
             model,
             evals,
-            device=device,
-            store=store,
-            data=data,
             retime=retime,
             unmodified=unmodified,
             trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
+            **place,
         )
     print_scorecard(scorecard, None, as_json=as_json)
     return scorecard.exit_status

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import click
 
@@ -149,6 +149,14 @@ trust_option = click.option(
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
 
 
+class Place(TypedDict):
+    """What `place_options` say: where a command computes and where its files lie."""
+
+    device: str | None
+    data: Path | None
+    store: Path | None
+
+
 def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
     """Return one decorator that adds the options in the order given."""
 
@@ -158,3 +166,6 @@ def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Fun
         return function
 
     return decorate
+
+
+place_options = all_of(device_option, data_option, store_option)

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +18,7 @@ from optkit_cli.options import Invocation
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pydantic import BaseModel
     from rich.console import Console, RenderableType
 
     from optkit.scorecard import Scorecard
@@ -29,6 +30,14 @@ WIDTH = 100
 def print_json(value: Any) -> None:
     """Leave one JSON document to be printed when the command is over, alone on stdout."""
     _leave(document_of(value))
+
+
+def print_result(result: BaseModel, view: Callable[[], Iterable[RenderableType]], *, as_json: bool) -> None:
+    """Print a result, as JSON or as the tables and lines of its view."""
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        show(*view())
 
 
 def document_of(value: Any) -> str:

@@ -65,7 +65,7 @@ def command(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
     from optkit.reports.profiling import profile_model
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.profile_view import profile_view
     from optkit_cli.progress import open_progress
 
@@ -82,7 +82,4 @@ def command(
             trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
         )
-    if as_json:
-        print_json(report.model_dump(mode="json"))
-    else:
-        show(*profile_view(report, out))
+    print_result(report, lambda: profile_view(report, out), as_json=as_json)

@@ -109,7 +109,7 @@ def command(
 
     from optkit.environment import best_device
     from optkit.reports.roofline import build_report, datasheet, to_svg, work_of_model
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.roofline_view import roofline_view
 
     wanted = device or best_device()
@@ -126,10 +126,7 @@ def command(
     report = build_report(model, work, roof, batches=batches, prompt=prompt, forms=chosen, notes=notes)
     if plot is not None:
         _draw(to_svg(report), plot)
-    if as_json:
-        print_json(report.model_dump(mode="json"))
-    else:
-        show(*roofline_view(report, plot))
+    print_result(report, lambda: roofline_view(report, plot), as_json=as_json)
 
 
 def _measured(device: str, again: bool, quiet: bool) -> tuple[Device, tuple[str, ...]]:

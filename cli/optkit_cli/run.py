@@ -5,21 +5,21 @@ The scorecard is printed.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 
 from optkit_cli.options import (
     Command,
+    Place,
     all_of,
-    data_option,
-    device_option,
     json_option,
     model_option,
+    place_options,
     quiet_option,
     recipe_argument,
     retime_option,
     set_option,
-    store_option,
     trust_option,
 )
 
@@ -40,7 +40,7 @@ from optkit_cli.options import (
     is_flag=True,
     help="Open the artifact in every installed engine at the end, as `optkit verify` does.",
 )
-@all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
+@all_of(place_options, json_option, quiet_option, trust_option)
 def command(
     recipe: str,
     model: str | None,
@@ -48,12 +48,10 @@ def command(
     out: Path | None,
     retime: bool,
     verified: bool,
-    device: str | None,
-    data: Path | None,
-    store: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
+    **place: Unpack[Place],
 ) -> int:
     """Make the artifact of RECIPE, measure it and print the scorecard.
     RECIPE is a file, or a name from `optkit list recipes`.
@@ -74,12 +72,10 @@ def command(
             scorecard = pipeline.run(
                 wanted,
                 out=target,
-                device=device,
-                store=store,
-                data=data,
                 retime=retime,
                 verified=verified,
                 progress=open_progress(quiet=quiet),
+                **place,
             )
     except UnsoundError:
         print_scorecard(pipeline.read_scorecard(target), target, as_json=as_json)

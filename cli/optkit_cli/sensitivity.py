@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 
 from optkit_cli.options import (
     Command,
+    Place,
     all_of,
-    data_option,
-    device_option,
     json_option,
+    place_options,
     quiet_option,
-    store_option,
     trust_option,
 )
 
@@ -47,7 +47,7 @@ from optkit_cli.options import (
     type=click.Path(path_type=Path, file_okay=False),
     help="Write sensitivity.json, .md and .svg there.",
 )
-@all_of(device_option, data_option, store_option, json_option, quiet_option, trust_option)
+@all_of(place_options, json_option, quiet_option, trust_option)
 def command(
     model: str,
     calibration: str,
@@ -56,12 +56,10 @@ def command(
     choices: str,
     rounding: str,
     out: Path | None,
-    device: str | None,
-    data: Path | None,
-    store: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
+    **place: Unpack[Place],
 ) -> None:
     """Predict how far quantizing each layer of MODEL alone moves its predictions.
     Several forms are tried in one pass over a text.
@@ -72,7 +70,7 @@ def command(
     """
     from optkit.reports.sensitivity import measure_model, parse_choices, to_markdown, to_svg
     from optkit.source.calibration import Calibration
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.progress import open_progress
     from optkit_cli.sensitivity_view import sensitivity_view
 
@@ -86,17 +84,12 @@ def command(
             calibration=text,
             choices=wanted,
             rounding=rounding,
-            device=device,
-            store=store,
-            data=data,
             trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
+            **place,
         )
     if out is not None:
         (out / "sensitivity.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
         (out / "sensitivity.md").write_text(to_markdown(report), encoding="utf-8")
         (out / "sensitivity.svg").write_text(to_svg(report), encoding="utf-8")
-    if as_json:
-        print_json(report.model_dump(mode="json"))
-    else:
-        show(*sensitivity_view(report, out))
+    print_result(report, lambda: sensitivity_view(report, out), as_json=as_json)

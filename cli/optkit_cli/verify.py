@@ -77,7 +77,7 @@ def command(
     """
     from optkit import pipeline
     from optkit.verification import ENGINE_NAMES as KNOWN
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.progress import open_progress
     from optkit_cli.verify_view import refuse_unasked, verified_view
 
@@ -93,10 +93,7 @@ def command(
             trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
         )
-    if as_json:
-        print_json(found.model_dump(mode="json"))
-    else:
-        show(*verified_view(found))
+    print_result(found, lambda: verified_view(found), as_json=as_json)
     if engines and not found.exit_status:
         refuse_unasked(found)
     return found.exit_status
