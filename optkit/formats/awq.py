@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
-from optkit.formats.packed import grid_label
+from optkit.formats.packed import Float16Scales
 from optkit.model.linear_layers import Layer
 from optkit.model.shape import TensorInfo
 
@@ -26,22 +26,13 @@ CODES_PER_WORD = 8
 
 
 @dataclass(frozen=True)
-class AwqPacked:
+class AwqPacked(Float16Scales):
     """The layout of AutoAWQ's GEMM kernels; see `optkit.algorithms.packing`."""
 
     group_size: int | None
     method: ClassVar[str] = AWQ
     bits: ClassVar[int] = 4
     symmetric: ClassVar[bool] = False
-
-    @property
-    def label(self) -> str:
-        """Return e.g. `4 bits, groups of 64, asymmetric`."""
-        return grid_label(self)
-
-    def scale_dtype(self, weight_dtype: str) -> str:
-        """Return float16, whatever the weights were."""
-        return "F16"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
         """Return the tensors of one layer by their last name."""

@@ -58,8 +58,24 @@ class PackedFormat(LayerFormat, Protocol):
         ...
 
 
+class _Grid:
+    @property
+    def label(self: PackedFormat) -> str:
+        """Return e.g. `4 bits, groups of 64, asymmetric`."""
+        groups = f"groups of {self.group_size}" if self.group_size else "per channel"
+        return f"{self.bits} bits, {groups}{'' if self.symmetric else ', asymmetric'}"
+
+
+class Float16Scales(_Grid):
+    """What the formats of GPTQ and AWQ share."""
+
+    def scale_dtype(self, weight_dtype: str) -> str:
+        """Return float16, whatever the weights were."""
+        return "F16"
+
+
 @dataclass(frozen=True)
-class PackQuantized:
+class PackQuantized(_Grid):
     """pack-quantized of compressed-tensors (0.19); see `optkit.algorithms.packing`."""
 
     bits: int
@@ -70,11 +86,6 @@ class PackQuantized:
     who need not care.
     """
     method: ClassVar[str] = COMPRESSED_TENSORS
-
-    @property
-    def label(self) -> str:
-        """Return e.g. `4 bits, groups of 64, asymmetric`."""
-        return grid_label(self)
 
     def scale_dtype(self, weight_dtype: str) -> str:
         """Return the dtype of the weights."""
@@ -113,22 +124,13 @@ class PackQuantized:
 
 
 @dataclass(frozen=True)
-class GptqPacked:
+class GptqPacked(Float16Scales):
     """The format of AutoGPTQ, gptqmodel and vLLM, symmetric; see `optkit.algorithms.packing`."""
 
     bits: int
     group_size: int | None
     method: ClassVar[str] = GPTQ
     symmetric: ClassVar[bool] = True
-
-    @property
-    def label(self) -> str:
-        """Return e.g. `4 bits, groups of 64`."""
-        return grid_label(self)
-
-    def scale_dtype(self, weight_dtype: str) -> str:
-        """Return float16, whatever the weights were."""
-        return "F16"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
         """Return the tensors of one layer by their last name."""
@@ -196,9 +198,3 @@ class IntQuantized(EightBitFormat):
 def words(count: int, bits: int) -> int:
     """Return how many 32-bit words `count` codes take."""
     return math.ceil(count * bits / 32)
-
-
-def grid_label(form: PackedFormat) -> str:
-    """Return e.g. `4 bits, groups of 64, asymmetric`."""
-    groups = f"groups of {form.group_size}" if form.group_size else "per channel"
-    return f"{form.bits} bits, {groups}{'' if form.symmetric else ', asymmetric'}"

@@ -11,34 +11,39 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from optkit.kernels.stored import StoredLayer
+from optkit.kernels.stored import QuantizedLayer, StoredLayer, plain_layer
 from optkit.model.checkpoint import Checkpoint
 
 STATE = ".weight.quant_state.bitsandbytes__"
-LEAVES = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 
 
-def four_bit_layers(checkpoint: Checkpoint) -> list[FourBitLayer]:
-    """Return the 4-bit layers of a checkpoint."""
+def four_bit_layers(checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
+    """Return the 4-bit layers of a checkpoint by name."""
     found = [name.partition(STATE) for name in checkpoint.tensors if STATE in name]
-    return [FourBitLayer(checkpoint, name, {"type": kind}) for name, _, kind in found]
+    return {name: FourBitLayer(checkpoint, name, {"type": kind}) for name, _, kind in found}
 
 
 class FourBitLayer(StoredLayer):
     """A layer in NF4 or FP4."""
 
+    leaves = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
+
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the tensors that its weight is made of."""
-        return self.present((*LEAVES, self._state_leaf))
+        return self.present((*self.leaves, self._state_leaf))
 
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs; reads some bytes."""
         outputs, inputs = self._state["shape"]
         return int(outputs), int(inputs)
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return a plain layer of its float weights. Raises what `dequantize` raises."""
+        return plain_layer(self.dequantize(dtype, device), bias), "{layers} are dequantized"
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return float [out, in] as bitsandbytes computes it.
@@ -48,7 +53,7 @@ class FourBitLayer(StoredLayer):
         """
         state = self._state
         nested = "nested_blocksize" in state
-        parts = self.read(LEAVES, device, required=LEAVES if nested else LEAVES[:3])
+        parts = self.read(self.leaves, device, required=self.leaves if nested else self.leaves[:3])
         scales = parts["weight.absmax"]
         if nested:
             coarse = parts["weight.nested_absmax"].repeat_interleave(int(state["nested_blocksize"]))[: len(scales)]

@@ -17,8 +17,6 @@ from optkit.kernels.int8_linear import Int8Linear, why_not_integers
 from optkit.kernels.stored import StoredLayer
 from optkit.model.shape import TensorInfo
 
-LEAVES = ("weight", "weight_scale", "input_scale")
-
 
 @dataclass(frozen=True)
 class _Parts:
@@ -33,6 +31,8 @@ class _Parts:
 
 class _EightBitLayer(StoredLayer):
     """What both formats share."""
+
+    leaves = ("weight", "weight_scale", "input_scale")
 
     number: ClassVar[str]
     """`type` of the scheme."""
@@ -60,11 +60,6 @@ class _EightBitLayer(StoredLayer):
         return leaf == "weight" and info.dtype == cls.dtype
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that its weight is made of."""
-        return self.present(LEAVES)
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
         outputs, inputs = self.checkpoint.tensors[f"{self.name}.weight"].shape
@@ -77,7 +72,7 @@ class _EightBitLayer(StoredLayer):
 
     def _parts(self, device: str) -> _Parts:
         static = ("input_scale",) if self.rounding == "tensor" else ()
-        parts = self.read(LEAVES, device, required=("weight_scale", *static))
+        parts = self.read(self.leaves, device, required=("weight_scale", *static))
         outputs, inputs = self.shape
         weights = self.scheme["weights"]
         rows, columns = {"tensor": (outputs, inputs), "channel": (1, inputs)}.get(weights["strategy"]) or weights[

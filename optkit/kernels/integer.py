@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +16,25 @@ from optkit.kernels.cuda.matrix import tiled, why_not_tiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.packed import PackedLinear, PackedWeight
+from optkit.kernels.stored import StoredLayer
 
 BITS = (2, 3, 4, 8)
+
+
+class IntegerLayer(StoredLayer):
+    """A layer whose weight is codes in groups of inputs: a format says how they lie."""
+
+    @abstractmethod
+    def integers(self, device: str) -> PackedWeight:
+        """Return its codes, scales and zero points on the device. Raises SourceError if its
+        tensors do not fit each other.
+        """
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return the fastest layer for it, on the device. Raises SourceError if its tensors do
+        not fit each other.
+        """
+        return integer_layer(self.integers(device), bias, dtype, device)
 
 
 def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -> int:

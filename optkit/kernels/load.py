@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -23,6 +23,9 @@ from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
 from optkit.model.shape import TensorInfo
 from optkit.model.skeleton import empty_model, planned_dtypes, stored_parameters
 from optkit.progress import Progress
+
+Build = Callable[[QuantizedLayer, Tensor | None, torch.dtype, str], tuple[nn.Module, str]]
+"""Makes the module of a layer from its bias, dtype and device, as `QuantizedLayer.build` does."""
 
 
 def load_packed(
@@ -74,7 +77,14 @@ def match_packed(
     return Matched(model, layers, match_tensors(model, _with_float_weights(model, checkpoint, layers)))
 
 
-def fill_(matched: Matched, checkpoint: Checkpoint, device: str, dtype: torch.dtype, progress: Progress) -> list[str]:
+def fill_(
+    matched: Matched,
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: torch.dtype,
+    progress: Progress,
+    build: Build = lambda layer, bias, dtype, device: layer.build(bias, dtype, device),
+) -> list[str]:
     """Build the quantized layers of an empty model on the device and load everything else.
     Returns a sentence for each kernel in use.
     """
@@ -84,7 +94,7 @@ def fill_(matched: Matched, checkpoint: Checkpoint, device: str, dtype: torch.dt
         for name, layer in layers.items():
             bias = f"{layer.name}.bias"
             moved = checkpoint.read(bias).to(device, copy=True) if bias in checkpoint.tensors else None
-            built, sentence = layer.build(moved, dtype, device)
+            built, sentence = build(layer, moved, dtype, device)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, built.requires_grad_(False).eval())
             sentences[sentence] += 1

@@ -20,7 +20,6 @@ from optkit.errors import SourceError
 from optkit.kernels.stored import StoredLayer
 from optkit.model.shape import TensorInfo
 
-LEAVES = ("weight_packed", "weight_scale", "weight_global_scale")
 NAMES = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
 
 
@@ -64,6 +63,8 @@ class MicroscaledLinear(nn.Module):
 class MicroscaledLayer(StoredLayer):
     """A layer in one of the two formats."""
 
+    leaves = ("weight_packed", "weight_scale", "weight_global_scale")
+
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
         """Whether this class knows everything that a group of `config_groups` says."""
@@ -73,11 +74,6 @@ class MicroscaledLayer(StoredLayer):
     def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
         """Whether a tensor is the weight of such a layer."""
         return leaf == "weight_packed" and info.dtype == "U8"
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that its weight is made of."""
-        return self.present(LEAVES)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,7 +87,7 @@ class MicroscaledLayer(StoredLayer):
         """
         name = NAMES[str(self.scheme["format"])]
         block, stored = (32, torch.uint8) if name == "mxfp4" else (16, torch.float8_e4m3fn)
-        parts = self.read(LEAVES, device, required=LEAVES[1:2] if name == "mxfp4" else LEAVES[1:])
+        parts = self.read(self.leaves, device, required=self.leaves[1:2] if name == "mxfp4" else self.leaves[1:])
         packed, scales, (outputs, inputs) = parts["weight_packed"], parts["weight_scale"], self.shape
         if scales.dtype != stored or scales.shape != (outputs, inputs // block) or inputs % block:
             raise SourceError(

@@ -7,20 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from optkit.algorithms.packing import unpack
-from optkit.kernels.integer import bits_of, integer_layer, packed_weight
+from optkit.kernels.integer import IntegerLayer, bits_of, packed_weight
 from optkit.kernels.packed import PackedWeight
-from optkit.kernels.stored import StoredLayer
 from optkit.model.shape import TensorInfo
 
-LEAVES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
-
-class PackQuantizedLayer(StoredLayer):
+class PackQuantizedLayer(IntegerLayer):
     """A layer in the format "pack-quantized"."""
+
+    leaves = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
@@ -33,11 +29,6 @@ class PackQuantizedLayer(StoredLayer):
         return leaf == "weight_packed" and info.dtype == "I32"
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that its weight is made of."""
-        return self.present(LEAVES)
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs; reads 16 bytes."""
         outputs, inputs = (
@@ -45,17 +36,9 @@ class PackQuantizedLayer(StoredLayer):
         )
         return outputs, inputs
 
-    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError if its tensors do
-        not fit each other.
-        """
-        return integer_layer(self.integers(device), bias, dtype, device)
-
     def integers(self, device: str) -> PackedWeight:
-        """Return its codes, scales and zero points on the device. Raises SourceError if its
-        tensors do not fit each other.
-        """
-        parts = self.read(LEAVES, device, required=("weight_scale", "weight_shape"))
+        """See `IntegerLayer`."""
+        parts = self.read(self.leaves, device, required=("weight_scale", "weight_shape"))
         words, scales, packed = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
         outputs, inputs = self.shape
         bits = bits_of(words, scales, (outputs, inputs), self.where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,11 @@ class QuantizedLayer(Protocol):
     @property
     def name(self) -> str:
         """The layer's name in the checkpoint, e.g. `model.layers.0.mlp.up_proj`."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Directory and layer, for errors."""
         ...
 
     @property
@@ -58,6 +63,19 @@ class StoredLayer:
     name: str
     scheme: Mapping[str, Any]
     """What the `quantization_config` says about it."""
+    leaves: ClassVar[tuple[str, ...]]
+    """Last names of the tensors that a weight may be made of, the weight's own first."""
+
+    @classmethod
+    def all_of(cls, checkpoint: Checkpoint, scheme: Mapping[str, Any]) -> list[Self]:
+        """Return the layers of a checkpoint that has no other quantized ones."""
+        names = (name.rpartition(f".{cls.leaves[0]}") for name in checkpoint.tensors)
+        return [cls(checkpoint, layer, scheme) for layer, weight, rest in names if weight and not rest]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that its weight is made of."""
+        return self.present(self.leaves)
 
     @property
     def where(self) -> str:
@@ -87,3 +105,13 @@ class StoredLayer:
         if missing := [leaf for leaf in required if leaf not in parts]:
             raise SourceError(f"there is no {', '.join(missing)}", where=self.where)
         return parts
+
+
+def plain_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a layer of float weights [out, in]."""
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.to(weight.dtype))
+    return linear

@@ -14,8 +14,6 @@ several of the same scale: 96 inputs are three groups of 32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.kernels.formats import quantized_layers
-from optkit.kernels.load import load_packed
+from optkit.kernels.load import fill_, match_packed
 from optkit.kernels.packed import PackedWeight
 from optkit.kernels.stored import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
@@ -76,32 +74,6 @@ class CodedLinear(nn.Module):
         return in_bytes(self.zeros, self.bits, fill=1 << (self.bits - 1))
 
 
-@dataclass(frozen=True)
-class _Handed:
-    """A quantized layer that builds a `CodedLinear`."""
-
-    layer: QuantizedLayer
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return self.layer.tensors
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.layer.shape
-
-    def integers(self, device: str) -> PackedWeight | None:
-        return self.layer.integers(device)
-
-    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the layer with its codes. Raises StageError if MatMulNBits cannot hold them."""
-        return CodedLinear(exact_codes(self.name, self.layer.integers(device)), bias), ""
-
-
 def exact_codes(name: str, weight: PackedWeight | None) -> QuantizedWeight:
     """Return codes, scales and zero points of a packed weight. Raises StageError if MatMulNBits
     cannot hold them.
@@ -120,6 +92,10 @@ def exact_codes(name: str, weight: PackedWeight | None) -> QuantizedWeight:
     return QuantizedWeight(weight.codes(), weight.scales, zeros, weight.bits)
 
 
+def _coded(layer: QuantizedLayer, bias: Tensor | None, _dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+    return CodedLinear(exact_codes(layer.name, layer.integers(device)), bias), ""
+
+
 def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model of a checkpoint as the builder reads it.
     With `head_bits`, lm_head is rounded to so many bits.
@@ -131,8 +107,10 @@ def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool)
     checkpoint = Checkpoint(directory)
     quantized = quantized_layers(checkpoint)
     if quantized:
-        handed: Mapping[str, QuantizedLayer] = {name: _Handed(layer) for name, layer in quantized.items()}
-        model, _ = load_packed(checkpoint, handed, "cpu", stored_dtype(checkpoint), SilentProgress(), trust_remote_code)
+        dtype = stored_dtype(checkpoint)
+        matched = match_packed(checkpoint, quantized, dtype, trust_remote_code)
+        fill_(matched, checkpoint, "cpu", dtype, SilentProgress(), _coded)
+        model = matched.model
     else:
         skeleton = Skeleton(checkpoint, trust_remote_code=trust_remote_code)
         skeleton.load_("", "cpu")

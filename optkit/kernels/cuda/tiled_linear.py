@@ -35,11 +35,13 @@ class TiledLinear(nn.Module):
         self.register_buffer("order", order)
         self.register_buffer("bias", matrix.bias)
 
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, int]:
+        return self.codes, self.scales, self.offsets, self.bias, self.out_features, self.in_features, self.group_size
+
     def matrix(self) -> Matrix:
         """Return the weight and bias as the kernel takes them, views of this layer's own."""
-        return _matrix(
-            self.codes, self.scales, self.offsets, self.bias, self.out_features, self.in_features, self.group_size
-        )
+        return _matrix(*self._parts)
 
     def take_(self, matrix: Matrix) -> None:
         """Let the layer's tensors be those of an equal matrix, e.g. views of a stacked one."""
@@ -50,29 +52,14 @@ class TiledLinear(nn.Module):
         rows = hidden.reshape(-1, self.in_features)
         if self.order is not None:
             rows = rows[:, self.order]
-        product: Tensor = w4a16(
-            rows.contiguous(),
-            self.codes,
-            self.scales,
-            self.offsets,
-            self.bias,
-            self.out_features,
-            self.in_features,
-            self.group_size,
-        )
+        product: Tensor = w4a16(rows.contiguous(), *self._parts)
         return product.view(*hidden.shape[:-1], self.out_features)
 
 
 def _matrix(
-    codes: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    group_size: int,
+    codes: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None, outputs: int, inputs: int, group: int
 ) -> Matrix:
-    return Matrix(codes, outputs, inputs, scales.dtype, scales, offsets, group_size, bias)
+    return Matrix(codes, outputs, inputs, scales.dtype, scales, offsets, group, bias)
 
 
 @torch.library.custom_op("optkit::w4a16", mutates_args=())
@@ -98,14 +85,5 @@ def w4a16(
 
 
 @w4a16.register_fake
-def _(
-    rows: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-    outputs: int,
-    inputs: int,
-    group_size: int,
-) -> Tensor:
+def _(rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor, bias: Tensor, outputs: int, *_: int) -> Tensor:
     return rows.new_empty(len(rows), outputs)
