@@ -19,8 +19,8 @@ from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import Plan, Step
 from optkit.processes import stopping
-from optkit.source.lineage import Reader, with_sketches, without_sketches
-from optkit.source.models import import_model, locate_model
+from optkit.source.lineage import DRAFT, Reader, models_in, with_sketches, without_sketches
+from optkit.source.models import ModelSource, import_model, locate_model
 from optkit.source.text_place import TextPlace
 from optkit.stage import Context, Report
 from optkit.store.durations import Durations
@@ -69,10 +69,11 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
         (index for index, step in enumerate(plan.steps) if step.stage and step in plan.pending), len(plan.steps)
     )
     check_texts(plan, store, context.data, materialize(plan, first - 1, store, context, made))
-    inherited = _lineage(locate_model(plan.recipe.model))
+    inherited = _lineage(plan.recipe.model)
+    drafts = [{**text, DRAFT: DRAFT} for entry in plan.recipe.settings for text in _lineage(*models_in(entry.value))]
     weights = materialize(plan, last, store, context, made)
     outcomes = _outcomes(plan.steps[1:], store, made)
-    texts = [*inherited, *(text for step in outcomes for text in step.report.get("calibrated_on", ()))]
+    texts = [*inherited, *(text for step in outcomes for text in step.report.get("calibrated_on", ())), *drafts]
     return Execution(
         weights,
         store.record(plan.steps[last].key)["files"] if last else None,
@@ -152,7 +153,8 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
         )
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
-    return replace(report, calibrated_on=with_sketches(report.calibrated_on, step.stage, reader))
+    read = with_sketches(report.calibrated_on, step.stage, reader)
+    return replace(report, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
 
 
 def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:
@@ -202,11 +204,12 @@ def check_disk(plan: Plan, store: Store) -> None:
         )
 
 
-def _lineage(directory: Path | None) -> Sequence[dict[str, str]]:
-    """Return the texts that shaped a model before the recipe begins.
-    Of an artifact these are those that it remembers.
+def _lineage(*models: ModelSource) -> tuple[dict[str, str], ...]:
+    """Return the texts that shaped models before the recipe begins: of artifacts, those that they
+    remember, without those of their drafts.
     """
-    return read_artifact(directory).record.calibrated_on if directory and is_artifact(directory) else ()
+    places = [place for place in map(locate_model, models) if place and is_artifact(place)]
+    return tuple(text for place in places for text in read_artifact(place).record.calibrated_on if DRAFT not in text)
 
 
 def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepOutcome]:

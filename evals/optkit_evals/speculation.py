@@ -37,6 +37,7 @@ class Speculation(WindowedText, TimedEval):
     kind: ClassVar[str] = "speculation"
     version: ClassVar[int] = 3
     draws: ClassVar[bool] = False
+    asks_draft: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     window: SequenceLength = 128

@@ -14,14 +14,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Session
 from optkit.model.session_memory import SLICE_BYTES
 from optkit.source.cut_text import CutText, apart, family_that_needs_bos
-from optkit.source.lineage import shared_with
+from optkit.source.lineage import DRAFT, shared_with
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
 from optkit.source.token_counts import TokenCounts
@@ -60,6 +60,9 @@ class Windows:
 
 class WindowedText(CutText):
     """A text and how it is cut into windows."""
+
+    asks_draft: ClassVar[bool] = False
+    """Texts that shaped a draft are not measured on either."""
 
     window: SequenceLength = 2048
     """Tokens of a window."""
@@ -113,7 +116,8 @@ class WindowedText(CutText):
                 f"{len(stream.body):,} tokens and {least} windows of {self.window} need {least * room:,}"
             )
         count = self.windows or stream.count(self.window)
-        refuse_calibrated(text, [joined[: math.ceil(len(joined) * count * room / len(stream.body))]], context)
+        measured = joined[: math.ceil(len(joined) * count * room / len(stream.body))]
+        refuse_calibrated(text, [measured], context, self.asks_draft)
         bos = self._where_bos_stands(session, bool(stream.lead))
         self._warn(session, bool(stream.lead), context)
         import torch
@@ -145,11 +149,14 @@ class WindowedText(CutText):
             )
 
 
-def refuse_calibrated(text: TextSource, passages: Sequence[str], context: EvalContext) -> None:
-    """Raise EvalError if the weights were calibrated on the passages that are measured.
-    They are known by the text's name or by what stands in it.
+def refuse_calibrated(
+    text: TextSource, passages: Sequence[str], context: EvalContext, asks_draft: bool = False
+) -> None:
+    """Raise EvalError if the weights were calibrated on the passages that are measured, or the draft
+    if the eval asks it. They are known by the text's name or by what stands in it.
     """
-    if found := shared_with(text, passages, context.calibrated_on):
+    lineage = [each for each in context.calibrated_on if asks_draft or DRAFT not in each]
+    if found := shared_with(text, passages, lineage):
         raise EvalError(
             found,
             where=text.where,

@@ -8,17 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from optkit.source.models import ModelSource
 from optkit.source.texts import TextSource
 
 SKETCH = "sketch"
+DRAFT = "draft"
+"""Key of a text that shaped not the weights, but the draft that a setting names."""
 LIMIT = 0.05
 """Share of different runs of eight words. Halves of one data set, or two, had at most 0.005 in
 common; a tokenised edition of WikiText-2 with `<unk>` for its rare words has 0.56 in common with
 the raw one."""
+
+
+Part = TypeVar("Part", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: 
     """
     from optkit.source.shingles import sketch
 
-    read = list(_texts_in(stage))
+    read = list(_parts_of(stage, TextSource))
     found = []
     for identity in texts:
         same = [
@@ -63,21 +69,27 @@ def shared_with(text: TextSource, passages: Sequence[str], lineage: Iterable[Map
 
     for earlier in lineage:
         name = f"{earlier['dataset']} ({earlier['split']})"
+        who = "draft" if DRAFT in earlier else "model"
         if text.overlaps(earlier):
-            return f"the model was calibrated on {name}"
+            return f"the {who} was calibrated on {name}"
         both = common(earlier.get(SKETCH, ""), passages)
         if both.of_text >= LIMIT:
-            return f"{both.of_text:.0%} of it stands in {name}, which the model was calibrated on"
+            return f"{both.of_text:.0%} of it stands in {name}, which the {who} was calibrated on"
         if both.of_sketched >= LIMIT:
-            return f"{both.of_sketched:.0%} of {name}, which the model was calibrated on, stands in it"
+            return f"{both.of_sketched:.0%} of {name}, which the {who} was calibrated on, stands in it"
     return ""
 
 
-def _texts_in(value: Any) -> Iterator[TextSource]:
-    if isinstance(value, TextSource):
+def models_in(value: Any) -> Iterator[ModelSource]:
+    """Return the models that a stage's or a setting's fields name: teachers, drafts."""
+    return _parts_of(value, ModelSource)
+
+
+def _parts_of(value: Any, kind: type[Part]) -> Iterator[Part]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, BaseModel):
-        yield from _texts_in(tuple(getattr(value, name) for name in type(value).model_fields))
+        yield from _parts_of(tuple(getattr(value, name) for name in type(value).model_fields), kind)
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from _texts_in(each)
+            yield from _parts_of(each, kind)

@@ -16,7 +16,7 @@ from optkit.errors import ArtifactError, EvalError
 from optkit.pipeline import run
 from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import Calibration
-from optkit.source.lineage import LIMIT, Reader, shared_with, with_sketches
+from optkit.source.lineage import DRAFT, LIMIT, Reader, shared_with, with_sketches
 from optkit.source.shingles import KEPT, common, sketch
 from optkit.source.texts import TextSource
 from tests.conftest import TinyModel
@@ -158,6 +158,32 @@ def test_what_was_made_of_an_artifact_is_not_measured_on_the_artifacts_calibrati
     record = json.loads((tmp_path / "second" / "optkit.json").read_text(encoding="utf-8"))
     assert [Path(text["dataset"]).name for text in record["calibrated_on"]] == ["mine.txt"]
     assert "sketch" not in json.dumps(record["steps"])
+
+
+def test_what_a_teacher_or_a_draft_was_calibrated_on_is_remembered(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher's texts for all evals, those of a draft for what asks it."""
+    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
+    mine, others = tmp_path / "mine.txt", tmp_path / "others.txt"
+    mine.write_text(made_up(6_000, seed=9), encoding="utf-8")
+    others.write_text(made_up(6_000, seed=11), encoding="utf-8")
+    calibrated = {"prune": {"calibration": {"dataset": str(mine), "samples": 8, "sequence_length": 128}}}
+    model, first = tiny_model("llama"), tmp_path / "first"
+    run(load_recipe(recipe_of(model, calibrated, text=others)), out=first, device="cpu")
+    taught = {"distill": {"teacher": str(first), "texts": [{"dataset": "python-reference"}], "sequence_length": 32}}
+    taught["distill"] |= {"tokens": 256, "batch_size": 4, "precision": "float32"}
+    drafted = {"speculative": {"draft": str(first)}}
+    asks = {"speculation": {"dataset": str(mine), "window": 16, "windows": 2, "new_tokens": 4, "isolated": False}}
+    again = recipe_of(model, drafted, text=mine)
+    again["evals"] = [asks]
+    for recipe, who in ((recipe_of(model, taught, text=mine), "model"), (again, "draft")):
+        with pytest.raises(EvalError, match=rf"the {who} was calibrated on"):
+            run(load_recipe(recipe), out=tmp_path / "second", device="cpu")
+    run(load_recipe(recipe_of(model, drafted, text=mine)), out=tmp_path / "third", device="cpu")  # asks no draft
+    run(load_recipe(recipe_of(tmp_path / "third", "bf16", text=mine)), out=tmp_path / "fourth", device="cpu")
+    texts = [json.loads((tmp_path / name / "optkit.json").read_text())["calibrated_on"] for name in ("third", "fourth")]
+    assert [[text.get(DRAFT) for text in each] for each in texts] == [[DRAFT], []]
 
 
 def test_an_artifact_whose_record_is_unreadable_is_no_source(
