@@ -158,9 +158,7 @@ def main() -> None:
         for name, (devices, fields, parallel) in ways.items():
             begun = time.perf_counter()
             stage = Importable(steps=asked.steps, parallel=parallel, **fields)
-            found[name] = _train(stage, model, Path(place), device, devices, parallel) | {
-                "wall_s": time.perf_counter() - begun
-            }
+            found[name] = _train(stage, model, Path(place), device, devices) | {"wall_s": time.perf_counter() - begun}
             (asked.out / "fsdp.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(name, f"{time.perf_counter() - begun:.0f} s", flush=True)
     text = _page(found, sizes["batch_size"] * sizes["length"], device)
@@ -190,9 +188,7 @@ def _model(directory: Path, sizes: dict[str, int], vocabulary: int, device: str)
     return directory
 
 
-def _train(
-    stage: Transform, model: Path, place: Path, device: str, devices: int, parallel: Literal["ddp", "fsdp"]
-) -> dict[str, Any]:
+def _train(stage: Transform, model: Path, place: Path, device: str, devices: int) -> dict[str, Any]:
     import gc
 
     import torch
