@@ -55,11 +55,6 @@ class Attachment:
         """Whether people read it as text, so that it must not name places on this machine."""
         return bool(TEXTS.fullmatch(self.media_type))
 
-    @property
-    def is_picture(self) -> bool:
-        """Whether a page can show it."""
-        return self.media_type.startswith("image/")
-
     def to_json(self) -> dict[str, str]:
         """Return the file as a JSON value."""
         content = base64.b64encode(self.content).decode("ascii")

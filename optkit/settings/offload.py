@@ -81,7 +81,7 @@ class Offload(Setting):
         Too little room and a folder that cannot be written to are refused too.
         """
         if shape.config.get("quantization_config"):
-            raise packed_weights_error()
+            raise _packed_weights_error()
         self.place(stored_units(shape), self.room(device, gpu_memory_bytes(device)))
         self.check_folder()
 
@@ -94,7 +94,7 @@ class Offload(Setting):
     def loading(self, opening: Opening, checkpoint: Checkpoint, packed: bool) -> Loading:
         """Return where accelerate puts each part. Raises StageError as `check` does."""
         if packed:
-            raise packed_weights_error()
+            raise _packed_weights_error()
         from optkit.session.offloading import Offloading
         from optkit.source.quiet import quiet_accelerate
 
@@ -161,7 +161,7 @@ class Offload(Setting):
         return f"offload: {limit} on {device}, then {main}, then disk"
 
 
-def packed_weights_error() -> StageError:
+def _packed_weights_error() -> StageError:
     """Return the error for a model whose layers hold codes."""
     return StageError(
         "packed weights cannot be offloaded",

@@ -57,7 +57,7 @@ class TensorParallel(Setting):
         An architecture without a plan and sizes that do not divide are refused too.
         """
         if shape.config.get("quantization_config"):
-            raise packed_weights_error()
+            raise _packed_weights_error()
         self.check_devices(device, visible_gpus())
         architecture = _architecture(shape)
         plan = stored_plan(text_config(shape.config).get("model_type", ""))
@@ -109,7 +109,7 @@ class TensorParallel(Setting):
             return None
         checkpoint, scales = split_kv_scales(Checkpoint(opening.directory))
         if checkpoint.quantization or scales:
-            raise packed_weights_error()
+            raise _packed_weights_error()
         self.check_devices(opening.device, torch.cuda.device_count())
         return ParallelSession(opening, self.devices)
 
@@ -144,7 +144,7 @@ class TensorParallel(Setting):
         return f"tensor_parallel: {self.devices} {'processes by gloo' if device == 'cpu' else 'GPUs by nccl'}"
 
 
-def packed_weights_error() -> StageError:
+def _packed_weights_error() -> StageError:
     """Return the error for a model whose layers hold codes."""
     return StageError(
         "packed weights cannot be split",
