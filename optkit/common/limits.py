@@ -68,8 +68,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(what: str | Callable[[BaseException], str], where: str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that failed into a ResourceError that says what to lower; `what` was being
-    done, or makes the message of the error.
+    """Turn an allocation that failed into a ResourceError that says what to lower.
+    `what` was being done, or makes the message of the error.
     """
     try:
         yield

@@ -1,6 +1,4 @@
-"""Measure the models of a plan and form their scorecard: of a run, or of a model that is there
-already.
-"""
+"""Measure the models of a plan and form their scorecard, for a run or an existing model."""
 
 from __future__ import annotations
 
