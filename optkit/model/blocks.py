@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
+from optkit.model.replaced_forward import replaced_forward
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,8 @@ def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor
             raise _AllRecordedError
         return (hidden,) if as_tuple else hidden
 
-    try:
-        for block in blocks:
-            block.module.forward = record
+    with replaced_forward({block.module: record for block in blocks}):
         yield
-    finally:
-        for block in blocks:
-            block.module.__dict__.pop("forward", None)
 
 
 def shared_with(call: Call, reference: Call) -> Call:

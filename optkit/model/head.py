@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
 from optkit.model.blocks import Block
+from optkit.model.replaced_forward import replaced_forward
 
 
 class _OtherFormError(Exception):
@@ -91,10 +92,5 @@ def _ending_with(blocks: Sequence[Block], last: Tensor, as_tuple: bool) -> Itera
         output = last if len(passed) == len(blocks) else given
         return (output,) if as_tuple else output
 
-    try:
-        for block in blocks:
-            block.module.forward = hand_on
+    with replaced_forward({block.module: hand_on for block in blocks}):
         yield
-    finally:
-        for block in blocks:
-            block.module.__dict__.pop("forward", None)

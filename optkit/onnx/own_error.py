@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.model.attention_choice import asked_of_attention
+from optkit.model.replaced_forward import replaced_forward
 
 PLAIN = (nn.Linear, nn.Embedding, nn.LayerNorm)
 """Modules whose own `forward` follows the dtype of their weights."""
@@ -73,19 +74,13 @@ def _products_in_float64(model: nn.Module) -> Iterator[None]:
     Layers of codes compute as they are; so does what a model casts to float32 itself, such as the
     root mean square of a norm.
     """
-    changed: list[tuple[nn.Module, Any]] = []
-    try:
-        for module in model.modules():
-            if not list(module.children()) and (list(module.parameters()) or hasattr(module, "in_features")):
-                changed.append((module, vars(module).get("forward")))
-                module.forward = _in_float64(module, module.forward)  # type: ignore[method-assign]
+    widened = {
+        module: _in_float64(module, module.forward)
+        for module in model.modules()
+        if not list(module.children()) and (list(module.parameters()) or hasattr(module, "in_features"))
+    }
+    with replaced_forward(widened):
         yield
-    finally:
-        for module, before in changed:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
 
 
 def _in_float64(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

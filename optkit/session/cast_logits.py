@@ -4,13 +4,14 @@ Those of a long text are larger than the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from optkit.model.replaced_forward import replaced_forward
 
 LOGITS_BYTES = 64 << 20
 """Most bytes of logits that are computed at once if they have to be cast to float32."""
@@ -36,7 +37,7 @@ def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attende
     for start in range(0, sequence, width):
         part = slice(start, start + width)
         output.last_hidden_state = hidden[:, part]
-        with _replaced(decoder, lambda *_, **__: output):
+        with replaced_forward({decoder: lambda *_, **__: output}):
             logits[:, part] = model.forward(input_ids=tokens[:, part], use_cache=False).logits
     return logits
 
@@ -58,22 +59,8 @@ def _decoder(model: PreTrainedModel, device: torch.device) -> Any:
     for module in (model.base_model, getattr(model.base_model, "decoder", None)):
         if module is not None and module is not model:
             try:
-                with _replaced(module, reached):
+                with replaced_forward({module: reached}):
                     model.forward(input_ids=token, use_cache=False)
             except _ReachedError:
                 return module
     return None
-
-
-@contextmanager
-def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module compute something else within the block."""
-    held = vars(module).get("forward")  # hooks put one there
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if held is None:
-            del module.forward
-        else:
-            module.forward = held

@@ -219,15 +219,12 @@ class EightBitQuantizer(LayerQuantizer):
         """Replace the inputs of a block by its outputs.
         Its layers compute as they will when the model is opened.
         """
-        modules = job.modules(index)
-        for name, module in modules.items():
-            module.forward = self._opened(module, layers[name]).forward
-        try:
+        from optkit.model.replaced_forward import replaced_forward
+
+        opened = {module: self._opened(module, layers[name]).forward for name, module in job.modules(index).items()}
+        with replaced_forward(opened):
             for batch in inputs.batches:
                 inputs.hidden[batch.rows] = job.skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
-        finally:
-            for module in modules.values():
-                del module.forward
 
     def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return the layer that a session would build for a quantized one."""

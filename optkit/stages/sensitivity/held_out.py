@@ -13,6 +13,7 @@ from torch.nn.functional import kl_div
 
 from optkit.kernels.formats import quantized_layers
 from optkit.model.head import logits_behind
+from optkit.model.replaced_forward import replaced_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,15 +62,13 @@ def _computing_with(
     linears: Mapping[str, Projection], layers: Mapping[str, QuantizedLayer], dtype: torch.dtype, device: str
 ) -> Iterator[None]:
     """Let the quantized layers of a block compute in place of its own."""
-    chosen = {name: module for name, module in linears.items() if name in layers}
-    try:
-        for name, module in chosen.items():
-            built, _ = layers[name].build(module.bias, dtype, device)
-            module.__dict__["forward"] = built.forward
+    built = {
+        module: layers[name].build(module.bias, dtype, device)[0].forward
+        for name, module in linears.items()
+        if name in layers
+    }
+    with replaced_forward(built):
         yield
-    finally:
-        for module in chosen.values():
-            module.__dict__.pop("forward", None)
 
 
 @torch.no_grad()
