@@ -26,6 +26,7 @@ from optkit.settings import offload
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.offload import Offload
 from tests.conftest import TinyModel
+from tests.support.quick_evals import THROUGHPUT
 
 plans = import_module("optkit.plan")
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -101,19 +102,7 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
         "model": str(tiny_model("qwen2")),
         "name": "spread",
         "stages": [{"offload": {"cpu_memory": "400 kB"}}],
-        "evals": [
-            {
-                "throughput": {
-                    "isolated": False,
-                    "prompts": [8],
-                    "new_tokens": 2,
-                    "repeats": 2,
-                    "warmup": 1,
-                    "limit_s": 1,
-                }
-            },
-            "footprint",
-        ],
+        "evals": [THROUGHPUT, "footprint"],
     }
     planned = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
     assert planned.forecasts == ("offload: 3 modules (262 kB) on cpu, 2 modules (297 kB) on disk",)
@@ -162,18 +151,7 @@ def test_an_unmodified_model_without_room_is_measured_with_it_too(
         "model": str(tiny_model("llama")),
         "name": "spread",
         "stages": ["bf16", {"offload": {"cpu_memory": "300 kB"}}],
-        "evals": [
-            {
-                "throughput": {
-                    "prompts": [8],
-                    "new_tokens": 2,
-                    "repeats": 2,
-                    "warmup": 1,
-                    "limit_s": 1,
-                    "isolated": False,
-                }
-            }
-        ],
+        "evals": [THROUGHPUT],
     }
     with_room = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
     monkeypatch.setattr(plans, "_has_room", lambda shape, device: False)

@@ -37,6 +37,7 @@ from optkit.source.models import ModelSource, model_shape
 from optkit.stage import Setting
 from tests.conftest import TinyModel
 from tests.support.near import near
+from tests.support.quick_evals import THROUGHPUT
 from tests.support.waiting import ended
 
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -195,19 +196,7 @@ def test_a_recipe_through_plan_and_run(tiny_model: TinyModel, tmp_path: Path) ->
         "model": str(tiny_model("qwen2")),
         "name": "split",
         "stages": [{"tensor_parallel": 2}],
-        "evals": [
-            {
-                "throughput": {
-                    "isolated": False,
-                    "prompts": [8],
-                    "new_tokens": 2,
-                    "repeats": 2,
-                    "warmup": 1,
-                    "limit_s": 1,
-                }
-            },
-            "footprint",
-        ],
+        "evals": [THROUGHPUT, "footprint"],
     }
     planned = plan(load_recipe(recipe), device="cpu", store=tmp_path / "store")
     assert planned.forecasts == ("tensor_parallel: 346 kB of weights on each of 2 devices",)

@@ -86,6 +86,26 @@ def fields(text: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def last(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeQuantized]:
+    """Return the layers of the last step, once they are written."""
+    layers: dict[str, FakeQuantized] = {}
+    write = QatTrainer._write
+
+    def remember(self: QatTrainer, student: Any, target: Path, context: Context) -> int:
+        layers.update(student.layers)
+        return write(self, student, target, context)
+
+    monkeypatch.setattr(QatTrainer, "_write", remember)
+    return layers
+
+
+def quick(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a short training that moves codes."""
+    changes = {"tokens": 8 * 8 * LENGTH, "learning_rate": 1e-3, "divergence": 0, "cross_entropy": 1}
+    return {**fields, "training": {**fields["training"], **changes}}
+
+
 def beginning(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields without a calibration text if the codes to begin with read none."""
     return {name: value for name, value in fields.items() if name != "calibration" or fields.get("start") != "rtn"}
@@ -135,32 +155,17 @@ def test_the_file_holds_the_weights_of_the_last_step_bit_for_bit(
     tiny_model: TinyModel,
     tmp_path: Path,
     fields: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    last: dict[str, FakeQuantized],
     kind: str,
     changes: dict[str, Any],
 ) -> None:
-    last: dict[str, Tensor] = {}
-    write = QatTrainer._write
-
-    def remember(self: QatTrainer, student: Any, target: Path, context: Context) -> int:
-        last.update({name: layer.rounded().detach() for name, layer in student.layers.items()})
-        return write(self, student, target, context)
-
-    monkeypatch.setattr(QatTrainer, "_write", remember)
-    training = {
-        **fields["training"],
-        "tokens": 8 * 8 * LENGTH,
-        "learning_rate": 1e-3,
-        "divergence": 0,
-        "cross_entropy": 1,
-    }
-    stage = Qat(**beginning({**fields, "training": training, **changes}))
+    stage = Qat(**beginning({**quick(fields), **changes}))
     report = run(stage, tiny_model(kind), tmp_path / "done")
     found = stored(tmp_path / "done", stage.bits)
     assert found.keys() == last.keys()
     assert len(found) == report.changed
     for name, weight in found.items():
-        assert torch.equal(weight, last[name]), name
+        assert torch.equal(weight, last[name].rounded()), name
     assert report.details["changed_codes"] > 0
     assert {each["dataset"] for each in report.calibrated_on} == {fields["calibration"]["dataset"]}
 
@@ -170,24 +175,9 @@ W8A8 = {"bits": 8, "group_size": None, "activations": "dynamic"}
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
-    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+    tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], last: dict[str, FakeQuantized], kind: str
 ) -> None:
-    trained: dict[str, FakeQuantized] = {}
-    write = QatTrainer._write
-
-    def remember(self: QatTrainer, student: Any, target: Path, context: Context) -> int:
-        trained.update(student.layers)
-        return write(self, student, target, context)
-
-    monkeypatch.setattr(QatTrainer, "_write", remember)
-    training = {
-        **fields["training"],
-        "tokens": 8 * 8 * LENGTH,
-        "learning_rate": 1e-3,
-        "divergence": 0,
-        "cross_entropy": 1,
-    }
-    source, stage = tiny_model(kind), Qat(**beginning({**fields, **W8A8, "training": training, "start": "rtn"}))
+    source, stage = tiny_model(kind), Qat(**beginning({**quick(fields), **W8A8, "start": "rtn"}))
     shape = Checkpoint(source).shape
     report = run(stage, source, tmp_path / "done")
     done = Checkpoint(tmp_path / "done")
@@ -197,7 +187,7 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
     assert cost.ram_bytes == told.total + left.size_bytes, "the scorecard says what the plan said"
     assert report.details["changed_codes"] > 0
     model: Any = open_session(tmp_path / "done", dtype="float32").model
-    for name, layer in trained.items():
+    for name, layer in last.items():
         codes, scales = done.read(f"{name}.weight"), done.read(f"{name}.weight_scale")
         assert codes.dtype == torch.int8
         assert torch.equal(codes * scales.float(), layer.rounded()), name
