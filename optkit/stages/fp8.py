@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import model_validator
 
 from optkit.common.limits import out_of_memory
-from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
 from optkit.formats.eight_bit import BLOCK, Activations, Number, Scales
 from optkit.model.linear_layers import Selection
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
+from optkit.stages.quantizing.fitting import refuse_odd_shapes
 from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
@@ -75,17 +75,12 @@ class Fp8(EightBitQuantizer):
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         super().check_layers(selection, formats)
-        layers = selection.layers.values()
-        uneven = [
-            layer for layer in layers if self.scales == "block" and (layer.inputs % BLOCK or layer.outputs % BLOCK)
-        ]
-        if uneven:
-            others = f", and so for {len(uneven) - 1:,} other layers" if len(uneven) > 1 else ""
-            raise StageError(
-                f"{uneven[0].outputs} x {uneven[0].inputs} weights: not both are multiples of {BLOCK}{others}",
-                where=uneven[0].name,
-                why="transformers and vLLM open whole blocks only",
-                remedy=f"Set {self.kind}.scales to channel, or exclude the layers",
+        if self.scales == "block":
+            refuse_odd_shapes(
+                selection.layers.values(),
+                BLOCK,
+                "transformers and vLLM open whole blocks only",
+                f"Set {self.kind}.scales to channel, or exclude the layers",
             )
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:

@@ -4,7 +4,7 @@ Every refusal comes before any computing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
 from optkit.errors import StageError
@@ -27,7 +27,12 @@ def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage
         _refuse_asymmetric_experts(layers, formats, stage)
     refuse_some_experts(selection, formats, stage)
     if GPTQ in methods:
-        _refuse_odd_shapes(layers, stage)
+        refuse_odd_shapes(
+            layers,
+            GPTQ_MULTIPLE,
+            "The kernels for GPTQ's format need that",
+            f"Set {stage}.format to compressed-tensors, or exclude the layers",
+        )
     sizes = {name: getattr(form, "group_size", None) for name, form in formats.items()}
     for size in dict.fromkeys(sizes.values()):
         refuse_uneven_groups([layer for layer in layers if sizes[layer.name] == size], size, stage)
@@ -125,15 +130,16 @@ def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
     ]
 
 
-def _refuse_odd_shapes(layers: Sequence[Layer], stage: str) -> None:
-    odd = [layer for layer in layers if layer.inputs % GPTQ_MULTIPLE or layer.outputs % GPTQ_MULTIPLE]
+def refuse_odd_shapes(layers: Iterable[Layer], multiple: int, why: str, remedy: str) -> None:
+    """Raise StageError if a layer's outputs or inputs are not a multiple."""
+    odd = [layer for layer in layers if layer.inputs % multiple or layer.outputs % multiple]
     if odd:
         others = f", and so for {len(odd) - 1:,} other layers" if len(odd) > 1 else ""
         raise StageError(
-            f"{odd[0].outputs} x {odd[0].inputs} weights: not both are multiples of {GPTQ_MULTIPLE}{others}",
+            f"{odd[0].outputs} x {odd[0].inputs} weights: not both are multiples of {multiple}{others}",
             where=odd[0].name,
-            why="The kernels for GPTQ's format need that",
-            remedy=f"Set {stage}.format to compressed-tensors, or exclude the layers",
+            why=why,
+            remedy=remedy,
         )
 
 
