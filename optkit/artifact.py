@@ -24,7 +24,7 @@ from optkit.scorecard.published import located_setting
 from optkit.scorecard.scorecard import StepLine
 from optkit.stage import Setting
 from optkit.store.files import describe_file, is_unchanged, list_files
-from optkit.store.output import place, settle_beside
+from optkit.store.out_directory import place, settle_beside
 from optkit.store.store import Store, explain_os_error
 
 SCHEMA = 1

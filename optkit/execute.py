@@ -18,7 +18,7 @@ from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import Plan, Step
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit.source.lineage import DRAFT, Reader, models_in, with_sketches, without_sketches
 from optkit.source.models import ModelSource, import_model, locate_model
 from optkit.source.text_place import TextPlace
@@ -88,7 +88,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
 
     The keys of the steps that ran are added to `made`.
     """
-    stopping.check()
+    signals.check()
     step = plan.steps[index]
     if index == 0 and (there := locate_model(plan.recipe.model)):
         return there

@@ -47,7 +47,7 @@ from optkit.scorecard.published import (
 )
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
-from optkit.store.output import reserve, settle
+from optkit.store.out_directory import reserve, settle
 from optkit.store.store import Store, default_store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
+from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory
 from optkit.common.visible import visible
 from optkit.errors import OptkitError, Problem
+from optkit.processes.child_side import one_line
 from optkit.processes.crashes import ChildError
-from optkit.processes.stopping import KEPT, said_of
-from optkit.processes.worker import one_line
+from optkit.processes.signals import KEPT, said_of
 
 
 @dataclass(frozen=True)

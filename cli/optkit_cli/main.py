@@ -13,7 +13,7 @@ import click
 
 from optkit import __version__
 from optkit.errors import OptkitError
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit.processes.start import safe_children
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 from optkit_cli.output import document_of, only_the_result_on_stdout, print_document
@@ -88,11 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in words and not {"-h", "--help", "--version"} & {*words}
     with (
         only_the_result_on_stdout() if as_json else contextlib.nullcontext() as stdout,
-        stopping.listening(),
+        signals.listening(),
         safe_children(),
     ):
         if stdout is not None:
-            stopping.before_the_end(lambda: _say_the_end(invocation, stdout))
+            signals.before_the_end(lambda: _say_the_end(invocation, stdout))
         status = _status_of(words, invocation, as_json)
         invocation.over = True
     return status if print_document(invocation.document) else OptkitError.exit_status
@@ -108,8 +108,8 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
             raise  # click's, if nobody reads stdout any more
         # click hides which it was
         error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught
-    if stopping.asked() and not isinstance(error, KeyboardInterrupt):
-        error = stopping.request()
+    if signals.asked() and not isinstance(error, KeyboardInterrupt):
+        error = signals.request()
     if error is None:
         return int(status or 0)
     from optkit_cli.failures import failure_of
@@ -130,7 +130,7 @@ def _say_the_end(invocation: Invocation, stdout: int) -> None:
     from optkit_cli.failures import failure_of
 
     if not invocation.over:
-        os.write(stdout, document_of(failure_of(stopping.request()).document()).encode())
+        os.write(stdout, document_of(failure_of(signals.request()).document()).encode())
 
 
 def _quiet_libraries() -> None:

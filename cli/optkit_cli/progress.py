@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from optkit.common.visible import visible
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit.progress import Progress, SilentProgress, SilentTask, Task
 
 if TYPE_CHECKING:
@@ -48,18 +48,18 @@ class SafePoints:
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a task whose steps are such points."""
-        stopping.check()
+        signals.check()
         return SafeTask(self.to.task(visible(label), total, unit))
 
     def say(self, line: str) -> None:
         """Pass on one line."""
-        stopping.check()
+        signals.check()
         self.to.say(visible(line))
 
     def warn(self, line: str) -> None:
         """Pass on one warning."""
         self.to.warn(visible(line))
-        stopping.check()
+        signals.check()
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SafeTask:
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count, and stop here if that is asked."""
         self.to.advance(steps, visible(note))
-        stopping.check()
+        signals.check()
 
 
 def clock_text(seconds: float) -> str:

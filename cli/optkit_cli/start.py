@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from optkit.processes import stopping
+    from optkit.processes import signals
 except ImportError as error:
     if error.name != "fcntl":
         raise
@@ -14,11 +14,11 @@ except ImportError as error:
 
 def start() -> None:
     """Run the command line and end with its exit status."""
-    stopping.listen()
+    signals.listen()
     from optkit_cli.main import main
 
     status = main()
-    stopping.work_is_done()
+    signals.work_is_done()
     sys.exit(status)
 
 

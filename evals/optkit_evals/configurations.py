@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from optkit.common.limits import is_out_of_memory
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import ResourceError
 from optkit.measure import EvalContext, Metric, Opened
 

@@ -17,7 +17,7 @@ from optkit_evals.windows import WindowedText
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.kernels.stored import QuantizedLayer
+    from optkit.kernels.stored_layer import QuantizedLayer
 
 LARGEST_CHANGE = 0.02
 """Of a tensor's largest value: what rounding the other tensors to bfloat16 may change (it is
@@ -91,7 +91,7 @@ def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, Quantize
     """Return the quantized layers of a checkpoint that is otherwise as it was before. Raises
     EvalError if it is not.
     """
-    from optkit.kernels.formats import quantized_layers
+    from optkit.kernels.methods import quantized_layers
 
     layers = quantized_layers(after)
     if not layers:

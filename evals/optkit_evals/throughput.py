@@ -83,7 +83,7 @@ class Throughput(TimedEval):
         """Return, of another engine, the Python that has it and its versions there."""
         if self.engine == "optkit":
             return {}
-        from optkit_evals.vllm_engine import vllm_versions
+        from optkit_evals.vllm_throughput import vllm_versions
 
         python, versions = vllm_versions()
         return {"python": python, **versions}
@@ -91,7 +91,7 @@ class Throughput(TimedEval):
     def check(self, device: str) -> None:
         """Raise MissingPackageError, before anything runs, if the engine is not installed."""
         if self.engine == "vllm":
-            from optkit_evals.vllm_engine import check_vllm
+            from optkit_evals.vllm_throughput import check_vllm
 
             check_vllm(device)
 
@@ -155,7 +155,7 @@ class Throughput(TimedEval):
 
     def _run_vllm(self, session: Session, context: EvalContext, protocol: str) -> list[Metric]:
         """Measure all configurations with one engine of vLLM; raises EvalError with its last words."""
-        from optkit_evals.vllm_engine import Asked, time_vllm
+        from optkit_evals.vllm_throughput import Asked, time_vllm
 
         cells = self.cells()
         asked = Asked(

@@ -35,7 +35,7 @@ from optkit.backends.shared_torch import SharedTorch
 from optkit.common.frozen import Frozen, digest
 from optkit.environment import package_version
 from optkit.errors import OptkitError
-from optkit.processes.stopping import take_lock
+from optkit.processes.signals import take_lock
 from optkit.progress import Progress
 
 RECORD = "optkit.json"

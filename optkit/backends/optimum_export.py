@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.backends.environments import Environment, Environments
-from optkit.backends.handover import PROBE_TOKENS, check_same_model, hand_over, logits_here
+from optkit.backends.older_transformers import PROBE_TOKENS, check_same_model, hand_over, logits_here
 from optkit.backends.process import run_worker, work_directory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint

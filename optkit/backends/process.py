@@ -14,8 +14,8 @@ from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import only_visible
 from optkit.errors import StageError
-from optkit.processes.conversation import Child
 from optkit.processes.crashes import ChildEndedError, ChildError
+from optkit.processes.parent_side import Child
 from optkit.processes.start import foreign_environment, python_command
 from optkit.progress import Progress
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from optkit.common.limits import is_out_of_memory
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import OptkitError, SourceError
 
 MOST_BYTES = 1 << 30

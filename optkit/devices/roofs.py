@@ -78,7 +78,7 @@ def measured_device(
     """
     import torch
 
-    from optkit.common.limits import is_out_of_memory
+    from optkit.common.out_of_resources import is_out_of_memory
 
     count = torch.cuda.device_count()
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:

@@ -7,8 +7,8 @@ from typing import Any
 
 from optkit.algorithms.packing import pack, unpack_awq
 from optkit.errors import SourceError
-from optkit.kernels.integer import IntegerLayer, packed_weight
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.integer_kernels import IntegerLayer, packed_weight
+from optkit.kernels.packed_linear import PackedWeight
 from optkit.model.checkpoint import Checkpoint
 
 CODES_PER_WORD = 8

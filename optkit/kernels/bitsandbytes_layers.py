@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.stored import QuantizedLayer, StoredLayer, plain_layer
+from optkit.kernels.stored_layer import QuantizedLayer, StoredLayer, plain_layer
 from optkit.model.checkpoint import Checkpoint
 
 STATE = ".weight.quant_state.bitsandbytes__"

@@ -12,7 +12,7 @@ from optkit.errors import SourceError
 from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
 from optkit.kernels.microscaled import MicroscaledLayer
 from optkit.kernels.pack_quantized import PackQuantizedLayer
-from optkit.kernels.stored import QuantizedLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optkit.errors import SourceError
 from optkit.kernels.float8_linear import Float8Linear, WidenedLinear, why_not_scaled
 from optkit.kernels.int8_linear import Int8Linear, why_not_integers
-from optkit.kernels.stored import StoredLayer
+from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.shape import TensorInfo
 
 

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 
 GROUP_SIZES = (32, 64, 128, 256)
 CPU_TILES = {"AVX512": 64, "AVX2": 32}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from optkit.algorithms.microscaling import E2M1, exponent_scales
 from optkit.errors import SourceError
-from optkit.kernels.stored import StoredLayer
+from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.shape import TensorInfo
 
 NAMES = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}

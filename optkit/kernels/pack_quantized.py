@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.algorithms.packing import unpack
-from optkit.kernels.integer import IntegerLayer, bits_of, packed_weight
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.integer_kernels import IntegerLayer, bits_of, packed_weight
+from optkit.kernels.packed_linear import PackedWeight
 from optkit.model.shape import TensorInfo
 
 

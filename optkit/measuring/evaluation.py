@@ -10,7 +10,7 @@ from optkit.artifact import Artifact, is_artifact, measured_weights, read_finish
 from optkit.environment import usable_device
 from optkit.errors import UsageError
 from optkit.execute import materialize
-from optkit.measuring.bench import Measurement, Subject, measure
+from optkit.measuring.turns import Measurement, Subject, measure
 from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe

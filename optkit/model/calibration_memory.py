@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from optkit.model.attention_choice import eager_bytes
-from optkit.model.layouts import FLOATS
+from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import Layer
 from optkit.model.shape import DTYPE_BITS, ModelShape
 

@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from optkit.model import layouts
-from optkit.model.layouts import Layout
+from optkit.model import expected_tensors
+from optkit.model.expected_tensors import Layout
 
 Scheme: TypeAlias = tuple[str, Layout, Mapping[str, Any]]
 """Name of the layout, the layout, and the words of config.json that it reads."""
-PLAIN: Scheme = ("plain", layouts.plain, {})
+PLAIN: Scheme = ("plain", expected_tensors.plain, {})
 LAYOUTS: dict[str, Layout] = {
-    "dense": layouts.plain,
-    "pack-quantized": layouts.pack_quantized,
-    "int-quantized": layouts.integer_quantized,
-    "float-quantized": layouts.float_quantized,
-    "naive-quantized": layouts.naive_quantized,
-    "nvfp4-pack-quantized": layouts.nvfp4,
-    "mxfp4-pack-quantized": layouts.mxfp4,
-    "mxfp8-quantized": layouts.mxfp8_quantized,
+    "dense": expected_tensors.plain,
+    "pack-quantized": expected_tensors.pack_quantized,
+    "int-quantized": expected_tensors.integer_quantized,
+    "float-quantized": expected_tensors.float_quantized,
+    "naive-quantized": expected_tensors.naive_quantized,
+    "nvfp4-pack-quantized": expected_tensors.nvfp4,
+    "mxfp4-pack-quantized": expected_tensors.mxfp4,
+    "mxfp8-quantized": expected_tensors.mxfp8_quantized,
 }
 """The formats of compressed-tensors."""
 
@@ -90,7 +90,7 @@ def _gptq(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
                     return PLAIN
                 words |= change
                 break
-        return "gptq", layouts.gptq, words
+        return "gptq", expected_tensors.gptq, words
 
     return scheme
 
@@ -101,14 +101,18 @@ def _awq(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
     kept = quantization.get("modules_to_not_convert") or []
 
     def scheme(name: str, in_block: bool) -> Scheme:
-        return PLAIN if not in_block or any(word in name for word in kept) else ("awq", layouts.awq, quantization)
+        return (
+            PLAIN if not in_block or any(word in name for word in kept) else ("awq", expected_tensors.awq, quantization)
+        )
 
     return scheme
 
 
 def _bitsandbytes(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:
     kept = quantization.get("llm_int8_skip_modules")
-    layout = layouts.bitsandbytes_4bit if quantization.get("load_in_4bit") else layouts.bitsandbytes_8bit
+    layout = (
+        expected_tensors.bitsandbytes_4bit if quantization.get("load_in_4bit") else expected_tensors.bitsandbytes_8bit
+    )
 
     def scheme(name: str, in_block: bool) -> Scheme:
         if not in_block and (kept is None or name == "lm_head"):

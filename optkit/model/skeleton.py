@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from optkit.common.limits import is_out_of_memory
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import SourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with

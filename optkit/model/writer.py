@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from optkit.common.limits import NO_ROOM, room_error
+from optkit.common.out_of_resources import NO_ROOM, room_error
 from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE

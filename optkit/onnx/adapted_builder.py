@@ -3,7 +3,7 @@ It is replaced in the process that exports and nowhere else.
 
 It would load quantized weights by the names and layouts that it knows, and decides for a whole
 model whether matrices are codes or floats. Those that are still float, lm_head among them, it
-rounds to 4 bits. Here each layer is what it is in the source (`optkit.onnx.handover`).
+rounds to 4 bits. Here each layer is what it is in the source (`optkit.onnx.builder_input`).
 
 What a model computes it reads from config.json, by names of transformers 4
 (`optkit.onnx.older_names`), and by rules of its own if transformers has others: which layers
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from optkit.errors import StageError
+from optkit.onnx.builder_input import handed_over
 from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
-from optkit.onnx.handover import handed_over
 from optkit.onnx.older_names import older_names_
 
 REPLACED = (

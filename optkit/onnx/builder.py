@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optkit.common.limits import NO_ROOM, errno_of, is_out_of_memory
+from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
-from optkit.processes.conversation import Child
 from optkit.processes.crashes import ChildEndedError, ChildError
+from optkit.processes.parent_side import Child
 from optkit.processes.start import python_environment
 from optkit.progress import Task
 

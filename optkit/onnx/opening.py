@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optkit.common.limits import NO_MEMORY
+from optkit.common.out_of_resources import NO_MEMORY
 from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError
 
 SILENT = 4

@@ -9,7 +9,7 @@ from optkit.model.packed_names import CODES
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.text_config import text_config
 from optkit.onnx.builder import Order
-from optkit.onnx.forms import head_group_size
+from optkit.onnx.matmul_nbits_limits import head_group_size
 
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BYTES_OF_CODES = (*CODES, "weight_zero_point", "qzeros")

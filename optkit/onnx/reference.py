@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.formats import quantized_layers
-from optkit.kernels.load import load_packed
+from optkit.kernels.methods import quantized_layers
+from optkit.kernels.open_packed import load_packed
 from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import return_freed_memory
 from optkit.model.skeleton import Skeleton
-from optkit.onnx.own_error import Rounding, own_rounding
+from optkit.onnx.torch_noise import Rounding, own_rounding
 from optkit.progress import SilentProgress
 
 EXACT = "eager"

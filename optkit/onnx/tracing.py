@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from optkit.common.limits import NO_ROOM
+from optkit.common.out_of_resources import NO_ROOM
 from optkit.errors import OptkitError, StageError
 from optkit.model.onnx_file import MODEL
 from optkit.model.writer import disk_space_for

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from optkit.processes import stopping
+from optkit.processes import signals
 
 SAFE_PATH = "PYTHONSAFEPATH"
 """Variable that does for all Pythons below a process what `-P` does for one: their own directories
@@ -74,7 +74,7 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     Its stdout is our stderr, unless `options` say otherwise: our own stdout is for results.
     """
     process = subprocess.Popen(command, start_new_session=True, **{"stdout": STDERR, **options})
-    stopping.adopt(process.pid)
+    signals.adopt(process.pid)
     return process
 
 
@@ -99,7 +99,7 @@ def run(
                     return subprocess.CompletedProcess(command, process.returncode, printed, complaints)
                 except subprocess.TimeoutExpired:
                     given = None
-                    stopping.check()
+                    signals.check()
                     if deadline is not None and time.monotonic() > deadline:
                         raise
         finally:
@@ -114,13 +114,13 @@ def ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals, patienc
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ASKED_S if stopping.asked() else patience_s)
+            process.wait(ASKED_S if signals.asked() else patience_s)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads its own group, as `kill_group` does; a safe point."""
     kill_group(process)
-    stopping.check()
+    signals.check()
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -132,5 +132,5 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    stopping.release(process.pid)
+    signals.release(process.pid)
     process.wait()

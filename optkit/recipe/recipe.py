@@ -14,9 +14,7 @@ from pydantic import Field, SerializeAsAny
 from optkit.common.frozen import Frozen
 from optkit.errors import RecipeError
 from optkit.measure import Eval
-from optkit.recipe.files import find_recipe, is_stream, read_text
-from optkit.recipe.overrides import override
-from optkit.recipe.problems import (
+from optkit.recipe.checks import (
     check_fields,
     check_files,
     check_gates,
@@ -25,6 +23,8 @@ from optkit.recipe.problems import (
     check_texts,
     read_items,
 )
+from optkit.recipe.files import find_recipe, is_stream, read_text
+from optkit.recipe.overrides import override
 from optkit.recipe.yaml_places import PlacedData, read_yaml_leniently
 from optkit.source.models import ModelSource
 from optkit.source.places import pin_and_remember

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from optkit.common.limits import is_out_of_memory
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import MissingPackageError, OptkitError, SourceError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint

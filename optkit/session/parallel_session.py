@@ -17,7 +17,7 @@ from optkit.common.frozen import described
 from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
 from optkit.session.generating import GeneratingSession
-from optkit.session.ranks import Ranks
+from optkit.session.rank_group import Ranks
 from optkit.stage import Opening
 
 

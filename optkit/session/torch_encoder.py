@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optkit.common.limits import memory_errors
+from optkit.common.out_of_resources import memory_errors
 from optkit.errors import OptkitError
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import Pooling

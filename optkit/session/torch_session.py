@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from optkit.common.limits import memory_errors
+from optkit.common.out_of_resources import memory_errors
 from optkit.errors import OptkitError
 from optkit.kernels.cpu.decoding import StepDecoder
 from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, state_name

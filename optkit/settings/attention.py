@@ -15,7 +15,7 @@ from optkit.model.attention_choice import asked_of_attention, caps_scores, why_n
 from optkit.model.compiling import allow_many_shapes, silence_advice
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit.source.kernels import NAME, AttentionKernel, why_not_function
+from optkit.source.hub_kernels import NAME, AttentionKernel, why_not_function
 from optkit.stage import Setting
 
 FLASH = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}

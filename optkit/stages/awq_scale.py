@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.common.field_types import GroupSize
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.formats.base import LayerFormat
 from optkit.formats.eight_bit import BLOCK, Activations, Number, Scales
 from optkit.model.linear_layers import Selection

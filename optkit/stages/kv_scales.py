@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import BatchSize
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.checkpoint import INDEX, Checkpoint
@@ -114,9 +114,9 @@ class KvScales(Transform):
     def _record(self, checkpoint: Checkpoint, tokens: Any, context: Context) -> list[RecordingLayer]:
         import torch
 
-        from optkit.kernels.formats import quantized_layers
         from optkit.kernels.kv_cache import recording_cache
-        from optkit.kernels.load import load_packed
+        from optkit.kernels.methods import quantized_layers
+        from optkit.kernels.open_packed import load_packed
         from optkit.model.carried_state import check_keys_and_values
         from optkit.model.skeleton import stored_dtype
 

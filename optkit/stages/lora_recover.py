@@ -23,8 +23,8 @@ from optkit.model.stored_linears import stored_linears
 from optkit.model.writer import copy_companions, link_or_copy
 from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.teaching.layers import linear_modules
-from optkit.stages.teaching.limits import check_devices, check_positions
 from optkit.stages.teaching.stage import CHECKPOINTS, TrainingStage
+from optkit.stages.teaching.training_refusals import check_devices, check_positions
 
 if TYPE_CHECKING:
     from optkit.training.adapted_student import AdaptedStudent

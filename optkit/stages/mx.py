@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
 from optkit.formats.microscaled import BLOCKS, Microscaled

@@ -22,7 +22,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task, architecture_of, task_of
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
-from optkit.onnx.forms import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
+from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from optkit.common.field_types import Amount, BatchSize, Distinct
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes

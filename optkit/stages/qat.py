@@ -34,9 +34,9 @@ from optkit.training.memory_kinds import MemoryKinds
 
 if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
-    from optkit.training.account import Trainee
     from optkit.training.fake_quantization import CodedStudent
     from optkit.training.student import Student
+    from optkit.training.training_report import Trainee
 
 COPIES = 3
 """Float32 copies of a layer's weight, beside what any training has, that lie between its forward

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.output_layer import tied_embedding, with_own_head

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Layer
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
-from optkit.stages.quantizing.backed import Backed
+from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.streaming import QuantizationJob
 

@@ -35,9 +35,9 @@ from typing import IO, Any
 
 from optkit.common.frozen import digest
 from optkit.common.held_files import hold
-from optkit.common.limits import NO_ROOM
+from optkit.common.out_of_resources import NO_ROOM
 from optkit.errors import ResourceError, StoreError
-from optkit.processes.stopping import take_lock
+from optkit.processes.signals import take_lock
 from optkit.store.files import describe_file, is_unchanged, list_files, make_readable
 
 RECORD = "record.json"

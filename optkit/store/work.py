@@ -14,7 +14,7 @@ from pathlib import Path
 
 from optkit.common.frozen import Frozen
 from optkit.store.store import Store
-from optkit.training.shared_place import ABOUT, IN_USE
+from optkit.training.shared_answers import ABOUT, IN_USE
 
 STEP = re.compile(r"[0-9a-f]{64}")
 UNFINISHED = "unfinished step"

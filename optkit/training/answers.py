@@ -17,7 +17,7 @@ from torch import Tensor
 from optkit.progress import Progress
 from optkit.training.checkpoints import write_tensors
 from optkit.training.losses import top_divergence, top_of
-from optkit.training.shared_place import SharedPlace
+from optkit.training.shared_answers import SharedPlace
 from optkit.training.teacher import LiveTeacher
 
 POSITIONS_AT_ONCE = 1024

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from optkit.common.limits import room_error
+from optkit.common.out_of_resources import room_error
 from optkit.model.writer import disk_space_for
 
 KEPT = 2

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from optkit.model.carried_state import CarriedState
 from optkit.progress import Progress
 from optkit.training.checkpoints import write_tensors
-from optkit.training.shared_place import SharedPlace
+from optkit.training.shared_answers import SharedPlace
 
 TOKENS_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 20}
 """Tokens that are written side by side, and lie in one file, by the kind of device; the KV cache of

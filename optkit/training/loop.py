@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from optkit.common.limits import memory_errors
+from optkit.common.out_of_resources import memory_errors
 from optkit.errors import StageError
 from optkit.progress import Progress, Task
 from optkit.training import checkpoints
-from optkit.training.course import Course, TrainingOptions, TrainingResult
 from optkit.training.data import TrainingData
 from optkit.training.objective import Losses, Objective
 from optkit.training.optimizer import learning_rate, make_optimizer
 from optkit.training.ranks import Ranks, copied, optimizer_state, set_optimizer_state_
 from optkit.training.teacher import Teacher
+from optkit.training.training_options import Course, TrainingOptions, TrainingResult
 
 WINDOW = 10
 """Steps whose mean loss is compared with that of the first ones."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from optkit.training.logits_in_parts import TwoParts
 from optkit.training.losses import IGNORED, attention_divergence, cross_entropy, hidden_distance
 from optkit.training.predicted_memory import LOGIT_BYTES
-from optkit.training.two_parts import TwoParts
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
+from optkit.training.logits_in_parts import TwoParts
 from optkit.training.losses import divergence
 from optkit.training.objective import Targets
-from optkit.training.two_parts import TwoParts
 
 
 class Teacher(Protocol):

@@ -21,8 +21,8 @@ from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.model.formats.base import Format
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
-from optkit.processes.conversation import Child
 from optkit.processes.crashes import ChildEndedError, ChildError, last_lines
+from optkit.processes.parent_side import Child
 from optkit.processes.start import foreign_environment, python_environment, run
 from optkit.scorecard.loading import EngineName
 

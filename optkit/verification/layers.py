@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.expected_tensors import FLOATS, LayerTensors, Leaf
 from optkit.model.kv_scales import KEYS, VALUES, attention_layers
-from optkit.model.layouts import FLOATS, LayerTensors, Leaf
 from optkit.model.linear_layers import layers_of
 from optkit.model.schemes import PLAIN, scheme_of_layers
 from optkit.model.shape import TensorInfo

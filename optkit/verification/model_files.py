@@ -12,7 +12,7 @@ from optkit.model.adapter import Adapter
 from optkit.model.formats.base import Format
 from optkit.model.formats.registry import resolve
 from optkit.model.task import Task, task_of
-from optkit.verification.check import Check
+from optkit.verification.check_result import Check
 
 
 @dataclass(frozen=True)

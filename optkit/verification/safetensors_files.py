@@ -13,7 +13,7 @@ from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.schemes import rounds_activations
 from optkit.model.shape import BLOCK_COUNTS, place_in_list
 from optkit.model.task import Task, task_of
-from optkit.verification.check import Check, check_of, some
+from optkit.verification.check_result import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
 from optkit.verification.model_files import ModelFiles, Weights
 from optkit.verification.stored import TensorBytes

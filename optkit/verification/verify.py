@@ -21,8 +21,8 @@ from optkit.scorecard import Loading
 from optkit.scorecard.loading import EngineName
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference, verdict_of
-from optkit.verification.check import Check
-from optkit.verification.checks import check_artifact, format_of
+from optkit.verification.artifact_checks import check_artifact, format_of
+from optkit.verification.check_result import Check
 from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded, measure_encoder
 from optkit.verification.engines import ENGINES, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask, interpreter
 from optkit.verification.model_files import Weights, model_files

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optkit.backends.handover import both_spellings, check_same_model, hand_over, logits_here
+from optkit.backends.older_transformers import both_spellings, check_same_model, hand_over, logits_here
 from optkit.errors import StageError
 from tests.conftest import TinyModel
 from tests.support.near import near

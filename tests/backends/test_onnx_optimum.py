@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from optkit.backends import optimum_export
 from optkit.backends.environments import Environments
-from optkit.backends.handover import logits_here
 from optkit.backends.libraries import LIBRARIES
+from optkit.backends.older_transformers import logits_here
 from optkit.errors import RecipeError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.recipe.recipe import load_recipe

@@ -83,14 +83,14 @@ class Training(Transform):
         import torch
 
         from optkit.errors import StageError
-        from optkit.training.account import Trainee, account, spending
-        from optkit.training.course import TrainingOptions
         from optkit.training.data import split
         from optkit.training.loop import Loop
         from optkit.training.objective import LossWeights, Objective
         from optkit.training.predicted_memory import Setup, predicted_memory
         from optkit.training.ranks import current
         from optkit.training.student import open_student
+        from optkit.training.training_options import TrainingOptions
+        from optkit.training.training_report import Trainee, account, spending
 
         ranks, clock = current(self.parallel), Clock()
         generator = torch.Generator().manual_seed(context.seed)

@@ -28,7 +28,7 @@ from repeatability import random_model
 from optkit.common.statistics import mean, paired_ratio
 from optkit.environment import best_device
 from optkit.measure import TURNS, EvalContext
-from optkit.measuring.parent import measure_apart
+from optkit.measuring.fresh_process import measure_apart
 
 METRICS = "prefill_tokens_per_s", "decode_tokens_per_s"
 Pair = tuple[float, float]

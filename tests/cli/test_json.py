@@ -23,7 +23,7 @@ from optkit_cli.main import COMMANDS, main
 from optkit import pipeline
 from optkit.errors import ResourceError, SourceError
 from optkit.processes import start as processes
-from optkit.processes.stopping import Terminated
+from optkit.processes.signals import Terminated
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ["status", "kind", "exit_status", "message", "where", "why", "remedy", "problems"]
@@ -184,10 +184,10 @@ def test_what_libraries_print_is_on_stderr(artifact: str, key: str) -> None:
 
 STUCK = """
 import hashlib, sys
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit_cli import show
 from optkit_cli.main import main
-stopping.CHILDREN_S = stopping.END_S = 0.5
+signals.CHILDREN_S = signals.END_S = 0.5
 def stuck(**_):
     print("ready", file=sys.stderr, flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)

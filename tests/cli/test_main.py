@@ -19,7 +19,7 @@ from optkit_cli.failures import failure_of
 from optkit_cli.main import COMMANDS, main
 
 from optkit.errors import MissingPackageError, OptkitError, Problem, RecipeError, StageError, UsageError
-from optkit.processes.stopping import Terminated
+from optkit.processes.signals import Terminated
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
-from optkit.kernels import choice
-from optkit.kernels.choice import Kernel, fastest, first_among_equals
+from optkit.kernels import fastest_kernel as choice
 from optkit.kernels.cpu import huge_pages, native
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
 from optkit.kernels.cpu.native import dense_linear, why_not_native
-from optkit.kernels.packed import PackedLinear, PackedWeight
+from optkit.kernels.fastest_kernel import Kernel, fastest, first_among_equals
+from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from tests.support.packed_models import random_grid
 
 compiled = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))

@@ -24,7 +24,7 @@ from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, multiply,
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.cuda.schedule import default_schedule
 from optkit.kernels.cuda.tiled_linear import TiledLinear
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 from optkit.model.shape import ModelShape
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe

@@ -5,11 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
-from optkit.kernels import bag, int4, integer
-from optkit.kernels.bag import BagLinear, why_not_bag
+from optkit.kernels import embedding_bag_linear as bag
+from optkit.kernels import int4
+from optkit.kernels import integer_kernels as integer
+from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
 from optkit.kernels.int4 import Int4Linear, why_not_int4
-from optkit.kernels.integer import packed_layer
-from optkit.kernels.packed import PackedLinear, PackedWeight, unpack_words
+from optkit.kernels.integer_kernels import packed_layer
+from optkit.kernels.packed_linear import PackedLinear, PackedWeight, unpack_words
 from tests.support.packed_models import equally_fast, random_grid
 
 has_int4 = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 
 from optkit.errors import EvalError, StoreError
 from optkit.measure import Eval, Metric, TimedEval, Turn
-from optkit.measuring.bench import Subject, measure
+from optkit.measuring.turns import Subject, measure
 from optkit.plan import make_plan
 from optkit.progress import SilentProgress
 from optkit.recipe import registry

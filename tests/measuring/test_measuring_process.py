@@ -21,11 +21,12 @@ from optkit_evals.throughput import Throughput
 from optkit.common.frozen import described, restored
 from optkit.errors import EvalError, MissingPackageError, ResourceError
 from optkit.measure import EvalContext
-from optkit.measuring import child, parent
-from optkit.measuring.parent import measure_apart
+from optkit.measuring import fresh_process as parent
+from optkit.measuring import fresh_process_worker as child
+from optkit.measuring.fresh_process import measure_apart
 from optkit.pipeline import evaluate
+from optkit.processes.child_side import Parent
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.worker import Parent
 from optkit.progress import SilentProgress
 from optkit.settings.attention import Attention
 from optkit.settings.speculative import Speculative

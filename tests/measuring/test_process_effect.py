@@ -13,7 +13,7 @@ import pytest
 
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Turn
-from optkit.measuring.parent import Answer
+from optkit.measuring.fresh_process import Answer
 from optkit.session import open_session
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

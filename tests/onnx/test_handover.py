@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack
 from optkit.errors import StageError
-from optkit.kernels.formats import quantized_layers
-from optkit.kernels.packed import PackedLinear, PackedWeight
+from optkit.kernels.methods import quantized_layers
+from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
+from optkit.onnx.builder_input import CodedLinear, _group_alike_, exact_codes
 from optkit.onnx.codes import from_bytes, in_bytes, stored_codes
-from optkit.onnx.handover import CodedLinear, _group_alike_, exact_codes
 from optkit.onnx.model_file import ModelFile
 from optkit.stage import Context, Report, Transform
 from optkit.stages.awq import Awq

@@ -17,8 +17,8 @@ from optkit_cli.failures import failure_of
 from optkit_cli.main import main
 
 from optkit.errors import RecipeError, StageError
+from optkit.processes.child_side import described, one_line
 from optkit.processes.crashes import ChildError, error_of
-from optkit.processes.worker import described, one_line
 
 ROOT = Path(__file__).parents[2]
 

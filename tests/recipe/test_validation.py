@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field, field_validator, model_validator
 
 from optkit.common.frozen import Frozen
-from optkit.recipe.validation import Fault, shown, validate
+from optkit.recipe.field_faults import Fault, shown, validate
 
 
 class Colour(StrEnum):

@@ -16,11 +16,11 @@ from optkit_cli.output import plain_text
 from optkit.errors import ResourceError, UsageError
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.reports.doctor import gpu_links as links_module
-from optkit.reports.doctor import kernels as kernel_parts_module
+from optkit.reports.doctor import usable_kernels as kernel_parts_module
 from optkit.reports.doctor.doctor import diagnose
 from optkit.reports.doctor.gpu_links import LinkRate, all_reduce_rates, gpu_links
-from optkit.reports.doctor.kernels import kernel_parts
 from optkit.reports.doctor.shapes import shape_problems
+from optkit.reports.doctor.usable_kernels import kernel_parts
 from tests.conftest import TinyModel
 
 TILE = "{} is no multiple of 64: the last tile of a product is computed in vain"

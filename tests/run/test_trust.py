@@ -131,7 +131,9 @@ def test_a_recorded_kernel_of_the_hub_needs_the_same_trust(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite(artifact / "optkit.json", settings=[{"attention": {"implementation": "someone/kernel@" + "0" * 40}}])
-    monkeypatch.setattr("optkit.source.kernels.AttentionKernel.load", lambda self: pytest.fail("the kernel was loaded"))
+    monkeypatch.setattr(
+        "optkit.source.hub_kernels.AttentionKernel.load", lambda self: pytest.fail("the kernel was loaded")
+    )
     for command in ("eval", "profile"):
         assert main([*COMMANDS[command], "--device", "cpu"]) == 1
         assert (

@@ -15,11 +15,11 @@ from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 from optkit.errors import EvalError, MissingPackageError, OptkitError, ResourceError, SourceError
-from optkit.kernels import integer
-from optkit.kernels.bag import BagLinear
+from optkit.kernels import integer_kernels as integer
 from optkit.kernels.cpu.coded_linear import CodedLinear
+from optkit.kernels.embedding_bag_linear import BagLinear
 from optkit.kernels.int4 import CPU_TILES, Int4Linear
-from optkit.kernels.packed import PackedLinear
+from optkit.kernels.packed_linear import PackedLinear
 from optkit.measure import Session
 from optkit.session import cast_logits, open_session
 from optkit.settings.attention import Attention

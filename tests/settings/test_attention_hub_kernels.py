@@ -26,8 +26,8 @@ from optkit.model.shape import ModelShape
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.settings.attention import Attention
-from optkit.source import kernels
-from optkit.source.kernels import PACKAGE, AttentionKernel, why_not_function
+from optkit.source import hub_kernels as kernels
+from optkit.source.hub_kernels import PACKAGE, AttentionKernel, why_not_function
 from optkit.store.store import Store
 from tests.support.near import near
 
@@ -309,5 +309,5 @@ def test_a_kernel_from_a_directory_computes_what_sdpa_does(local: Path, tiny_mod
 
 
 def test_no_torch_at_import() -> None:
-    program = "import sys, optkit.source.kernels; sys.exit('torch' in sys.modules)"
+    program = "import sys, optkit.source.hub_kernels; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

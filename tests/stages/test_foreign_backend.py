@@ -26,8 +26,8 @@ from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.gptq import Gptq
-from optkit.stages.quantizing import backed as foreign
-from optkit.stages.quantizing import offers
+from optkit.stages.quantizing import backend_field as foreign
+from optkit.stages.quantizing import backend_support as offers
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.fake_library import environment_at

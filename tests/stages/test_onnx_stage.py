@@ -18,10 +18,10 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.onnx.builder import Order
 from optkit.onnx.genai_tokenizer import agree_on_tokens, genai_tokens
 from optkit.onnx.model_file import ModelFile
-from optkit.onnx.own_error import _products_in_float64
 from optkit.onnx.parity import _cases, check_parity
 from optkit.onnx.prediction import is_tied
 from optkit.onnx.reference import Reference
+from optkit.onnx.torch_noise import _products_in_float64
 from optkit.progress import SilentTask
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report

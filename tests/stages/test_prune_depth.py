@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import shallower_config
-from optkit.recipe.validation import validate
+from optkit.recipe.field_faults import validate
 from optkit.stage import Context
 from optkit.stages.narrowing import proof as smaller_proof
 from optkit.stages.prune_structured import PruneStructured

@@ -18,7 +18,7 @@ from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of
 from optkit.model.skeleton import Skeleton
-from optkit.recipe.validation import validate
+from optkit.recipe.field_faults import validate
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.awq import Awq

@@ -19,7 +19,7 @@ from optkit.algorithms.importance import channel_energy, compensated, head_energ
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.width import Widths
-from optkit.recipe.validation import validate
+from optkit.recipe.field_faults import validate
 from optkit.stages.narrowing.choice import left_heads
 from optkit.stages.prune_structured import PruneStructured
 from tests.support.near import near

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import ResourceError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import layers_of

@@ -314,7 +314,7 @@ def test_unfinished_work_is_listed_and_goes_by_age(store: Store, capsys: pytest.
 
 
 def test_work_in_use_stays(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    from optkit.training.shared_place import SharedPlace
+    from optkit.training.shared_answers import SharedPlace
 
     key = "e" * 64
     place = put_work(store, key, 100, 0)

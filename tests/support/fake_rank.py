@@ -1,4 +1,4 @@
-"""Stands in for `optkit.session.rank` without torch: does what the directory's name says, so that
+"""Stands in for `optkit.session.rank_worker` without torch: does what the directory's name says, so that
 every way to fail is quick.
 """
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from optkit.errors import EvalError, ResourceError, SourceError
-from optkit.processes.worker import Parent, answer
+from optkit.processes.child_side import Parent, answer
 
 
 def work(parent: Parent) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
-from optkit.kernels import choice
+from optkit.kernels import fastest_kernel as choice
 
 FORMATS = {
     "compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from optkit.artifact import Artifact, publish, read_artifact
-from optkit.store.output import reserve
+from optkit.store.out_directory import reserve
 
 RECORD = {
     "name": "tiny",

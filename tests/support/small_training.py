@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from optkit.progress import SilentProgress
-from optkit.training.course import TrainingOptions, TrainingResult
 from optkit.training.data import TrainingData, split
 from optkit.training.loop import train
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.student import open_student
+from optkit.training.training_options import TrainingOptions, TrainingResult
 
 OPTIONS = TrainingOptions(
     steps=12, batch_size=2, accumulation=2, learning_rate=1e-3, evaluations=4, patience=None, checkpoint_steps=3

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.recipe.validation import validate
+from optkit.recipe.field_faults import validate
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.prune_structured import PruneStructured

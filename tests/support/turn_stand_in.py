@@ -1,4 +1,4 @@
-"""Stands in for `optkit.measuring.child`: no torch and no model; the order's directory says what
+"""Stands in for `optkit.measuring.fresh_process_worker`: no torch and no model; the order's directory says what
 becomes of it.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from optkit.common.attachment import Attachment
 from optkit.errors import MissingPackageError, ResourceError
-from optkit.processes.worker import Parent
+from optkit.processes.child_side import Parent
 
 METRIC = {
     "name": "speed",

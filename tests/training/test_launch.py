@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import OptkitError, ResourceError, StageError
+from optkit.processes.child_side import described
 from optkit.processes.crashes import ChildEndedError, ChildError, error_of
-from optkit.processes.worker import described
 from optkit.progress import SilentProgress
 from optkit.stage import Context, Report
 from optkit.training.launch import _error, launch

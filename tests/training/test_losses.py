@@ -18,11 +18,11 @@ from optkit.model.blocks import find_blocks
 from optkit.progress import SilentProgress
 from optkit.training import losses, objective
 from optkit.training.answers import KnownTeacher, TopTargets
+from optkit.training.logits_in_parts import TwoParts
 from optkit.training.objective import LossWeights, Objective
-from optkit.training.shared_place import SharedPlace
+from optkit.training.shared_answers import SharedPlace
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
-from optkit.training.two_parts import TwoParts
 
 
 def drawn(seed: int, *shape: int, scale: float = 3.0) -> torch.Tensor:

@@ -24,13 +24,13 @@ from optkit.progress import SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.stages.distill import Distill
 from optkit.store.store import Store
-from optkit.training.course import TrainingOptions
 from optkit.training.data import split
 from optkit.training.loop import train
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.predicted_memory import Setup, predicted_memory
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
+from optkit.training.training_options import TrainingOptions
 from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.live_memory import LiveBytes
 
@@ -200,7 +200,7 @@ def test_the_plan_says_what_a_training_takes(model: Callable[[str], Path]) -> No
 def test_main_memory_beside_a_gpu_has_the_best_weights_and_what_a_checkpoint_copies(
     model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optkit.stages.teaching.limits.visible_gpus", lambda: 2)
+    monkeypatch.setattr("optkit.stages.teaching.training_refusals.visible_gpus", lambda: 2)
     shape = Checkpoint(model("qwen2")).shape
     for fields, each in (({}, 4 + 8), ({"optimizer": "adamw_8bit"}, 4 + 4), ({"devices": 2}, 4 + 4 + 8)):
         assert Distill(**fields).predict(shape, "cuda")[0].ram_bytes == each * shape.elements
@@ -222,7 +222,7 @@ def test_the_teacher_of_a_pruned_student_is_the_whole_model(
 
 
 def test_what_fsdp_cannot_divide_is_refused(model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optkit.stages.teaching.limits.visible_gpus", lambda: 2)
+    monkeypatch.setattr("optkit.stages.teaching.training_refusals.visible_gpus", lambda: 2)
     stage = Distill(devices=2, parallel="fsdp")
     with pytest.raises(
         StageError, match="the weights of experts cannot be divided. An expert that no token of a device is sent to"

@@ -29,11 +29,11 @@ from optkit.scorecard import (
     trainings,
 )
 from optkit.scorecard.training import PANEL
-from optkit.training.account import Spent, Trainee, account
-from optkit.training.course import Course, TrainingResult
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
+from optkit.training.training_options import Course, TrainingResult
 from optkit.training.training_record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
+from optkit.training.training_report import Spent, Trainee, account
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPEED = SpeedRecord(
@@ -131,7 +131,7 @@ def test_several_processes_on_a_cpu_are_no_share_of_its_rate(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peak = Device("a CPU", 1e12, {"fp32": 1e12}, 1e9, "measured")
-    monkeypatch.setattr("optkit.training.account.peak_of", lambda device: peak)
+    monkeypatch.setattr("optkit.training.training_report.peak_of", lambda device: peak)
     trainee = Trainee(
         Checkpoint(tiny_model("llama")).shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None
     )

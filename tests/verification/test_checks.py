@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.artifact import Artifact, read_artifact
-from optkit.verification.checks import check_artifact
+from optkit.verification.artifact_checks import check_artifact
 from tests.conftest import TinyModel
 from tests.support.publishing import published
 

@@ -15,7 +15,7 @@ import pytest
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.formats.base import Format
 from optkit.verification import onnx_checks
-from optkit.verification.checks import check_artifact, format_of
+from optkit.verification.artifact_checks import check_artifact, format_of
 from tests.support.onnx_changes import change_graph, change_json
 from tests.support.publishing import published
 

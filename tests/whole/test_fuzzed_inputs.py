@@ -238,7 +238,7 @@ def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @damages(60)
 def test_quantization_configs(packed: Path, draw: Random) -> None:
-    from optkit.kernels.formats import quantized_layers
+    from optkit.kernels.methods import quantized_layers
     from optkit.verification.layers import problems_of_layers
 
     def read() -> None:

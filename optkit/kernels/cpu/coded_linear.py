@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.kernels.cpu.native import packed_linear, why_not_native
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 
 LANES = 16
 """Outputs that the kernel computes together."""

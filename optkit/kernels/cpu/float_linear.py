@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.kernels import choice
+from optkit.kernels import fastest_kernel
 from optkit.kernels.cpu.native import dense_linear, why_not_native
 
 FEW_ROWS = 4
@@ -62,4 +62,9 @@ def use_float_kernels_(model: nn.Module) -> list[str]:
 
 def _is_faster(module: nn.Linear) -> bool:
     row = torch.ones(1, module.in_features, dtype=module.weight.dtype)
-    return choice.first_among_equals(choice.seconds([module, lambda rows: dense_linear(rows, module.weight)], row)) == 1
+    return (
+        fastest_kernel.first_among_equals(
+            fastest_kernel.seconds([module, lambda rows: dense_linear(rows, module.weight)], row)
+        )
+        == 1
+    )

@@ -24,7 +24,7 @@ from optkit.kernels.cuda.schedule import (
     sums_bytes,
     token_tiles,
 )
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 
 CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
 """What the kernel adds to a code so that its bits are a float."""

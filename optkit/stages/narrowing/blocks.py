@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.narrowing import Left, is_norm

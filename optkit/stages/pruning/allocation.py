@@ -17,7 +17,7 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sensitivity import JUDGED, Seen, divergences
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer

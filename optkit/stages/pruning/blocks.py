@@ -16,7 +16,7 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
 from optkit.algorithms.sparsity_pattern import Pattern
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
 from optkit.model.skeleton import TORCH_DTYPES, Skeleton

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from optkit.common.field_types import BatchSize
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat
 from optkit.formats.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import kl_div
 
-from optkit.kernels.formats import quantized_layers
+from optkit.kernels.methods import quantized_layers
 from optkit.model.head import logits_behind
 from optkit.model.replaced_forward import replaced_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.kernels.stored import QuantizedLayer
+    from optkit.kernels.stored_layer import QuantizedLayer
     from optkit.model.checkpoint import Checkpoint
     from optkit.model.skeleton import Projection, Skeleton
     from optkit.progress import Progress

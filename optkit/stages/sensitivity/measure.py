@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.sensitivity import Seen, rounding_divergences
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.skeleton import TORCH_DTYPES
 from optkit.stages.sensitivity.gradients import BlockGradients

@@ -22,27 +22,27 @@ from optkit.common.field_types import (
     Tokens,
 )
 from optkit.common.frozen import digest
-from optkit.common.limits import out_of_memory
+from optkit.common.out_of_resources import out_of_memory
 from optkit.model.shape import ModelShape
 from optkit.source.models import model_shape
 from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
 from optkit.stage import Context, Cost, Report
-from optkit.stages.teaching.limits import check_devices, check_positions
 from optkit.stages.teaching.teacher import StageWithTeacher
+from optkit.stages.teaching.training_refusals import check_devices, check_positions
 from optkit.training.budget import Budget
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.predicted_memory import OPTIMIZER_BYTES, Setup, predicted_memory
 
 if TYPE_CHECKING:
-    from optkit.training.account import Trainee
-    from optkit.training.course import TrainingOptions
     from optkit.training.data import TrainingData
     from optkit.training.objective import Objective
     from optkit.training.ranks import Ranks
     from optkit.training.student import Student
     from optkit.training.teacher import Teacher
+    from optkit.training.training_options import TrainingOptions
+    from optkit.training.training_report import Trainee
 
 
 LESS_MEMORY = (
@@ -187,8 +187,8 @@ class TrainingStage(StageWithTeacher):
         """Train as one of the processes; the first one writes what was learned."""
         import torch
 
-        from optkit.training.account import account, spending
         from optkit.training.loop import train
+        from optkit.training.training_report import account, spending
 
         torch.manual_seed(context.seed)
         with out_of_memory(self.kind, context.device, LESS_MEMORY):
@@ -229,7 +229,7 @@ class TrainingStage(StageWithTeacher):
 
     def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
         from optkit.model.checkpoint import Checkpoint
-        from optkit.training.account import Trainee
+        from optkit.training.training_report import Trainee
 
         parameters = list(student.model.parameters())
         trained = sum(each.numel() for each in parameters if each.requires_grad)
@@ -325,7 +325,7 @@ class TrainingStage(StageWithTeacher):
         )
 
     def _options(self, data: TrainingData) -> TrainingOptions:
-        from optkit.training.course import TrainingOptions
+        from optkit.training.training_options import TrainingOptions
 
         fields = {name: getattr(self, name) for name in OPTIONS}
         return TrainingOptions(self._budget().steps(len(data.training)), **fields)

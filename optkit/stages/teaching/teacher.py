@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from optkit.training.data import TrainingData
     from optkit.training.objective import LossWeights
-    from optkit.training.shared_place import SharedPlace
+    from optkit.training.shared_answers import SharedPlace
     from optkit.training.teacher import LiveTeacher, Teacher
 
 
@@ -276,7 +276,7 @@ def _shared(context: Context, what: str, about: dict[str, Any]) -> SharedPlace:
     """Return a directory beside the workspaces of all steps, for what other students can use too.
     Without a store it is one of its own.
     """
-    from optkit.training.shared_place import SharedPlace
+    from optkit.training.shared_answers import SharedPlace
 
     root = context.workspace.parent if context.workspace else Path(tempfile.mkdtemp(prefix="optkit-"))
     shared = SharedPlace(root / f"{what}-{digest(about)}", {"what": what, **about})

@@ -26,7 +26,7 @@ from optkit.recipe import registry
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context, Cost, Opening, Report, Setting, Transform
-from optkit.verification.checks import check_artifact
+from optkit.verification.artifact_checks import check_artifact
 from tests.support.bigram_session import BigramSession
 
 FILE = "weights.toy"

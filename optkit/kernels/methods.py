@@ -1,7 +1,7 @@
 """The quantization methods that optkit opens with layers of its own, by `quant_method`.
 
 A method is a function that returns the quantized layers of a checkpoint
-(`optkit.kernels.stored.QuantizedLayer`). It returns None if the checkpoint asks for something
+(`optkit.kernels.stored_layer.QuantizedLayer`). It returns None if the checkpoint asks for something
 beyond that method's layers here; transformers opens it then, with the packages that it needs.
 """
 
@@ -15,7 +15,7 @@ from optkit.errors import SourceError
 from optkit.kernels.awq_layers import awq_layers
 from optkit.kernels.config_groups import compressed_tensors_layers
 from optkit.kernels.gptq_layers import gptq_layers
-from optkit.kernels.stored import QuantizedLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 
 METHODS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[QuantizedLayer] | None]] = {

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from optkit.errors import SourceError
 from optkit.kernels.cpu.float_linear import use_float_kernels_
 from optkit.kernels.cpu.huge_pages import into_huge_pages_
-from optkit.kernels.stored import QuantizedLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.threads import one_thread
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 
 TIMED_S = 0.004
 FEWEST, MOST = 3, 50

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit.store.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ COMMAND = """
 import signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shell lets its background jobs ignore some of them
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit_cli import start, validate
 def ready():
     print("ready", flush=True)
@@ -45,7 +45,7 @@ def work(**_):
     ready()
     while True:
         Slow()
-        stopping.check()
+        signals.check()
 """
 IN_C = """
 def work(**_):
@@ -59,7 +59,7 @@ def work(**_):
     ready()
     while True:
         try:
-            stopping.check()
+            signals.check()
             time.sleep(0.01)
         except BaseException:
             pass
@@ -69,7 +69,7 @@ def work(**_):
     try:
         ready()
         while True:
-            stopping.check()
+            signals.check()
             time.sleep(0.01)
     finally:
         print("cleared", flush=True)
@@ -157,11 +157,11 @@ def test_a_signal_ends_what_runs(work: str, number: signal.Signals, word: str, s
 
 
 def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(f"stopping.CHILDREN_S = stopping.END_S = 600.0{IN_C}") as (process, _):
+    with running(f"signals.CHILDREN_S = signals.END_S = 600.0{IN_C}") as (process, _):
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         process.stderr.readline()
-        time.sleep(2 * stopping.SAME_S)
+        time.sleep(2 * signals.SAME_S)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143
@@ -169,7 +169,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_signal_twice_at_once_is_one_request() -> None:
-    with running(CLEARS_UP.replace("stopping.check()", "stopping.asked() and time.sleep(0.5); stopping.check()")) as (
+    with running(CLEARS_UP.replace("signals.check()", "signals.asked() and time.sleep(0.5); signals.check()")) as (
         process,
         _,
     ):
@@ -225,7 +225,7 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"], pass_fds=(held.fileno(),))
         held.close()  # the process keeps the lock until it ends
-        stopping.take_lock(wanted, fcntl.LOCK_EX)
+        signals.take_lock(wanted, fcntl.LOCK_EX)
         assert other.wait(60) == 0
 
 
@@ -239,9 +239,9 @@ try:
 except optkit.OptkitError:
     pass
 assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-from optkit.processes import stopping
-assert not stopping.asked()
-stopping.check()
+from optkit.processes import signals
+assert not signals.asked()
+signals.check()
 try:
     signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt:
@@ -265,7 +265,7 @@ def work(**_):
         os._exit(0)
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), stopping.asked(), flush=True)
+    print(os.waitstatus_to_exitcode(status), signals.asked(), flush=True)
     ready()
 """
     with running(work) as (_, said):

@@ -10,7 +10,7 @@ from optkit.common.own_files import is_own
 from optkit.errors import OptkitError
 from optkit.model.formats.base import Format
 from optkit.store.files import list_files
-from optkit.verification.check import Check, check_of, some
+from optkit.verification.check_result import Check, check_of, some
 from optkit.verification.model_files import model_files
 
 TOKENIZER = "tokenizer.json"

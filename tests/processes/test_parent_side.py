@@ -16,10 +16,10 @@ import psutil
 import pytest
 from optkit_cli.failures import failure_of
 
-from optkit.common.limits import is_out_of_memory
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import ResourceError
-from optkit.processes.conversation import WORKER, Child, collect
 from optkit.processes.crashes import ChildEndedError, ChildError
+from optkit.processes.parent_side import WORKER, Child, collect
 from optkit.processes.start import foreign_environment
 from optkit.progress import SilentProgress
 from tests.support.remembered import Lines
@@ -210,7 +210,7 @@ def test_one_that_does_not_hear_is_ended_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_a_parent_that_dies(number: int, tmp_path: Path) -> None:
     program = f"""
-from tests.processes.test_conversation import Lines, talkative
+from tests.processes.test_parent_side import Lines, talkative
 class Printing(Lines):
     def say(self, line):
         print(line, flush=True)

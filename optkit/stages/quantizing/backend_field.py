@@ -21,10 +21,10 @@ from typing import Any, Self
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from optkit.backends.environments import Environment, Environments
-from optkit.backends.handover import PROBE_TOKENS, check_same_model, hand_over, logits_here
 from optkit.backends.libraries import LIBRARIES
+from optkit.backends.older_transformers import PROBE_TOKENS, check_same_model, hand_over, logits_here
 from optkit.backends.process import run_worker, work_directory
-from optkit.backends.written import DTYPE_NAMES, take_over
+from optkit.backends.take_over import DTYPE_NAMES, take_over
 from optkit.errors import StageError
 from optkit.formats.base import LayerFormat, quantization_config
 from optkit.model.checkpoint import Checkpoint
@@ -34,8 +34,8 @@ from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
+from optkit.stages.quantizing.backend_support import OFFERS, Offer
 from optkit.stages.quantizing.integers import WeightQuantizer
-from optkit.stages.quantizing.offers import OFFERS, Offer
 from optkit.stages.quantizing.streaming import recount
 
 OWN = "optkit"

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import described
-from optkit.common.limits import is_out_of_memory
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Eval, EvalContext, Found
-from optkit.processes.conversation import Child
 from optkit.processes.crashes import ChildEndedError
+from optkit.processes.parent_side import Child
 from optkit.processes.start import python_environment
 from optkit.stage import Setting
 
-MODULE = "optkit.measuring.child"
+MODULE = "optkit.measuring.fresh_process_worker"
 PATIENCE_S = 15.0
 """How long a process that is asked to end may take to clean up."""
 

@@ -25,14 +25,14 @@ from transformers import PreTrainedModel
 from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
-from optkit.kernels.formats import quantized_layers
-from optkit.kernels.load import fill_, match_packed
-from optkit.kernels.packed import PackedWeight
-from optkit.kernels.stored import QuantizedLayer
+from optkit.kernels.methods import quantized_layers
+from optkit.kernels.open_packed import fill_, match_packed
+from optkit.kernels.packed_linear import PackedWeight
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton, stored_dtype
 from optkit.onnx.codes import in_bytes
-from optkit.onnx.forms import GROUP_SIZES, head_group_size, unfit, why_not_matmul_nbits
+from optkit.onnx.matmul_nbits_limits import GROUP_SIZES, head_group_size, unfit, why_not_matmul_nbits
 from optkit.progress import SilentProgress
 
 PACKED_TOGETHER = ("q_proj", "k_proj", "v_proj")

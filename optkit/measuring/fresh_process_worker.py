@@ -9,7 +9,7 @@ from typing import Any
 from optkit.common.frozen import restored
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Turn
-from optkit.processes.worker import Parent
+from optkit.processes.child_side import Parent
 from optkit.progress import Progress
 
 

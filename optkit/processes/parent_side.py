@@ -1,5 +1,5 @@
 """The parent's side of a child process.
-It starts `worker.py`, gives it orders, draws what it tells, and ends it with everything that it
+It starts `child_side.py`, gives it orders, draws what it tells, and ends it with everything that it
 started.
 
     with Child("optkit.onnx.build_worker", name="the process that exported", log=log) as child:
@@ -25,12 +25,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from optkit.errors import OptkitError
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit.processes.crashes import ChildEndedError, ChildError, error_of
 from optkit.processes.start import ask_to_end, kill_group, python_command, python_environment, start
 from optkit.progress import Progress, SilentProgress, Task
 
-WORKER = Path(__file__).with_name("worker.py").absolute()
+WORKER = Path(__file__).with_name("child_side.py").absolute()
 POLL_S = 0.5
 """How often a silent child is looked at."""
 END_S = 30.0
@@ -151,7 +151,7 @@ class Child:
         elif self._patience_s:
             ask_to_end(self.process, signal.SIGINT, self._patience_s)
         self.kill()
-        stopping.check()
+        signals.check()
 
     def kill(self) -> None:
         """End the child with everything that it started at once."""
@@ -161,7 +161,7 @@ class Child:
             self._channel = -1
 
     def _ended(self) -> ChildEndedError:
-        stopping.check()
+        signals.check()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GONE_S)
         return ChildEndedError(self.name, self.process.returncode, self._log)
@@ -173,7 +173,7 @@ def ready(children: Sequence[Child], timeout_s: float = float("inf")) -> list[Ch
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        stopping.check()
+        signals.check()
         over = [child for child in children if b"\n" in child._rest or child.process.poll() is not None]
         left = deadline - time.monotonic()
         told = wait([child._channel for child in children], 0 if over else max(0, min(POLL_S, left)))

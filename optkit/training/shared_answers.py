@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from optkit.processes.stopping import take_lock
+from optkit.processes.signals import take_lock
 
 ABOUT = "about.json"
 IN_USE = "in_use"

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from optkit.algorithms.packing import packed_length
 from optkit.errors import SourceError
-from optkit.kernels.bag import BagLinear, why_not_bag
-from optkit.kernels.choice import Kernel, fastest
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cuda.matrix import tiled, why_not_tiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
+from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
+from optkit.kernels.fastest_kernel import Kernel, fastest
 from optkit.kernels.int4 import Int4Linear, why_not_int4
-from optkit.kernels.packed import PackedLinear, PackedWeight
-from optkit.kernels.stored import StoredLayer
+from optkit.kernels.packed_linear import PackedLinear, PackedWeight
+from optkit.kernels.stored_layer import StoredLayer
 
 BITS = (2, 3, 4, 8)
 

@@ -12,11 +12,11 @@ from optkit.devices.gpu_watch import GpuWatch
 from optkit.devices.peak_memory import watched_peak
 from optkit.errors import SourceError
 from optkit.model.shape import ModelShape
-from optkit.training.course import TrainingResult
 from optkit.training.flops import step_flops
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
 from optkit.training.speed import Speed, peak_of
+from optkit.training.training_options import TrainingResult
 from optkit.training.training_record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 
 

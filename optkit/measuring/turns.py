@@ -15,9 +15,9 @@ from typing import Any
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Opened, Turn
-from optkit.measuring.parent import Answer, measure_apart
+from optkit.measuring.fresh_process import Answer, measure_apart
 from optkit.plan import Plan, PlannedEval
-from optkit.processes import stopping
+from optkit.processes import signals
 from optkit.progress import Progress
 from optkit.recipe.gates import parse_gate
 from optkit.stage import Setting
@@ -202,7 +202,7 @@ class Bench:
         Those that compare have the baseline `beside` it.
         """
         for key, each in wanted:
-            stopping.check()
+            signals.check()
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
             start = time.perf_counter()
             found = Found.of(each.eval, session, context)
@@ -218,7 +218,7 @@ class Bench:
         """
         runs: dict[str, TimedRun] = {}
         for subject, index in in_turns(artifact, baseline, max(each.eval.turns() for each in timed)):
-            stopping.check()
+            signals.check()
             for measured in (self._apart, self._here):
                 some = [
                     each

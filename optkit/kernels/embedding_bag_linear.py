@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 
 BAG_ROWS = 8
 """Up to so many rows of activations a bag is faster than dequantizing and a dense product.

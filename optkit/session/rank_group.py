@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from optkit.errors import OptkitError, StageError
-from optkit.processes.conversation import Child, collect
 from optkit.processes.crashes import ChildEndedError, ChildError
+from optkit.processes.parent_side import Child, collect
 from optkit.processes.start import python_environment
 
 WHERE = "tensor_parallel"
-PROGRAM = "optkit.session.rank"
+PROGRAM = "optkit.session.rank_worker"
 """What runs as a rank."""
 TIMEOUT_S = 600.0
 """How long a rank waits for the others, and how long the others may take once one has answered."""

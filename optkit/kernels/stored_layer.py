@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.errors import SourceError
-from optkit.kernels.packed import PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import EvalError, ResourceError, SourceError, StageError
-from optkit.processes.conversation import Child
-from optkit.session import ranks
-from optkit.session.ranks import Ranks
+from optkit.processes.parent_side import Child
+from optkit.session import rank_group as ranks
+from optkit.session.rank_group import Ranks
 from tests.support.waiting import ended
 
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_rank.py")
@@ -116,8 +116,8 @@ def test_a_rank_ends_with_its_parent_before_it_has_imported_torch(tmp_path: Path
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("")
-    (package / "rank.py").write_text("import time\ntime.sleep(600)\n")  # as long as torch takes, and longer
-    with Child("optkit.session.rank", name="a rank", env={**os.environ, "PYTHONPATH": str(tmp_path)}) as child:
+    (package / "rank_worker.py").write_text("import time\ntime.sleep(600)\n")  # as long as torch takes, and longer
+    with Child("optkit.session.rank_worker", name="a rank", env={**os.environ, "PYTHONPATH": str(tmp_path)}) as child:
         with pytest.raises(TimeoutError):
             child.result(timeout_s=0.5)
         assert child.process.stdin is not None
