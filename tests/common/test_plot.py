@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from optkit.common.markdown import markdown_table
@@ -53,6 +53,7 @@ def test_a_legend_that_is_too_long_begins_a_new_row() -> None:
 
 
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+@example(0.0, 5e-324)
 def test_round_numbers_lie_around_two_or_between_them(low: float, width: float) -> None:
     around = round_numbers(low, low + width, outside=True)
     slack = 1e-6 * max(abs(low), abs(low + width), 1)

@@ -73,7 +73,7 @@ def fakes(monkeypatch):
     evals = {"plain": Plain, "timed": Timed, "pair": Pair}
     for kind in evals:
         monkeypatch.setitem(registry.EVALS, kind, "here")
-    for module in ("entries", "problems"):
+    for module in ("entries", "checks"):
         monkeypatch.setattr(
             f"optkit.recipe.{module}.eval_class", lambda kind: evals.get(kind) or registry.eval_class(kind)
         )

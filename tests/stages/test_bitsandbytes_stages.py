@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from optkit.errors import SourceError, StageError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
-from optkit.session import open_session, opening
+from optkit.session import loading, open_session
 from optkit.session.step_bytes import weight_bytes
 from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
@@ -170,7 +170,7 @@ def test_a_layer_that_this_cpu_cannot_multiply_by_is_named(
 
     quantize(Nf4(), sources("llama"), tmp_path / "packed")
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
-    monkeypatch.setattr(opening, "BITSANDBYTES_TILE", (48, 64))
+    monkeypatch.setattr(loading, "BITSANDBYTES_TILE", (48, 64))
     with pytest.raises(SourceError) as raised:
         open_session(tmp_path / "packed")
     assert str(raised.value) == (
