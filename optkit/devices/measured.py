@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from optkit.common.statistics import quantile
-from optkit.devices.roofs import Rate, Roof
+from optkit.devices.roof import Rate, Roof
 from optkit.environment import device_name, memory
 from optkit.kernels.float8_linear import why_not_scaled
 from optkit.kernels.int8_linear import why_not_integers

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.devices.datasheets import Device, datasheet_of
-from optkit.devices.roofs import kept_device
+from optkit.devices.kept_roofs import kept_device
 from optkit.environment import device_name
 from optkit.training.flops import StepFlops
 

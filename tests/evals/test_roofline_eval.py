@@ -9,7 +9,7 @@ from optkit_evals import roofline
 from optkit_evals.roofline import LIMITS, Roofline
 from optkit_evals.throughput import Throughput
 
-from optkit.devices.roofs import Rate, Roof
+from optkit.devices.roof import Rate, Roof
 from optkit.measure import EvalContext, Metric
 from optkit.model.checkpoint import Checkpoint
 from optkit.reports.roofline import Device, work_of

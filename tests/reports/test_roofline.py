@@ -18,7 +18,7 @@ from optkit_cli.main import main
 
 from optkit.devices import measured as measured_module
 from optkit.devices.datasheets import ALIASES, Device
-from optkit.devices.roofs import Rate, Roof
+from optkit.devices.roof import Rate, Roof
 from optkit.errors import ResourceError, SourceError, UsageError
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.reports.roofline import DEVICES, build_report, datasheet, measured_device, roof_generation, to_svg, work_of

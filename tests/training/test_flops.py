@@ -155,15 +155,15 @@ def test_a_device_that_is_not_in_the_table_is_not_taken_for_another(name: str) -
 
 
 def test_the_rate_of_a_cpu_is_known_where_it_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optkit.devices import measured, roofs
+    from optkit.devices import kept_roofs, measured, roof
 
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
     assert peak_of("cpu") is None
-    rate = roofs.Rate(value=5e9, low=5e9, high=5e9, repeats=1)
+    rate = roof.Rate(value=5e9, low=5e9, high=5e9, repeats=1)
     monkeypatch.setattr(
-        measured, "measure_roof", lambda *_: roofs.Roof(reading=rate, copying=rate, products={"fp32": rate})
+        measured, "measure_roof", lambda *_: roof.Roof(reading=rate, copying=rate, products={"fp32": rate})
     )
-    roofs.measured_device("cpu")
+    kept_roofs.measured_device("cpu")
     found = peak_of("cpu")
     assert found is not None
     assert found.rate("fp32") == 5e9

@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
+import grimp
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -124,3 +126,11 @@ def test_a_warning_at_a_line_of_ours_fails_a_test() -> None:
     with warnings.catch_warnings(record=True) as shown:
         warnings.warn_explicit("of a library", FutureWarning, "library.py", 1, module="library.part")
     assert [str(each.message) for each in shown] == ["of a library"]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = grimp.build_graph("optkit", exclude_type_checking_imports=True)
+    arrows = networkx.DiGraph(
+        (module, found) for module in graph.modules for found in graph.find_modules_directly_imported_by(module)
+    )
+    assert networkx.is_directed_acyclic_graph(arrows), networkx.find_cycle(arrows)

@@ -1,7 +1,7 @@
 """What a device allows a model at most: its bytes and operations against the device's rates."""
 
 from optkit.devices.datasheets import DEVICES, Device, datasheet, rates_text
-from optkit.devices.roofs import measured_device, roof_generation
+from optkit.devices.kept_roofs import measured_device, roof_generation
 from optkit.reports.roofline.limits import Limit, decode_limit, prefill_limit
 from optkit.reports.roofline.models import work_of_model
 from optkit.reports.roofline.plot import to_svg
