@@ -241,6 +241,8 @@ def test_close_kernels_keep_their_order() -> None:
     assert first_among_equals([1.1, 1.0]) == 0
     assert first_among_equals([1.5, 1.0, 0.9]) == 1
     assert first_among_equals([1.0]) == 0
+    assert first_among_equals([12e-6, 8e-6]) == 0
+    assert first_among_equals([120e-6, 80e-6]) == 1
     assert choice.seconds([nn.Identity()], torch.ones(1, 4))[0] >= 0
 
 
