@@ -30,7 +30,7 @@ from optkit.processes.crashes import ChildEndedError, ChildError, error_of
 from optkit.processes.start import ask_to_end, kill_group, python_command, python_environment, start
 from optkit.progress import Progress, SilentProgress, Task
 
-WORKER = Path(__file__).with_name("child_side.py").absolute()
+CHILD_SIDE = Path(__file__).with_name("child_side.py").absolute()
 POLL_S = 0.5
 """How often a silent child is looked at."""
 END_S = 30.0
@@ -64,7 +64,7 @@ class Child:
         self.value: Any = None
         self._told_end, self._rest = False, b""
         self._channel, writing = os.pipe()
-        command = [*(python or python_command()), str(WORKER), str(writing), str(target)]
+        command = [*(python or python_command()), str(CHILD_SIDE), str(writing), str(target)]
         try:
             with contextlib.ExitStack() as files:
                 files.callback(os.close, writing)

@@ -1,4 +1,4 @@
-"""One process of a model that is split over several, started by `ranks.py`.
+"""One process of a model that is split over several, started by `rank_group.py`.
 
 Its first order has the fields of `Job`; the further ones are calls, which every rank makes, in the
 same order: `{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Logits go through a file
