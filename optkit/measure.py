@@ -78,7 +78,7 @@ class Found:
         """
         both = list(wanted.run(session, context))
         files = tuple(each for each in both if isinstance(each, Attachment))
-        check_names(files, wanted.kind or type(wanted).__name__.lower())
+        check_names(files, wanted.kind)
         return cls(tuple(each for each in both if not isinstance(each, Attachment)), files)
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import hashlib
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from packaging.utils import canonicalize_name
 from optkit.backends.libraries import LIBRARIES, Library, find_library
 from optkit.backends.shared_torch import SharedTorch
 from optkit.errors import OptkitError
+from optkit.processes.start import run
 
 LOCKS = Path(__file__).parent / "locks"
 PLATFORMS = ("linux", "darwin")
@@ -153,7 +153,7 @@ def _compile(name: str, requirements: Sequence[str], sources: Sequence[str], *op
     with tempfile.TemporaryDirectory(prefix="optkit-") as place:
         project = _PROJECT.format(first=FIRST_MINOR, environments=environments)
         (Path(place) / "pyproject.toml").write_text(project, encoding="utf-8")
-        done = subprocess.run(command, cwd=place, input="\n".join(requirements), text=True, capture_output=True)
+        done = run(command, cwd=place, text="\n".join(requirements).encode())
     if done.returncode:
         raise OptkitError("no set of packages fits", where=f"the lock of {name}", why=f"uv says: {done.stderr.strip()}")
     return done.stdout

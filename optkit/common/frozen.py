@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -40,10 +40,7 @@ def described(value: Frozen) -> dict[str, Any]:
 
 def restored(said: Mapping[str, Any]) -> Any:
     """Return what `described` described."""
-    module, _, name = said["class"].partition(":")
-    found: Any = import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    found = resolve_name(said["class"])
     if said["kind"] and "kind" not in vars(found):
         found.kind = said["kind"]
     return found.model_validate(said["fields"])

@@ -70,7 +70,7 @@ def measure_apart(
         try:
             said = child.result(context.progress)
         except ChildEndedError as error:
-            raise _ended(error, ", ".join(type(each).__name__.lower() for each in evals)) from error
+            raise _ended(error, ", ".join(each.kind for each in evals)) from error
     return [_answer(each) for each in said]
 
 

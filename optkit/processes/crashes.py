@@ -14,14 +14,15 @@ from optkit.errors import OptkitError
 
 LAST_LINES = 3
 LIMITS = (MemoryError, OSError, ImportError, RuntimeError)
-"""What `common.limits` tells apart, the most special first."""
+"""What `common.out_of_resources` tells apart, the most special first."""
 
 
 class ChildError(Exception):
     """What ended another process that we started.
     Its message names the process, the exception and the place.
 
-    Its cause says of memory and disk what the exception over there said: `common.limits` reads it.
+    Its cause says of memory and disk what the exception over there said:
+    `common.out_of_resources` reads it.
     """
 
     words = ""
@@ -74,7 +75,7 @@ def last_words(log: Path | None, count: int = LAST_LINES) -> str:
 
 
 def error_of(said: Mapping[str, Any], process: str, log: Path | None = None) -> OptkitError | ChildError:
-    """Return the error that `worker.described` describes.
+    """Return the error that `child_side.described` describes.
     One of optkit's is the nearest that `optkit.errors` has; any other is a ChildError.
 
     Its traceback is printed below ours, and written below what the process printed.
@@ -97,7 +98,7 @@ def error_of(said: Mapping[str, Any], process: str, log: Path | None = None) -> 
 
 
 def _limit(said: Mapping[str, Any]) -> Exception:
-    """Return an exception of which `common.limits` says what it says of the one that is described."""
+    """Return an exception that `common.out_of_resources` reads as it reads the described one."""
     kind = next((kind for kind in LIMITS if kind.__name__ in said["kinds"]), Exception)
     error = kind(said["text"]) if said["errno"] is None else OSError(said["errno"], said["text"])
     if said["cause"]:

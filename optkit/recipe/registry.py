@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from optkit.errors import OptkitError, did_you_mean
@@ -169,9 +169,8 @@ def _text(origin: Origin) -> str:
 
 @cache
 def _import(kind: str, role: str, origin: Origin) -> object:
-    module, _, name = origin.target.partition(":")
     try:
-        return getattr(import_module(module), name)
+        return resolve_name(origin.target)
     except OptkitError:
         raise
     except Exception as error:

@@ -5,7 +5,7 @@ It is a dict of strings, so that listing imports nothing.
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 FORMATS = {
@@ -20,8 +20,7 @@ FORMATS = {
 @cache
 def resolve(target: str) -> Any:
     """Return what `module:name` names."""
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(target)
 
 
 @cache
