@@ -20,6 +20,7 @@ from optkit.artifact import (
     settings_of,
     standing,
 )
+from optkit.common.cache import default_store
 from optkit.common.own_files import SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import usable_device
 from optkit.errors import ArtifactError, UnsoundError
@@ -48,7 +49,7 @@ from optkit.scorecard.published import (
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
 from optkit.store.out_directory import reserve, settle
-from optkit.store.store import Store, default_store
+from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
 

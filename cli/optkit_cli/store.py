@@ -52,8 +52,9 @@ def command() -> None:
 @json_option
 def show_command(store: Path | None, as_json: bool) -> None:
     """Print the store's place, size, steps (model, size, last use) and unfinished work."""
+    from optkit.common.cache import default_store
     from optkit.store.contents import survey
-    from optkit.store.store import Store, default_store
+    from optkit.store.store import Store
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import contents_view
 
@@ -92,9 +93,10 @@ def prune_command(
 
     Checkpoints of unfinished steps, and what teachers said, go by age or with --all.
     """
+    from optkit.common.cache import default_store
     from optkit.errors import UsageError
     from optkit.store.contents import prune
-    from optkit.store.store import Store, default_store
+    from optkit.store.store import Store
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import pruned_view
 

@@ -32,6 +32,7 @@ from optkit.backends.installing import install, python_of
 from optkit.backends.libraries import LIBRARIES, Library, find_library
 from optkit.backends.lock import lock_digest
 from optkit.backends.shared_torch import SharedTorch
+from optkit.common.cache import cache_directory
 from optkit.common.frozen import Frozen, digest
 from optkit.environment import package_version
 from optkit.errors import OptkitError
@@ -84,11 +85,7 @@ class Environments:
         That is `$XDG_CACHE_HOME/optkit/envs`, else `~/.cache/optkit/envs`.
         """
         chosen = root or os.environ.get("OPTKIT_ENVS")
-        self.root = (
-            Path(chosen)
-            if chosen
-            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit" / "envs"
-        )
+        self.root = Path(chosen) if chosen else cache_directory() / "envs"
 
     def find(self, name: str) -> Environment | None:
         """Return the environment of a library for this Python and this torch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 
@@ -17,5 +18,17 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
     try:
         draft.write_bytes(content)
         draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_text_once(path: Path, text: str) -> str:
+    """Write a whole text file unless it is there; return what it then holds, whoever wrote it."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(draft)
+        return path.read_text(encoding="utf-8")
     finally:
         draft.unlink(missing_ok=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from optkit.common.atomic import write_text_atomically
+from optkit.common.cache import default_store
 from optkit.common.frozen import Frozen, digest
 from optkit.devices.datasheets import Device
 from optkit.devices.roof import Roof
 from optkit.environment import cpu_threads, device_name, driver_version, memory, package_version
 from optkit.errors import ResourceError, UsageError
 from optkit.progress import Progress, SilentProgress
-from optkit.source.digests import default_cache
 
 VERSION = 3
 """Raised when the same device begins to be measured differently."""
@@ -91,7 +91,7 @@ def roof_generation(device: str, cache: Path | None = None) -> int:
 
 
 def _place(cache: Path | None, circumstances: dict[str, str | int | None]) -> Path:
-    return (cache or default_cache()) / "roofs" / f"{digest(circumstances)}.json"
+    return (cache or default_store()) / "roofs" / f"{digest(circumstances)}.json"
 
 
 def _circumstances(device: str, threads: int) -> dict[str, str | int | None]:

@@ -1,17 +1,18 @@
 """Which of several kernels computes a layer fastest on this machine, found by timing them:
-milliseconds, once for each kind of layer.
+milliseconds, once for each kind of layer and kept.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.threads import one_thread
+from optkit.kernels.kept_choices import kept_choice
 from optkit.kernels.packed_linear import PackedWeight
 
 TIMED_S = 0.004
@@ -40,28 +41,29 @@ class Kernel:
     """What the notes say of it: `use ...`."""
 
 
-_fastest: dict[Hashable, int] = {}
-
-
 def fastest(
     kernels: Sequence[Kernel], weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str
 ) -> tuple[nn.Module, Kernel]:
     """Return the layer by the fastest kernel at one row of activations; the earlier if close."""
     if len(kernels) == 1:
         return kernels[0].build(weight, bias, dtype), kernels[0]
-    form = (
-        weight.outputs,
-        weight.inputs,
-        weight.bits,
-        weight.group_size,
-        weight.zeros is None,
-        weight.group_of_input is None,
-    )
-    key = (*form, bias is None, dtype, device, tuple(map(id, kernels)))
-    if key not in _fastest:
-        row = torch.ones(1, weight.inputs, dtype=dtype, device=device)
-        _fastest[key] = first_among_equals(seconds([kernel.build(weight, bias, dtype) for kernel in kernels], row))
-    chosen = kernels[_fastest[key]]
+    form = {
+        "outputs": weight.outputs,
+        "inputs": weight.inputs,
+        "bits": weight.bits,
+        "group_size": weight.group_size,
+        "symmetric": weight.zeros is None,
+        "in_order": weight.group_of_input is None,
+        "bias": bias is not None,
+        "dtype": dtype,
+    }
+
+    def layers() -> list[nn.Module]:
+        return [kernel.build(weight, bias, dtype) for kernel in kernels]
+
+    row = torch.ones(1, weight.inputs, dtype=dtype, device=device)
+    names = [kernel.phrase(weight) for kernel in kernels]
+    chosen = kernels[kept_choice(form, names, device, lambda: first_among_equals(seconds(layers(), row)))]
     return chosen.build(weight, bias, dtype), chosen
 
 

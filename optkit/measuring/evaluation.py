@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.artifact import Artifact, is_artifact, measured_weights, read_finished, settings_of, steps_of
+from optkit.common.cache import default_store
 from optkit.environment import usable_device
 from optkit.errors import UsageError
 from optkit.execute import materialize
@@ -17,7 +18,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import Scorecard, build_scorecard
 from optkit.scorecard.published import located, published_scorecard
 from optkit.stage import Context
-from optkit.store.store import Store, default_store
+from optkit.store.store import Store
 from optkit.trust import allow_code, say_code
 
 

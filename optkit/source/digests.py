@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,6 @@ from optkit.common.files import sha256_of
 REMEMBERED_BYTES = 1 << 20
 """Smaller files are read again each time; that is quicker than to be wrong."""
 PREFIX = "sha256:"
-
-
-def default_cache() -> Path:
-    """Return the directory that optkit keeps things in.
-    It is `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`.
-    """
-    named = os.environ.get("OPTKIT_STORE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
 
 
 class FileDigests:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import model_validator
 
 from optkit.common.byte_sizes import size_text
+from optkit.common.cache import default_store
 from optkit.common.field_types import Name
 from optkit.common.files import is_directory, is_file
 from optkit.common.frozen import Frozen, digest
@@ -29,7 +30,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.model.writer import SHARD_BYTES
 from optkit.progress import Progress
-from optkit.source.digests import PREFIX, FileDigests, default_cache
+from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
 from optkit.source.gguf import read_gguf
 from optkit.source.gguf_import import import_gguf
@@ -127,7 +128,7 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
     place = find_model(source)
     if isinstance(place, HubRepo):
         return source.model_copy(update={"revision": _pin_hub(place, source)})
-    digests = FileDigests(cache or default_cache())
+    digests = FileDigests(cache or default_store())
     if place.is_dir():
         revision = directory_revision(place, check_directory(place, source.trust_remote_code), digests)
     else:

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 
 from optkit.common.atomic import write_text_atomically
+from optkit.common.cache import default_store
 from optkit.errors import SourceError
-from optkit.source.digests import PREFIX, default_cache
+from optkit.source.digests import PREFIX
 from optkit.source.models import BUILT_IN, ModelSource, pin_model
 
 FILE = "places.json"
@@ -65,7 +66,7 @@ def find_recorded(
 
 
 def _file(cache: Path | None) -> Path:
-    return (cache or default_cache()) / FILE
+    return (cache or default_store()) / FILE
 
 
 def _known(cache: Path | None) -> dict[str, str]:

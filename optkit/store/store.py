@@ -45,13 +45,6 @@ ALIVE = "alive"
 """The file of a draft that its process holds."""
 
 
-def default_store() -> Path:
-    """Return `$OPTKIT_STORE`, else `$XDG_CACHE_HOME/optkit`, else `~/.cache/optkit`."""
-    if chosen := os.environ.get("OPTKIT_STORE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
-
-
 @dataclass
 class Draft:
     """A step under way.

@@ -225,9 +225,9 @@ def test_a_library_is_compiled_once(fresh: Any, monkeypatch: pytest.MonkeyPatch,
     assert [path.suffix for path in (tmp_path / "optkit" / "kernels").iterdir()] == [".so"]
 
 
-def test_the_fastest_kernel_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_kernel_is_found_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     taken = iter(([2.0, 1.0],))
-    monkeypatch.setattr(choice, "_fastest", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "seconds", lambda layers, rows: next(taken))
     kernels = [Kernel(lambda *_: None, PackedLinear, lambda weight, n=number: f"use {n}") for number in range(2)]  # type: ignore[misc]
     weight = example(8, 64, 32, 4, True)[0]
@@ -249,7 +249,7 @@ def test_close_kernels_keep_their_order() -> None:
 @pytest.mark.parametrize("drift", [0.98, 1.02])
 @pytest.mark.parametrize(("costs", "best"), [((1.0, 1.0), 0), ((1.1, 1.0), 0), ((1.5, 1.0), 1), ((1.0, 1.5), 0)])
 def test_a_machine_that_gets_faster_or_slower_changes_no_choice(
-    monkeypatch: pytest.MonkeyPatch, drift: float, costs: tuple[float, float], best: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drift: float, costs: tuple[float, float], best: int
 ) -> None:
     """A clock that each call moves on by its cost, and by 2% more or less than the call before; the
     first call of a kernel takes long.
@@ -271,7 +271,7 @@ def test_a_machine_that_gets_faster_or_slower_changes_no_choice(
 
         return Kernel(lambda *_: None, build, lambda weight: "")
 
-    monkeypatch.setattr(choice, "_fastest", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "_clock", lambda tensor: now)
     kernels = [kernel(cost) for cost in costs]
     chosen = fastest(kernels, example(8, 64, 32, 4, True)[0], None, torch.float32, "cpu")[1]

@@ -31,7 +31,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     finds out that nothing can.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    place = private_directory(native._directory())
+    place = private_directory(tmp_path / "cache" / "optkit" / "kernels")
     (tmp_path / "new.so").write_bytes(b"library")
     keep_library(tmp_path / "new.so", place, "a" * 32)
     return place

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from optkit.common.atomic import write_text_atomically
+from optkit.common.cache import default_store
 from optkit.errors import ResourceError, StoreError
 from optkit.store.files import is_unchanged
-from optkit.store.store import Store, default_store, explain_os_error
+from optkit.store.store import Store, explain_os_error
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.kernels import fastest_kernel
 from optkit.kernels.cpu.native import dense_linear, why_not_native
+from optkit.kernels.fastest_kernel import first_among_equals, seconds
+from optkit.kernels.kept_choices import kept_choice
 
 FEW_ROWS = 4
 """Up to so many rows the kernel reads the weight once."""
@@ -42,15 +43,11 @@ class FloatLinear(nn.Linear):
 
 def use_float_kernels_(model: nn.Module) -> list[str]:
     """Let float linear layers use the kernel if it is faster at one row; return a note."""
-    faster: dict[tuple[int, int, torch.dtype], bool] = {}
     changed = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or why_not_float(module) is not None:
             continue
-        form = (module.out_features, module.in_features, module.weight.dtype)
-        if form not in faster:
-            faster[form] = _is_faster(module)
-        if faster[form]:
+        if _is_faster(module):
             module.__class__ = FloatLinear
             changed.append(name)
     return (
@@ -62,9 +59,9 @@ def use_float_kernels_(model: nn.Module) -> list[str]:
 
 def _is_faster(module: nn.Linear) -> bool:
     row = torch.ones(1, module.in_features, dtype=module.weight.dtype)
-    return (
-        fastest_kernel.first_among_equals(
-            fastest_kernel.seconds([module, lambda rows: dense_linear(rows, module.weight)], row)
-        )
-        == 1
-    )
+    form = {"outputs": module.out_features, "inputs": module.in_features, "dtype": module.weight.dtype}
+
+    def choose() -> int:
+        return first_among_equals(seconds([module, lambda rows: dense_linear(rows, module.weight)], row))
+
+    return kept_choice(form, ["torch", "optkit"], "cpu", choose) == 1

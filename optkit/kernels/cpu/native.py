@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from optkit.common.cache import cache_directory
 from optkit.environment import cpu_name
 from optkit.kernels.cpu.library_cache import LENGTH, keep_library, kept_library, private_directory
 from optkit.processes.start import python_command, python_environment, run
@@ -95,7 +96,7 @@ def _compiled(compiler: str) -> Path:
     sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     parts = (*sources, torch.__version__, compiler, *FLAGS, *instructions)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-    place, made_of = private_directory(_directory()), digest[:LENGTH]
+    place, made_of = private_directory(cache_directory() / "kernels"), digest[:LENGTH]
     if kept := kept_library(place, made_of):
         return kept
     with tempfile.TemporaryDirectory(dir=place) as directory:
@@ -121,11 +122,6 @@ def _try(library: Path) -> None:
             else f"ended with status {done.returncode}"
         )
         raise OSError(f"a process that tried them {ended}")
-
-
-def _directory() -> Path:
-    """Where libraries are kept; not in the store, for there may be many."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit" / "kernels"
 
 
 def _command(compiler: str, library: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Literal
 from optkit import __version__
 from optkit.backends.environments import Environments
 from optkit.backends.libraries import LIBRARIES
+from optkit.common.cache import default_store
 from optkit.common.frozen import Frozen
 from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version, unmet
 from optkit.errors import OptkitError
@@ -25,7 +26,6 @@ from optkit.reports.doctor.gpu_links import LinkRate
 from optkit.reports.doctor.shapes import ShapeProblem
 from optkit.reports.doctor.usable_kernels import kernel_parts
 from optkit.stage import Stage
-from optkit.store.store import default_store
 
 PACKAGES = (
     "torch",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from optkit.artifact import is_artifact, read_artifact, settings_of
+from optkit.common.cache import default_store
 from optkit.environment import device_name
 from optkit.errors import EvalError, UsageError
 from optkit.execute import materialize
@@ -17,7 +18,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.advice import Circumstances, advise
 from optkit.reports.profiling.profile_report import KINDS, SHOWN, Line, Phase, ProfileReport
 from optkit.stage import Context, Setting
-from optkit.store.store import Store, default_store
+from optkit.store.store import Store
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from optkit.common.cache import default_store
 from optkit.errors import SourceError, UsageError
 from optkit.execute import materialize
 from optkit.model.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from optkit.reports.sensitivity.report import LayerRow, SensitivityReport, order
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.sensitivity.budget import Choice
-from optkit.store.store import Store, default_store
+from optkit.store.store import Store
 from optkit.trust import say_code
 
 if TYPE_CHECKING:
