@@ -40,6 +40,7 @@ FROM_ZERO = (
 )
 """Some models have none of these."""
 POSITIONS = ("max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings")
+NAMES = ("model_type", "dtype", "torch_dtype")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PARTS = (
     "text_config",
@@ -82,8 +83,9 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
     named = config.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
         yield f"`architectures` in config.json is {shown(named)}, not a list of names"
-    if not isinstance(config.get("model_type", ""), str | None):
-        yield f"`model_type` in config.json is {shown(config['model_type'])}, not a name"
+    for key in NAMES:
+        if not isinstance(config.get(key), str | None):
+            yield f"`{key}` in config.json is {shown(config[key])}, not a name"
     for key, most in SIZES.items():
         if key in config and not _is_size(config[key], 1, most):
             yield _no_size(key, config[key], 1, most)

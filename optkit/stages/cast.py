@@ -117,7 +117,7 @@ class Cast(Transform):
 
     def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         dtype_keys = {"dtype", "torch_dtype"}
-        named = {"dtype": self.dtype} if any(config.get(key) in FLOATS for key in dtype_keys) else {}
+        named = {"dtype": self.dtype} if any(str(config.get(key)) in FLOATS for key in dtype_keys) else {}
         rest = {
             key: self._renamed(value) if isinstance(value, dict) else value
             for key, value in config.items()

@@ -78,7 +78,8 @@ def test_the_config_says_so_in_every_part(tiny_model, target: Path, tmp_path: Pa
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
     config = json.loads((source / "config.json").read_text())
     del config["dtype"]
-    config |= {"torch_dtype": "float32", "text_config": {"torch_dtype": "float32", "size": 1}, "other": {"size": 2}}
+    parts = {"text_config": {"torch_dtype": "float32", "size": 1}, "other": {"size": 2, "dtype": {}}}
+    config |= {"torch_dtype": "float32", **parts}
     (source / "config.json").write_text(json.dumps(config))
     cast(source, target, "float16")
     written = json.loads((target / "config.json").read_text())

@@ -89,6 +89,8 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
         ({"hidden_size": 96}, "config.json asks for a hidden size of 96, which no tensor has"),
         ({"auto_map": ["x"]}, r'`auto_map` in config.json is \["x"\], not an object'),
         ({"text_config": "x"}, '`text_config` in config.json is "x", not an object'),
+        ({"torch_dtype": []}, r"`torch_dtype` in config.json is \[\], not a name"),
+        ({"dtype": {}}, r"`dtype` in config.json is \{\}, not a name"),
         ({"text_config": {"hidden_size": -1}}, "config.json: text_config: `hidden_size` in config.json is -1"),
         (
             {"architectures": "LlamaForCausalLM"},
