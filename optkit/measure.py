@@ -54,10 +54,11 @@ class Metric(Frozen):
     """Of a timed eval, the repeats of each turn."""
     trials: tuple[int, ...] = ()
     """Of a share, of how many trials each sample is the share."""
-    pairing: Literal["exact", "paired_log", "paired_turns", "independent"] = "exact"
+    pairing: Literal["exact", "paired_log", "paired_mean", "paired_turns", "independent"] = "exact"
     """How a ratio to the baseline is formed: `exact` divides the values; `paired_log` takes exp of
-    the mean difference of samples that lie on the same tokens; `paired_turns` divides values whose
-    samples are of neighbouring turns; `independent` divides values whose intervals say all."""
+    the mean difference of samples that lie on the same tokens; `paired_mean` divides means of the
+    same items, in the same order; `paired_turns` divides values whose samples are of neighbouring
+    turns; `independent` divides values whose intervals say all."""
     failure: str = ""
     """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing,
     and gates on it fail.

@@ -12,7 +12,7 @@ from typing import Any
 
 _T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 """The 97.5% quantile of Student's t for 1 to 10 degrees of freedom."""
-_Z_975 = NormalDist().inv_cdf(0.975)
+Z_975 = NormalDist().inv_cdf(0.975)
 NEIGHBOURS = 0.4
 """Least correlation of neighbouring windows. Losses of SmolLM2-135M had 0.44 in 39 windows of 2048
 tokens of WikiText-2, 0.47 in 24 of 1024 and 0.18 in 17 of the Python reference; the divergence of
@@ -66,7 +66,7 @@ def t_quantile(degrees: float) -> float:
             return _T_975[below - 1]
         weight = (1 / below - 1 / degrees) / (1 / below - 1 / (below + 1))
         return _T_975[below - 1] * (1 - weight) + _T_975[below] * weight
-    z = _Z_975
+    z = Z_975
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
@@ -137,14 +137,15 @@ def share_estimate(shares: Sequence[float], trials: Sequence[int], neighbours: b
 
 def binomial_interval(hits: int, trials: int) -> tuple[float, float]:
     """Return the probabilities that give so many hits, or so few, in 2.5% of cases."""
+    low = _root(lambda probability: binomial_at_most(hits - 1, trials, probability) - 0.975) if hits else 0.0
+    return low, _root(lambda probability: binomial_at_most(hits, trials, probability) - 0.025) if hits < trials else 1.0
 
-    def at_most(most: int, probability: float) -> float:
-        import numpy
 
-        return float(numpy.exp(_binomial(trials, probability)[: most + 1]).sum())
+def binomial_at_most(most: int, trials: int, probability: float) -> float:
+    """Return how probable at most `most` hits are."""
+    import numpy
 
-    low = _root(lambda probability: at_most(hits - 1, probability) - 0.975) if hits else 0.0
-    return low, _root(lambda probability: at_most(hits, probability) - 0.025) if hits < trials else 1.0
+    return float(numpy.exp(_binomial(trials, probability)[: most + 1]).sum())
 
 
 def _binomial(trials: int, probability: float) -> Any:

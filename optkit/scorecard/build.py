@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from optkit.common.paired_items import paired_mean_ratio
 from optkit.common.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio, paired_ratio
 from optkit.measure import Metric
 from optkit.recipe.gates import Gate, Verdict, metric_key, parse_gate
@@ -58,6 +59,8 @@ def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
     """
     if metric.pairing == "paired_log":
         return paired_log_ratio(metric.samples, baseline.samples)
+    if metric.pairing == "paired_mean":
+        return paired_mean_ratio(metric.samples, baseline.samples)
     if metric.pairing == "exact":
         return exact_ratio(metric.value, baseline.value)
     if metric.pairing == "paired_turns" and len(metric.samples) == len(baseline.samples):

@@ -18,6 +18,7 @@ from optkit_evals.load import FIRST_TOKEN, MEDIAN, Load
 from optkit_evals.speculation import Speculation
 from optkit_evals.throughput import Throughput
 
+from optkit.common.paired_items import mcnemar, paired_share_ratio
 from optkit.common.statistics import (
     Estimate,
     neighbours_estimate,
@@ -193,6 +194,25 @@ def test_times_to_the_first_token_under_load(chance: numpy.random.Generator, sec
         if name == MEDIAN:
             ratios = (ratio_to_baseline(*pair) for pair in zip(fast, slow, strict=True))
             assert coverage(ratios, truths[1] / truths[0]) >= LEAST
+
+
+@pytest.mark.parametrize("items", [20, 100, 334, 1000])
+@pytest.mark.parametrize("chances", [(0.55, 0.02, 0.02), (0.5, 0.1, 0.05), (0.9, 0.02, 0.03), (0.2, 0.05, 0.02)])
+def test_the_ratio_of_shares_on_the_same_items(chance: numpy.random.Generator, items: int, chances: Any) -> None:
+    """Chances: both models right, the baseline alone, the other alone."""
+    both, lost, won = chances
+    drawn = chance.multinomial(items, [*chances, 1 - sum(chances)], size=1500)[:, :3].tolist()
+    found = [paired_share_ratio(*row) for row in drawn if row[0] + row[1]]
+    assert len(found) > 1450
+    assert coverage(found, (both + won) / (both + lost)) >= LEAST
+
+
+@pytest.mark.parametrize("turning", [0.0, 0.01, 0.1])
+def test_a_model_on_the_same_items_twice_shows_no_difference(chance: numpy.random.Generator, turning: float) -> None:
+    shares = [0.55 - turning / 2, turning / 2, turning / 2, 0.45 - turning / 2]
+    drawn = chance.multinomial(334, shares, size=2000)[:, :3].tolist()
+    assert coverage((paired_share_ratio(*row) for row in drawn), 1.0) >= 0.95 - 0.01
+    assert sum(mcnemar(lost, won) > 0.05 for _, lost, won in drawn) / len(drawn) >= 0.95
 
 
 @pytest.mark.parametrize("seconds", [0.5, 0.9, 0.95, 1.3, 2.5])

@@ -106,6 +106,21 @@ def full_card() -> Scorecard:
     )
 
 
+def accuracy(samples):
+    value = sum(samples) / len(samples)
+    fields = {"name": "acc", "labels": {"task": "arc_easy"}, "unit": "fraction", "protocol": "100 items"}
+    return Metric(value=value, higher_is_better=True, samples=samples, pairing="paired_mean", **fields)
+
+
+def test_the_ratio_of_accuracies_is_paired_by_item():
+    theirs = accuracy((1.0,) * 60 + (0.0,) * 40)
+    (row,) = card(metrics=(accuracy((1.0,) * 58 + (0.0,) * 42),), baseline=(theirs,)).rows
+    assert row.ratio == pytest.approx(58 / 60)
+    assert 0.9 < row.ratio_interval[0] < row.ratio < row.ratio_interval[1] < 1.03
+    (row,) = card(metrics=(theirs,), baseline=(accuracy((0.0,) * 100),)).rows
+    assert row.ratio is None
+
+
 def test_ratios_are_formed_as_each_metric_says():
     rows = {(row.metric.name, row.metric.labels.get("batch")): row for row in card().rows}
     paired = rows["perplexity", None]
