@@ -10,12 +10,14 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
                and {seed} if the eval draws something,
                and {baseline: key of the model} if the eval compares,
                and {beside: artifact key of the other, device, cores, threads, torch,
-               transformers} if it is timed, with the versions of `Format.libraries`, and `Eval.circumstances`
+               transformers} if it is timed, with the versions of `Format.libraries`, and `Eval.circumstances`;
+               of several others `beside` is the digest of their keys
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from optkit.common.frozen import digest
@@ -76,16 +78,36 @@ def _identity(entry: TransformEntry | SettingEntry) -> dict[str, Any]:
     }
 
 
-def timing_circumstances(device: str, formats: Collection[Format]) -> dict[str, Any]:
-    """Return what decides a timing on a device beside its eval.
-    That is the machine, and what runs models of these formats.
-    """
-    described = {
-        "device": device_name(device),
-        "cores": cpu_cores() if device == "cpu" else None,
-        "threads": cpu_threads() if device == "cpu" else None,
-        "torch": package_version("torch"),
-        "transformers": package_version("transformers"),
-    }
-    libraries = {name: builds for format in formats for name, builds in format.libraries.items()}
-    return described | {name: installed(builds) for name, builds in libraries.items()}
+@dataclass(frozen=True)
+class Together:
+    """Models that are timed in turns with each other, as they are opened."""
+
+    keys: frozenset[str]
+    """Their artifact keys, that of the unmodified model among them."""
+    formats: frozenset[Format]
+    """The formats of their weights."""
+
+    def __or__(self, other: Together) -> Together:
+        """Return the models of both."""
+        return Together(self.keys | other.keys, self.formats | other.formats)
+
+    def circumstances(self, device: str) -> dict[str, Any]:
+        """Return what decides a timing on a device beside its eval and the others.
+        That is the machine, and what runs models of these formats.
+        """
+        described = {
+            "device": device_name(device),
+            "cores": cpu_cores() if device == "cpu" else None,
+            "threads": cpu_threads() if device == "cpu" else None,
+            "torch": package_version("torch"),
+            "transformers": package_version("transformers"),
+        }
+        libraries = {name: builds for format in self.formats for name, builds in format.libraries.items()}
+        return described | {name: installed(builds) for name, builds in libraries.items()}
+
+    def beside(self, key: str) -> str:
+        """Return what a timing says of the models that took turns with one of them.
+        It is the key of the only other one, its own if there is none.
+        """
+        others = sorted(self.keys - {key}) or [key]
+        return others[0] if len(others) == 1 else digest(others)

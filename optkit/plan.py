@@ -15,7 +15,7 @@ from pydantic import SerializeAsAny
 from optkit.common.frozen import Frozen
 from optkit.environment import gpu_memory_bytes, memory
 from optkit.errors import EvalError, StageError
-from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity, timing_circumstances
+from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.cost import Cost
 from optkit.model.session_memory import SessionMemory
@@ -117,6 +117,12 @@ class Plan(Frozen):
     """
 
     @property
+    def together(self) -> Together:
+        """The two models, to be timed in turns."""
+        formats = frozenset({self.steps[0].format, self.steps[-1].format})
+        return Together(frozenset({self.artifact_key, self.baseline_key}), formats)
+
+    @property
     def weights_key(self) -> str:
         """Key of the weights that the artifact holds."""
         return self.steps[-1].key
@@ -149,9 +155,12 @@ class Plan(Frozen):
         return (*self.pending, *(each for each in self.evals if each.pending))
 
 
-def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe, store: Store, device: str, weights_key: str | None = None, others: Together | None = None
+) -> Plan:
     """Return the plan of a pinned recipe.
-    `weights_key` is that of its weights if they are there, whatever its stages leave today.
+    `weights_key` is that of its weights if they are there, whatever its stages leave today;
+    `others` are models that its artifact is timed with beside the unmodified one.
 
     Raises StageError if a transform cannot read what the model or the stage before it is,
     EvalError if an eval needs longer sequences than the model was built for, SourceError if
@@ -176,15 +185,17 @@ def make_plan(recipe: Recipe, store: Store, device: str, weights_key: str | None
     told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
     sessions = _session_memories(recipe, device, steps, left, shape)
     durations = Durations(store.root, device)
-    planned = tuple(
-        _plan_eval(entry, recipe.seed, store, device, steps, weights_key, settings, beside) for entry in recipe.evals
-    )
+    opened = (weights_key, settings), (steps[0].key, beside)
+    artifact_key, baseline_key = (make_artifact_key(*each) for each in opened)
+    together = Together(frozenset({artifact_key, baseline_key}), frozenset({steps[0].format, steps[-1].format}))
+    together = together | others if others else together
+    planned = tuple(_plan_eval(entry, recipe.seed, store, device, *opened, together) for entry in recipe.evals)
     return Plan(
         recipe=recipe,
         device=device,
         steps=tuple(_timed_step(steps, index, recipe, durations) for index in range(len(steps))),
-        artifact_key=make_artifact_key(weights_key, settings),
-        baseline_key=make_artifact_key(steps[0].key, beside),
+        artifact_key=artifact_key,
+        baseline_key=baseline_key,
         evals=tuple(
             each.model_copy(update={"cost": cost, "seconds": _eval_seconds(each, durations, shape.size_bytes)})
             for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)
@@ -262,34 +273,26 @@ def _plan_eval(
     seed: int,
     store: Store,
     device: str,
-    steps: Sequence[Step],
-    weights: str,
-    settings: list[dict[str, Any]],
-    of_baseline: list[dict[str, Any]],
+    artifact: tuple[str, list[dict[str, Any]]],
+    baseline: tuple[str, list[dict[str, Any]]],
+    together: Together,
 ) -> PlannedEval:
-    model = steps[0].key
-    with_baseline = {"baseline": model} if entry.value.compares else {}
-    formats = {steps[0].format, steps[-1].format}
-    machine = timing_circumstances(device, formats) | entry.value.circumstances(device) if entry.value.timed else {}
+    """Return an eval with its keys; each model is the key of its weights and what it is opened with."""
+    measured = entry.value
+    decisive = {"baseline": baseline[0]} if measured.compares else {}
+    decisive |= together.circumstances(device) | measured.circumstances(device) if measured.timed else {}
 
-    def metric_key(of: str, applied: list[dict[str, Any]], beside: str) -> str:
-        circumstances = with_baseline | machine | ({"beside": beside} if entry.value.timed else {})
-        return make_metric_key(entry, seed, of, applied, circumstances)
+    def metric_key(weights: str, settings: list[dict[str, Any]]) -> str:
+        beside = {"beside": together.beside(make_artifact_key(weights, settings))} if measured.timed else {}
+        return make_metric_key(entry, seed, weights, settings, decisive | beside)
 
-    key = metric_key(weights, settings, make_artifact_key(model, of_baseline))
-    baseline_key = (
-        None if entry.value.compares else metric_key(model, of_baseline, make_artifact_key(weights, settings))
-    )
-    hit = store.get_json(key) is not None
-    baseline_hit = baseline_key is None or store.get_json(baseline_key) is not None
-    both = hit and baseline_hit
+    key = metric_key(*artifact)
+    baseline_key = None if measured.compares else metric_key(*baseline)
+    hit, baseline_hit = (each is None or store.get_json(each) is not None for each in (key, baseline_key))
+    if measured.timed:
+        hit = baseline_hit = hit and baseline_hit
     return PlannedEval(
-        kind=entry.kind,
-        eval=entry.value,
-        key=key,
-        baseline_key=baseline_key,
-        hit=both if entry.value.timed else hit,
-        baseline_hit=both if entry.value.timed else baseline_hit,
+        kind=entry.kind, eval=measured, key=key, baseline_key=baseline_key, hit=hit, baseline_hit=baseline_hit
     )
 
 

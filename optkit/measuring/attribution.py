@@ -16,7 +16,8 @@ from optkit.errors import ResourceError
 from optkit.execute import materialize
 from optkit.keys import make_metric_key
 from optkit.measure import EvalContext, Metric
-from optkit.measuring.turns import Bench, Measurement, Subject, known
+from optkit.measuring.bench import Bench, Subject, known
+from optkit.measuring.measurement import Measurement
 from optkit.plan import Plan, PlannedEval
 from optkit.scorecard import Rung
 from optkit.stage import Context

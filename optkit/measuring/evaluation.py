@@ -11,7 +11,8 @@ from optkit.common.cache import default_store
 from optkit.environment import usable_device
 from optkit.errors import UsageError
 from optkit.execute import materialize
-from optkit.measuring.turns import Measurement, Subject, measure
+from optkit.measuring.bench import Subject
+from optkit.measuring.measurement import Measurement, measure
 from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe

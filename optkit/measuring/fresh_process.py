@@ -37,6 +37,21 @@ class Answer:
     session_notes: tuple[str, ...]
     environment: Mapping[str, Any]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        notes = {"notes": list(self.notes), "session_notes": list(self.session_notes)}
+        return {**self.found.to_json(), **notes, "environment": dict(self.environment)}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Answer:
+        """Return what `to_json` described."""
+        return cls(
+            found=Found.from_json(said),
+            notes=tuple(said["notes"]),
+            session_notes=tuple(said["session_notes"]),
+            environment=said["environment"],
+        )
+
 
 def measure_apart(
     directory: Path,
@@ -71,7 +86,7 @@ def measure_apart(
             said = child.result(context.progress)
         except ChildEndedError as error:
             raise _ended(error, ", ".join(each.kind for each in evals)) from error
-    return [_answer(each) for each in said]
+    return [Answer.from_json(each) for each in said]
 
 
 def _variables() -> dict[str, str]:
@@ -94,15 +109,6 @@ def _leave_memory() -> bool:
         return False
     torch.cuda.empty_cache()
     return True
-
-
-def _answer(said: Mapping[str, Any]) -> Answer:
-    return Answer(
-        found=Found.from_json(said),
-        notes=tuple(said["notes"]),
-        session_notes=tuple(said["session_notes"]),
-        environment=said["environment"],
-    )
 
 
 def _ended(error: ChildEndedError, evals: str) -> OptkitError:

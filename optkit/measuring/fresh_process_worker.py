@@ -9,6 +9,7 @@ from typing import Any
 from optkit.common.frozen import restored
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Turn
+from optkit.measuring.fresh_process import Answer
 from optkit.processes.child_side import Parent
 from optkit.progress import Progress
 
@@ -44,14 +45,8 @@ def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
                 turn=Turn(order["turn"], each.turns()),
             )
             results = Found.of(each, session, context)
-            found.append(
-                {
-                    **results.to_json(),
-                    "notes": context.notes,
-                    "session_notes": list(session.notes),
-                    "environment": describe_environment(order["device"]),
-                }
-            )
+            notes = tuple(context.notes)
+            found.append(Answer(results, notes, session.notes, describe_environment(order["device"])).to_json())
     finally:
         session.close()
     return found

@@ -21,7 +21,7 @@ from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.errors import UsageError
 from optkit.measuring import evaluation
-from optkit.measuring.turns import Measurement
+from optkit.measuring.measurement import Measurement
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import Scorecard
 from optkit.stage import Context, Report

@@ -12,7 +12,7 @@ import pytest
 import optkit
 from optkit.errors import ResourceError
 from optkit.measure import Metric
-from optkit.measuring.turns import Bench
+from optkit.measuring.bench import Bench
 from optkit.scorecard import Rung, read_json, to_json, to_markdown, waterfall
 from optkit.store.contents import prune
 from optkit.store.store import Store

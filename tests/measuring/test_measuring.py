@@ -9,7 +9,8 @@ import pytest
 
 from optkit.errors import EvalError, StoreError
 from optkit.measure import Eval, Metric, TimedEval, Turn
-from optkit.measuring.turns import Subject, measure
+from optkit.measuring.bench import Subject
+from optkit.measuring.measurement import measure
 from optkit.plan import make_plan
 from optkit.progress import SilentProgress
 from optkit.recipe import registry

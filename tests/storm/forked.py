@@ -22,7 +22,7 @@ MARK = "OPTKIT_STORM_CASE"
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
-    "optkit.measuring.turns",
+    "optkit.measuring.measurement",
     "optkit.pipeline",
     "optkit.session",
     "optkit.stages.rtn",

@@ -1,0 +1,101 @@
+"""Where models are opened, measured and closed again; every number is kept in the store."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from optkit.environment import describe_environment
+from optkit.measure import EvalContext, Found, Opened
+from optkit.plan import PlannedEval
+from optkit.processes import signals
+from optkit.stage import Setting
+from optkit.store.durations import Durations
+from optkit.store.store import Store
+
+Wanted = Sequence[tuple[str, PlannedEval]]
+"""Evals to run on one model, each with the key of its numbers."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be measured: how to find its weights (made only when needed) and how to open them."""
+
+    weights: Callable[[], Path]
+    settings: Sequence[Setting]
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where models are opened, measured and closed again; every number is kept in the store."""
+
+    store: Store
+    device: str
+    context: EvalContext
+    size_bytes: int
+    """Bytes of the unmodified model's weights."""
+
+    def measure(self, session: Opened, wanted: Wanted, beside: Opened | None = None) -> None:
+        """Run evals on one opened model, and keep each under its key.
+        Those that compare have the baseline `beside` it.
+        """
+        for key, each in wanted:
+            signals.check()
+            context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
+            start = time.perf_counter()
+            found = Found.of(each.eval, session, context)
+            self.keep(key, each, found, [*session.notes, *context.notes], time.perf_counter() - start)
+
+    def keep(
+        self,
+        key: str,
+        planned: PlannedEval,
+        found: Found,
+        notes: Sequence[str],
+        seconds: float,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep what an eval measured, with what the scorecard must say beside it.
+        `environment` is this process's if it is not given.
+        """
+        self.store.put_json(
+            key,
+            {
+                **found.to_json(),
+                "notes": list(notes),
+                "environment": environment or describe_environment(self.device),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "seconds": round(seconds, 3),
+            },
+        )
+        Durations(self.store.root, self.device).note(planned.duration_of(key), planned.eval, self.size_bytes, seconds)
+
+    @contextmanager
+    def opened(self, subject: Subject) -> Iterator[Opened]:
+        """Open a session and give its memory back afterwards."""
+        from optkit.session import open_session
+
+        session = open_session(
+            subject.weights(),
+            subject.settings,
+            device=self.device,
+            progress=self.context.progress,
+            trust_remote_code=subject.trust_remote_code,
+        )
+        try:
+            yield session
+        finally:
+            session.close()
+            gc.collect()
+
+
+def known(store: Store, key: str | None) -> bool:
+    """Say whether a metric needs no measuring: it is in the store, or there is none to measure."""
+    return key is None or store.get_json(key) is not None

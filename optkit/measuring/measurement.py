@@ -1,0 +1,139 @@
+"""Measure an artifact and its baseline: only what the store lacks, timings of both in turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from optkit.environment import describe_environment
+from optkit.errors import EvalError
+from optkit.measure import Attachment, EvalContext, Found, Metric
+from optkit.measuring.bench import Bench, Subject, known
+from optkit.measuring.turns import TimedModel, time_in_turns
+from optkit.plan import Plan
+from optkit.progress import Progress
+from optkit.recipe.gates import parse_gate
+from optkit.store.store import Store
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Every metric of a plan's evals, with what the sessions said while they were measured."""
+
+    metrics: tuple[Metric, ...]
+    baseline: tuple[Metric, ...]
+    attachments: Mapping[str, Attachment]
+    """The files that evals left, each with its place below the scorecard's folder."""
+    notes: tuple[str, ...]
+    baseline_notes: tuple[str, ...]
+    environment: dict[str, Any]
+
+
+def measure(
+    plan: Plan,
+    artifact: Subject,
+    baseline: Subject | None,
+    store: Store,
+    *,
+    data: Path | None,
+    progress: Progress,
+    calibrated_on: tuple[dict[str, str], ...] = (),
+    retime: bool = False,
+) -> Measurement:
+    """Return all metrics. Timings are measured first, while the memory is clean, then everything
+    else. Each is kept in the store.
+
+    `retime` measures the timed evals again, of both models, whatever the store holds. `baseline` is
+    None if the artifact is the unmodified model. Raises EvalError and ResourceError from the
+    evals.
+    """
+    began, environment = datetime.now(UTC).isoformat(timespec="seconds"), describe_environment(plan.device)
+    if baseline is None:
+        refuse_comparisons(plan)
+    compared = plan.evals if baseline else ()
+    alone = [each for each in plan.evals if not (each.eval.timed or each.eval.compares) and not known(store, each.key)]
+    of_baseline = [each for each in compared if not each.eval.timed and not known(store, each.baseline_key)]
+    pairs = [each for each in plan.evals if each.eval.compares and not known(store, each.key)]
+    both_known = {each.key for each in plan.evals if known(store, each.key) and known(store, each.baseline_key)}
+    timed = [each for each in plan.evals if each.eval.timed and (retime or each.key not in both_known)]
+    for each in (*alone, *of_baseline, *pairs, *timed):
+        if any(key and store.is_damaged_json(key) for key in (each.key, each.baseline_key)):
+            progress.warn(f"{each.kind}: its numbers in the store were changed or cut off; they are measured again")
+    if alone or of_baseline or pairs or timed:
+        store.check_writable()
+    context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
+    bench = Bench(store, plan.device, context, plan.steps[0].size_bytes)
+    if timed:
+        models = [TimedModel(artifact, [(each.key, each) for each in timed])]
+        if baseline:
+            wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
+            models.insert(0, TimedModel(baseline, wanted))
+        time_in_turns(bench, models)
+    if baseline and (of_baseline or pairs):
+        with bench.opened(baseline) as unmodified:
+            bench.measure(unmodified, [(each.baseline_key or each.key, each) for each in of_baseline])
+            if pairs:
+                with bench.opened(artifact) as changed:
+                    bench.measure(changed, [(each.key, each) for each in alone + pairs], beside=unmodified)
+    if alone and not pairs:
+        with bench.opened(artifact) as changed:
+            bench.measure(changed, [(each.key, each) for each in alone])
+    ours = [store.take_json(each.key) for each in plan.evals]
+    theirs = [store.take_json(each.baseline_key) for each in compared if each.baseline_key]
+    folders = _folders([each.kind for each in plan.evals])
+    beside = [f"{folder}-unmodified" for folder, each in zip(folders, compared, strict=False) if each.baseline_key]
+    return Measurement(
+        metrics=tuple(metric for entry in ours for metric in Found.from_json(entry).metrics),
+        baseline=tuple(metric for entry in theirs for metric in Found.from_json(entry).metrics),
+        attachments=_attachments([*folders, *beside], [*ours, *theirs]),
+        notes=_notes([each.kind for each in plan.evals], ours, environment, began),
+        baseline_notes=_notes([each.kind for each in compared if each.baseline_key], theirs, environment, began),
+        environment=environment,
+    )
+
+
+def _folders(kinds: Sequence[str]) -> list[str]:
+    """Return a folder's name for each eval: its kind, with a number if there were several."""
+    names = [re.sub(r"\W", "_", kind, flags=re.ASCII) for kind in kinds]
+    counts = [names[:index].count(name) for index, name in enumerate(names)]
+    return [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
+
+
+def _attachments(folders: Sequence[str], entries: Sequence[Mapping[str, Any]]) -> dict[str, Attachment]:
+    """Return the files that evals left, those of each eval in its folder."""
+    found = zip(folders, map(Found.from_json, entries), strict=True)
+    return {f"{folder}/{file.name}": file for folder, each in found for file in each.attachments}
+
+
+def _notes(
+    kinds: Sequence[str], entries: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], began: str
+) -> tuple[str, ...]:
+    """Return what was said while evals measured, and which of them did so before this run.
+    What was different there is told too.
+    """
+    found = [note for entry in entries for note in entry["notes"]]
+    for kind, entry in zip(kinds, entries, strict=True):
+        if entry["created"] < began:
+            there = {
+                name: value for name, value in entry["environment"].items() if environment.get(name, value) != value
+            }
+            different = ", ".join(f"{name} {value}" for name, value in there.items())
+            found.append(f"{kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}")
+    return tuple(dict.fromkeys(found))
+
+
+def refuse_comparisons(plan: Plan) -> None:
+    """Raise EvalError if an eval or a gate compares the unmodified model with itself."""
+    why = f"Nothing was done to {plan.recipe.model.name}, so it is its own baseline"
+    comparing = [each.kind for each in plan.evals if each.eval.compares]
+    if comparing:
+        remedy = "Take this eval out, or give the recipe a stage"
+        raise EvalError("there is nothing to compare with", where=comparing[0], why=why, remedy=remedy)
+    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).relative]
+    if relative:
+        remedy = "Set an absolute limit, without x"
+        raise EvalError("the limit is relative to the baseline", where=f"gate {relative[0]}", why=why, remedy=remedy)
