@@ -4,6 +4,7 @@ that are off by default.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -129,6 +130,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 
+IMPORTED = [0]
+"""How many modules there were when `gc.freeze` was called."""
+
 
 class Warnings(SilentProgress):
     """Keeps the warnings in `lines`."""
@@ -168,6 +172,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, seeding in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if name in sys.modules:
             attrgetter(seeding)(sys.modules[name])(0)
+
+
+def pytest_configure() -> None:
+    """Collect no garbage until all tests are collected: what is imported stays."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, and leave out what is there."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Leave what was imported out of garbage collections: a worker holds a million objects of
+    libraries, and each timing that a test makes collects twice.
+    """
+    if len(sys.modules) >= IMPORTED[-1] + 100:
+        IMPORTED.append(len(sys.modules))
+        gc.collect()
+        gc.freeze()
 
 
 def save_tokenizer(directory: Path) -> None:
