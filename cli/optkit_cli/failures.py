@@ -11,7 +11,7 @@ import click
 from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory
 from optkit.common.visible import visible
 from optkit.errors import OptkitError, Problem
-from optkit.processes.child_side import one_line
+from optkit.processes.child_program import one_line
 from optkit.processes.crashes import ChildError
 from optkit.processes.signals import KEPT, said_of
 

@@ -14,7 +14,7 @@ import click
 from optkit import __version__
 from optkit.errors import OptkitError
 from optkit.processes import signals
-from optkit.processes.start import safe_children
+from optkit.processes.commands import safe_children
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 from optkit_cli.output import document_of, only_the_result_on_stdout, print_document
 

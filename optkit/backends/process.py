@@ -14,9 +14,9 @@ from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import only_visible
 from optkit.errors import StageError
+from optkit.processes.child import Child
+from optkit.processes.commands import foreign_environment, python_command
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.parent_side import Child
-from optkit.processes.start import foreign_environment, python_command
 from optkit.progress import Progress
 
 LAUNCH = Path(__file__).with_name("workers") / "launch.py"

@@ -1,6 +1,6 @@
 """4-bit layers of bitsandbytes as float weights, without the library, to train beside them.
 
-How they lie is in `optkit.formats.bitsandbytes`. transformers opens such a model to run it, with
+How they lie is in `optkit.packed_tensors.bitsandbytes`. transformers opens such a model to run it, with
 bitsandbytes' own kernels.
 """
 

@@ -18,9 +18,9 @@ from optkit.common.out_of_resources import is_out_of_memory
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Eval, EvalContext, Found
+from optkit.processes.child import Child
+from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError
-from optkit.processes.parent_side import Child
-from optkit.processes.start import python_environment
 from optkit.stage import Setting
 
 MODULE = "optkit.measuring.fresh_process_worker"

@@ -10,7 +10,7 @@ from optkit.common.frozen import restored
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Turn
 from optkit.measuring.fresh_process import Answer
-from optkit.processes.child_side import Parent
+from optkit.processes.child_program import Parent
 from optkit.progress import Progress
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from optkit.processes.child_side import Parent
+from optkit.processes.child_program import Parent
 
 READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
 

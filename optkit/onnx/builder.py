@@ -13,9 +13,9 @@ from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
+from optkit.processes.child import Child
+from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.parent_side import Child
-from optkit.processes.start import python_environment
 from optkit.progress import Task
 
 WORKER = "optkit.onnx.build_worker"

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
-from optkit.kernels.methods import quantized_layers
 from optkit.kernels.open_packed import fill_, match_packed
 from optkit.kernels.packed_linear import PackedWeight
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton, stored_dtype

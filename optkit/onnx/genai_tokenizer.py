@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.model.onnx_file import MODEL
-from optkit.processes.start import python_command, python_environment, run
+from optkit.processes.commands import python_command, python_environment, run
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "genai_config.json"

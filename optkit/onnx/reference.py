@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.methods import quantized_layers
 from optkit.kernels.open_packed import load_packed
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import return_freed_memory

@@ -75,7 +75,7 @@ def last_words(log: Path | None, count: int = LAST_LINES) -> str:
 
 
 def error_of(said: Mapping[str, Any], process: str, log: Path | None = None) -> OptkitError | ChildError:
-    """Return the error that `child_side.described` describes.
+    """Return the error that `child_program.described` describes.
     One of optkit's is the nearest that `optkit.errors` has; any other is a ChildError.
 
     Its traceback is printed below ours, and written below what the process printed.

@@ -18,8 +18,8 @@ from optkit.errors import OptkitError, StageError
 from optkit.kernels.cpu.decoding import StepDecoder, step_decoder
 from optkit.kernels.kv_cache import CacheFactory, coded_cache, stored_codes
 from optkit.kernels.low_rank import apply_adapter_
-from optkit.kernels.methods import quantized_layers
 from optkit.kernels.open_packed import load_packed
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.adapter import read_adapter
 from optkit.model.attention_choice import eager_note
 from optkit.model.carried_state import check_keys_and_values

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from optkit.errors import OptkitError, StageError
+from optkit.processes.child import Child, collect
+from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.parent_side import Child, collect
-from optkit.processes.start import python_environment
 
 WHERE = "tensor_parallel"
 PROGRAM = "optkit.session.rank_worker"

@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 
 from optkit.common.frozen import restored
 from optkit.devices.peak_memory import Peak, watched_peak
-from optkit.processes.child_side import Parent, answer
+from optkit.processes.child_program import Parent, answer
 from optkit.session.splitting import join
 from optkit.session.step_bytes import local_part
 

@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from optkit.errors import SourceError
-from optkit.source.gguf import Gguf
+from optkit.source.gguf_header import Gguf
 
 CARRIED = frozenset(
     {

@@ -15,7 +15,7 @@ from typing import Any
 
 from optkit.common.files import reading
 from optkit.progress import Progress
-from optkit.source.gguf import Gguf
+from optkit.source.gguf_header import Gguf
 from optkit.source.quiet import quiet_transformers
 
 LOADING_KEYS = (

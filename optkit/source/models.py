@@ -32,7 +32,7 @@ from optkit.model.writer import SHARD_BYTES
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
-from optkit.source.gguf import read_gguf
+from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.hub import HubRepo

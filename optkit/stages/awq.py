@@ -9,12 +9,12 @@ from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.awq import AWQ, AwqPacked, refuse_unfit_for_awq
-from optkit.formats.base import LayerFormat
-from optkit.formats.packed import PackedFormat, PackQuantized
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
+from optkit.packed_tensors.awq import AWQ, AwqPacked, refuse_unfit_for_awq
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_some_experts, refuse_uneven_groups, refuse_unfit
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of

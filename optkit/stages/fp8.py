@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
-from optkit.formats.base import LayerFormat
-from optkit.formats.eight_bit import BLOCK, Activations, Number, Scales
 from optkit.model.linear_layers import Selection
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.eight_bit import BLOCK, Activations, Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
 from optkit.stages.quantizing.fitting import refuse_odd_shapes

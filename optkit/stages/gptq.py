@@ -12,11 +12,11 @@ from optkit.common.field_types import BatchSize, Damping
 from optkit.common.frozen import Frozen
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.packed import PackedFormat, PackQuantized
 from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, by_block, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
+from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.integers import packed_grid

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.field_types import NonNegative
 from optkit.errors import StageError
-from optkit.formats.bitsandbytes import EightBitRows
 from optkit.model.linear_layers import Layer
+from optkit.packed_tensors.bitsandbytes import EightBitRows
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 
 if TYPE_CHECKING:

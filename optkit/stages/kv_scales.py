@@ -115,8 +115,8 @@ class KvScales(Transform):
         import torch
 
         from optkit.kernels.kv_cache import recording_cache
-        from optkit.kernels.methods import quantized_layers
         from optkit.kernels.open_packed import load_packed
+        from optkit.kernels.quant_methods import quantized_layers
         from optkit.model.carried_state import check_keys_and_values
         from optkit.model.skeleton import stored_dtype
 

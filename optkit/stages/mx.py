@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.base import LayerFormat
-from optkit.formats.microscaled import BLOCKS, Microscaled
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_some_experts
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob

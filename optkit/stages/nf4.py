@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from optkit.formats.base import LayerFormat
-from optkit.formats.bitsandbytes import FourBit
 from optkit.model.linear_layers import Layer, Selection
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.bitsandbytes import FourBit
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 
 if TYPE_CHECKING:

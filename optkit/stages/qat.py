@@ -16,11 +16,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import LearningRate
 from optkit.common.frozen import Frozen, digest
-from optkit.formats.packed import GPTQ, IntQuantized, PackedFormat
 from optkit.model.linear_layers import Layer, layers_of
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
+from optkit.packed_tensors.gptq import GPTQ
+from optkit.packed_tensors.integers import IntQuantized, PackedFormat
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq, GptqFields, tell_zeros

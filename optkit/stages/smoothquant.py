@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from optkit.errors import StageError
-from optkit.formats.eight_bit import Activations, Number, Scales
 from optkit.model.linear_layers import Layer, scaled_together, stacks
+from optkit.packed_tensors.eight_bit import Activations, Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
 from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob

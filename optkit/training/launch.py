@@ -12,9 +12,9 @@ from pathlib import Path
 from optkit.common.frozen import described
 from optkit.environment import cpu_cores
 from optkit.errors import OptkitError, StageError
+from optkit.processes.child import Child, collect
+from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.parent_side import Child, collect
-from optkit.processes.start import python_environment
 from optkit.stage import Context, Report, Transform
 from optkit.training.worker import Job
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.kernels.bitsandbytes_layers import FourBitLayer, four_bit_layers
-from optkit.kernels.methods import quantized_layers
 from optkit.kernels.microscaled import MicroscaledLinear
 from optkit.kernels.open_packed import fill_, match_packed
 from optkit.kernels.packed_linear import PackedLinear
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.kernels.stored_layer import QuantizedLayer, plain_layer
 from optkit.model.adapter import FEW_BITS, LEARNABLE
 from optkit.model.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import Frozen, restored
-from optkit.processes.child_side import Parent, answer
+from optkit.processes.child_program import Parent, answer
 from optkit.progress import SilentProgress
 from optkit.stage import Context, Report, Transform
 

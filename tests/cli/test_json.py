@@ -22,7 +22,7 @@ from optkit_cli.main import COMMANDS, main
 
 from optkit import pipeline
 from optkit.errors import ResourceError, SourceError
-from optkit.processes import start as processes
+from optkit.processes import commands as processes
 from optkit.processes.signals import Terminated
 
 ROOT = Path(__file__).parents[2]
@@ -259,7 +259,7 @@ def test_processes_are_started_in_one_place() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("subprocess.run", "subprocess.Popen"):
                 where = f"{file.relative_to(ROOT)}:{node.lineno}"
                 told = {"stdout", "capture_output"} & {each.arg for each in node.keywords}
-                assert told or where.startswith("optkit/processes/start.py"), where
+                assert told or where.startswith("optkit/processes/commands.py"), where
 
 
 def test_the_output_of_a_process_is_no_result(capfd: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_the_kernel_that_ran_is_said(
 
 def test_what_computes_a_layer_is_read_off_the_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(worker.__file__).parent))
-    import vllm_throughput_worker as timed
+    import time_in_vllm as timed
 
     names = (
         "UnquantizedLinearMethod",
@@ -229,7 +229,7 @@ class Engine:
 def test_a_token_of_a_batch_is_there_when_all_rows_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(worker.__file__).parent))
     monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(SamplingParams=lambda **fields: fields))
-    import vllm_throughput_worker as timed
+    import time_in_vllm as timed
 
     engine = Engine()
     monkeypatch.setattr(timed.time, "perf_counter", lambda: float(engine.steps))

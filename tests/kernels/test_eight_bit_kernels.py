@@ -18,7 +18,7 @@ from optkit.errors import SourceError
 from optkit.kernels import float8_linear, int8_linear
 from optkit.kernels.float8_linear import Float8Linear, WidenedLinear
 from optkit.kernels.int8_linear import Int8Linear
-from optkit.kernels.methods import quantized_layers
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context

@@ -25,7 +25,7 @@ from optkit.measuring import fresh_process as parent
 from optkit.measuring import fresh_process_worker as child
 from optkit.measuring.fresh_process import measure_apart
 from optkit.pipeline import evaluate
-from optkit.processes.child_side import Parent
+from optkit.processes.child_program import Parent
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.progress import SilentProgress
 from optkit.settings.attention import Attention

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack
 from optkit.errors import StageError
-from optkit.kernels.methods import quantized_layers
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.onnx.builder_input import CodedLinear, _group_alike_, exact_codes

@@ -17,7 +17,7 @@ from optkit_cli.failures import failure_of
 from optkit_cli.main import main
 
 from optkit.errors import RecipeError, StageError
-from optkit.processes.child_side import described, one_line
+from optkit.processes.child_program import described, one_line
 from optkit.processes.crashes import ChildError, error_of
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 import optkit
 from optkit.backends import installing
 from optkit.onnx.genai_tokenizer import genai_tokens
-from optkit.processes.start import SAFE_PATH, foreign_environment, python_command, python_environment, safe_children
+from optkit.processes.commands import SAFE_PATH, foreign_environment, python_command, python_environment, safe_children
 from optkit.reports.doctor.gpu_links import all_reduce_rates
 from optkit.stage import Context
 from optkit.training.launch import launch
@@ -114,14 +114,14 @@ def test_no_other_place_starts_python() -> None:
     """`sys.executable` begins no command elsewhere, and `-c` and `-m` belong to `python_command`;
     engines have Pythons of any version.
     """
-    known = {ROOT / "optkit/processes/start.py", ROOT / "optkit/verification/engines.py"}
+    known = {ROOT / "optkit/processes/commands.py", ROOT / "optkit/verification/engines.py"}
     sources = {path for part in ("optkit", "cli", "evals") for path in (ROOT / part).rglob("*.py")}
     found = {
         path: lines
         for path in sources - known
         if (lines := starts_of_python(ast.parse(path.read_text(encoding="utf-8"))))
     }
-    assert not found, f"use optkit.processes.start.python_command: {found}"
+    assert not found, f"use optkit.processes.commands.python_command: {found}"
     assert len(sources) > 300
 
 

@@ -77,7 +77,7 @@ def work(**_):
 WITH_A_CHILD = """
 def work(**_):
     import subprocess
-    from optkit.processes.start import end_group, start
+    from optkit.processes.commands import end_group, start
     process = start(["sh", "-c", "sleep 600 & echo $! $$; wait"], stdout=subprocess.PIPE)
     print(process.stdout.readline().decode(), end="", flush=True)
     try:
@@ -89,7 +89,7 @@ def work(**_):
 """
 WITH_A_COMMAND = """
 def work(**_):
-    from optkit.processes.start import run
+    from optkit.processes.commands import run
     ready()
     run(["sleep", "600"])
 """

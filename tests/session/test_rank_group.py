@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import EvalError, ResourceError, SourceError, StageError
-from optkit.processes.parent_side import Child
+from optkit.processes.child import Child
 from optkit.session import rank_group as ranks
 from optkit.session.rank_group import Ranks
 from tests.support.waiting import ended

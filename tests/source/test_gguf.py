@@ -13,7 +13,7 @@ from optkit.plan import make_plan
 from optkit.progress import SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
-from optkit.source.gguf import read_gguf
+from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of
 from optkit.source.gguf_metadata import shortest_float32

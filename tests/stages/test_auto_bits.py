@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from torch.nn.functional import kl_div
 
 from optkit.errors import SourceError, StageError
-from optkit.kernels.methods import quantized_layers
 from optkit.kernels.open_packed import load_packed
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import layers_of
 from optkit.model.skeleton import Skeleton

@@ -217,7 +217,7 @@ def test_a_router_does_not_keep_layers_whose_names_begin_like_its_own(sources: T
 def test_a_name_that_begins_another_becomes_a_pattern() -> None:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    from optkit.formats.bitsandbytes import EightBitRows
+    from optkit.packed_tensors.bitsandbytes import EightBitRows
 
     form = EightBitRows(6.0)
     patterns = form.model_config({"model.layers.0.mlp.gate_proj": form}, ["lm_head", "model.layers.0.mlp.gate"])[

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optkit.processes.child_side import described
+from optkit.processes.child_program import described
 
 SPOILED = """\
 import runpy, sys, numpy

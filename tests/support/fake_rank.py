@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from optkit.errors import EvalError, ResourceError, SourceError
-from optkit.processes.child_side import Parent, answer
+from optkit.processes.child_program import Parent, answer
 
 
 def work(parent: Parent) -> None:

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from optkit.onnx import build_worker
-from optkit.processes.child_side import Parent
+from optkit.processes.child_program import Parent
 
 
 def _export(order: dict[str, Any]) -> None:

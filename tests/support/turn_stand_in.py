@@ -12,7 +12,7 @@ from typing import Any
 
 from optkit.common.attachment import Attachment
 from optkit.errors import MissingPackageError, ResourceError
-from optkit.processes.child_side import Parent
+from optkit.processes.child_program import Parent
 
 METRIC = {
     "name": "speed",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import OptkitError, ResourceError, StageError
-from optkit.processes.child_side import described
+from optkit.processes.child_program import described
 from optkit.processes.crashes import ChildEndedError, ChildError, error_of
 from optkit.progress import SilentProgress
 from optkit.stage import Context, Report

@@ -29,7 +29,7 @@ from optkit.verification.engines import (
     install_command,
     interpreter,
 )
-from optkit.verification.workers import vllm_worker
+from optkit.verification.workers import open_in_vllm
 from tests.conftest import TinyModel
 from tests.support.fake_engine import answer, program, refusal
 from tests.support.waiting import ended, is_gone, wait_until
@@ -183,7 +183,7 @@ def test_a_vllm_for_gpus_is_not_asked_about_a_cpu(
     device: str, versions: dict[str, str], lacking: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    assert vllm_worker.missing({"device": device}, versions) == lacking
+    assert open_in_vllm.missing({"device": device}, versions) == lacking
 
 
 SLOW_ENGINE = """\

@@ -17,7 +17,7 @@ import torch
 from optkit.model.formats.base import Format
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ENGINES, ONNXRUNTIME, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask
-from optkit.verification.workers import onnxruntime_genai_worker, onnxruntime_worker
+from optkit.verification.workers import open_in_onnxruntime, open_in_onnxruntime_genai
 from tests.support.exported import saved
 from tests.support.onnx_changes import change_graph, change_json
 
@@ -127,7 +127,7 @@ def test_bfloat16_is_read_without_a_package_that_knows_it() -> None:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     given = np.array([[1.0, -2.5, 0.0, 3e38]], dtype=np.float32)
     (value,) = session.run_with_ort_values(["y"], {"x": onnxruntime.OrtValue.ortvalue_from_numpy(given)})
-    found = onnxruntime_worker._float32(value)
+    found = open_in_onnxruntime._float32(value)
     assert found.dtype == np.float32
     assert np.allclose(found, given, rtol=2**-8)
 
@@ -168,7 +168,7 @@ def test_inputs_and_outputs_that_the_loop_does_not_know(model: Path, tmp_path: P
     ],
 )
 def test_which_build_of_onnxruntime_is_missing(device: str, versions: dict[str, str], lacking: list[str]) -> None:
-    assert onnxruntime_worker.missing({"device": device}, versions) == lacking
+    assert open_in_onnxruntime.missing({"device": device}, versions) == lacking
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_which_build_of_genai_is_missing(
         model / "genai_config.json",
         lambda config: config["model"]["decoder"]["session_options"].update(provider_options=providers),
     )
-    assert onnxruntime_genai_worker.missing({"device": device, "directory": str(model)}, versions) == lacking
+    assert open_in_onnxruntime_genai.missing({"device": device, "directory": str(model)}, versions) == lacking
 
 
 def test_what_is_not_installed_comes_with_a_warning(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from optkit.progress import SilentProgress
 from optkit.verification import verify
 from optkit.verification.engines import OPTIMUM, Answer, ask, interpreter
 from optkit.verification.verify import verify_artifact
-from optkit.verification.workers.optimum_worker import inputs_of, is_cache, missing, other_cache, strange_input
+from optkit.verification.workers.open_in_optimum import inputs_of, is_cache, missing, other_cache, strange_input
 from tests.conftest import TinyModel
 from tests.support.encoders import save_encoder
 from tests.support.fake_library import environment_at

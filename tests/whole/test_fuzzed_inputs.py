@@ -27,7 +27,7 @@ from optkit.recipe.gates import parse_gate
 from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.directory import check_directory
-from optkit.source.gguf import read_gguf
+from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.texts import TextSource
 from optkit.source.vocabulary import other_token
@@ -238,7 +238,7 @@ def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @damages(60)
 def test_quantization_configs(packed: Path, draw: Random) -> None:
-    from optkit.kernels.methods import quantized_layers
+    from optkit.kernels.quant_methods import quantized_layers
     from optkit.verification.layers import problems_of_layers
 
     def read() -> None:

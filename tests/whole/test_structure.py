@@ -102,7 +102,7 @@ def test_prose_is_short(page: str) -> None:
     [
         "optkit/stages",
         "optkit/settings",
-        "optkit/formats",
+        "optkit/packed_tensors",
         "optkit/model/formats",
         "optkit/kernels",
         "optkit/verification/workers",

@@ -1,6 +1,6 @@
 """What a worker does with a request, in the environment of a library, without optkit.
 
-Beside the messages of `optkit/processes/child_side.py`, which runs this file, it tells what the
+Beside the messages of `optkit/processes/child_program.py`, which runs this file, it tells what the
 transformers there makes of the float model: `{"type": "logits", "file": ".../logits.safetensors"}`.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optkit.processes.child_side import Parent, RemoteTask
+    from optkit.processes.child_program import Parent, RemoteTask
 
 
 class Job:

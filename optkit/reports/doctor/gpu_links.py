@@ -15,7 +15,7 @@ from pathlib import Path
 
 from optkit.common.frozen import Frozen
 from optkit.errors import ResourceError, UsageError
-from optkit.processes.start import safe_children
+from optkit.processes.commands import safe_children
 
 SIZES = (1 << 20, 16 << 20, 256 << 20, 1 << 30)
 """Bytes of the tensors: what decoding exchanges is small, what training and prefill exchange is

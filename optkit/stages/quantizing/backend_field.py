@@ -26,11 +26,11 @@ from optkit.backends.older_transformers import PROBE_TOKENS, check_same_model, h
 from optkit.backends.process import run_worker, work_directory
 from optkit.backends.take_over import DTYPE_NAMES, take_over
 from optkit.errors import StageError
-from optkit.formats.base import LayerFormat, quantization_config
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection, layers_of
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
+from optkit.packed_tensors.base import LayerFormat, quantization_config
 from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report

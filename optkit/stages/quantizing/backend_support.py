@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from optkit.formats.packed import GPTQ_GROUP_SIZES
+from optkit.packed_tensors.gptq import GPTQ_GROUP_SIZES
 
 WEIGHTS = frozenset({"backend", "bits", "group_size", "symmetric", "format", "include", "exclude", "overrides"})
 """Which layers, and their form: told to the worker layer by layer."""

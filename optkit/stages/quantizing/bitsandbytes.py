@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.base import LayerFormat
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import quiet_bitsandbytes
 from optkit.stages.quantizing.fitting import EXPERTS
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob

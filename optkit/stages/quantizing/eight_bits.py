@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.formats.base import LayerFormat
-from optkit.formats.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
 from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, Selection, by_block, stacks
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.fitting import joined_differently, refuse_some_experts
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob

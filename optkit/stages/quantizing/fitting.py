@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
 from optkit.errors import StageError
-from optkit.formats.base import COMPRESSED_TENSORS, LayerFormat
-from optkit.formats.packed import GPTQ, GPTQ_MULTIPLE
 from optkit.model.linear_layers import OUTSIDE, ROUTER, Layer, Selection, stacks
 from optkit.model.output_layer import HEAD
+from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
+from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 
 EXPERTS = ".experts."
 

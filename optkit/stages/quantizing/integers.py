@@ -13,10 +13,11 @@ from pydantic import field_validator, model_validator
 
 from optkit.common.field_types import GroupSize
 from optkit.errors import StageError
-from optkit.formats.base import LayerFormat
-from optkit.formats.packed import GPTQ, GPTQ_GROUP_SIZES, GptqPacked, PackedFormat, PackQuantized
 from optkit.model.linear_layers import Layer, Selection, refuse_unmatched
 from optkit.model.output_layer import HEAD
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.gptq import GPTQ, GPTQ_GROUP_SIZES, GptqPacked
+from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.stages.quantizing.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
 from optkit.stages.quantizing.overrides import KEEP, Override, Overrides, override_of
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob

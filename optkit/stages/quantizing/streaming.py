@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import AtLeastOne, Distinct, Name
-from optkit.formats.base import LayerFormat, quantization_config
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.packed_tensors.base import LayerFormat, quantization_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
 

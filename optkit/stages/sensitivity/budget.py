@@ -15,9 +15,9 @@ from pydantic import field_validator
 from optkit.common.field_types import GroupSize
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
-from optkit.formats.packed import PackQuantized
 from optkit.model.linear_layers import Layer, stacks
 from optkit.model.shape import ModelShape
+from optkit.packed_tensors.integers import PackQuantized
 from optkit.stages.quantizing.fitting import EXPERTS
 
 

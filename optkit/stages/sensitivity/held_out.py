@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import kl_div
 
-from optkit.kernels.methods import quantized_layers
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.head import logits_behind
 from optkit.model.replaced_forward import replaced_forward
 

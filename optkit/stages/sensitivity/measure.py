@@ -24,9 +24,9 @@ from optkit.stages.sensitivity.needed_memory import PROBES
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optkit.formats.packed import PackQuantized
     from optkit.model.checkpoint import Checkpoint
     from optkit.model.skeleton import Skeleton
+    from optkit.packed_tensors.integers import PackQuantized
     from optkit.progress import Progress
 
 Rounding = Literal["gptq", "rtn"]

@@ -1,5 +1,5 @@
 """Answer one request about one engine, in the Python that has the engine.
-`optkit/processes/child_side.py` runs this file.
+`optkit/processes/child_program.py` runs this file.
 
 The request names a worker, a file beside this one, with PACKAGES (whose versions are told),
 `missing(request, versions)` (what is not installed) and `answer_to(request)`.

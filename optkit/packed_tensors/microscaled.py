@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from optkit.formats.base import COMPRESSED_TENSORS
 from optkit.model.shape import TensorInfo
+from optkit.packed_tensors.base import COMPRESSED_TENSORS
 
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 """Inputs that share a scale."""

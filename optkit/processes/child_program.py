@@ -1,5 +1,5 @@
 """The child's side: every process that optkit hands work to begins here.
-It runs as `python child_side.py DESCRIPTOR TARGET`.
+It runs as `python child_program.py DESCRIPTOR TARGET`.
 
 It imports the standard library alone, and runs in any Python of at least 3.10, with or without
 optkit.

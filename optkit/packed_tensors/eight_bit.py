@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from optkit.formats.base import COMPRESSED_TENSORS
 from optkit.model.shape import TensorInfo
+from optkit.packed_tensors.base import COMPRESSED_TENSORS
 
 Number: TypeAlias = Literal["float", "int"]
 Scales: TypeAlias = Literal["tensor", "channel", "block"]

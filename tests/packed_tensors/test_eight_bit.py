@@ -21,7 +21,7 @@ from optkit.algorithms.eight_bit import (
     search_scales,
     tile_of,
 )
-from optkit.formats.eight_bit import EightBitFormat
+from optkit.packed_tensors.eight_bit import EightBitFormat
 
 FORMATS = {"float": FLOAT8, "int": INT8}
 

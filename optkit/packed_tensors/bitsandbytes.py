@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from optkit.formats.base import LayerFormat
 from optkit.model.shape import TensorInfo
+from optkit.packed_tensors.base import LayerFormat
 
 BITSANDBYTES = "bitsandbytes"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

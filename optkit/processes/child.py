@@ -1,6 +1,5 @@
-"""The parent's side of a child process.
-It starts `child_side.py`, gives it orders, draws what it tells, and ends it with everything that it
-started.
+"""A child process, as its parent has it: started, given orders, heard and ended.
+It runs `child_program.py`; what it started ends with it.
 
     with Child("optkit.onnx.build_worker", name="the process that exported", log=log) as child:
         child.send(order)
@@ -26,11 +25,11 @@ from typing import Any, Self
 
 from optkit.errors import OptkitError
 from optkit.processes import signals
+from optkit.processes.commands import ask_to_end, kill_group, python_command, python_environment, start
 from optkit.processes.crashes import ChildEndedError, ChildError, error_of
-from optkit.processes.start import ask_to_end, kill_group, python_command, python_environment, start
 from optkit.progress import Progress, SilentProgress, Task
 
-CHILD_SIDE = Path(__file__).with_name("child_side.py").absolute()
+CHILD_PROGRAM = Path(__file__).with_name("child_program.py").absolute()
 POLL_S = 0.5
 """How often a silent child is looked at."""
 END_S = 30.0
@@ -64,7 +63,7 @@ class Child:
         self.value: Any = None
         self._told_end, self._rest = False, b""
         self._channel, writing = os.pipe()
-        command = [*(python or python_command()), str(CHILD_SIDE), str(writing), str(target)]
+        command = [*(python or python_command()), str(CHILD_PROGRAM), str(writing), str(target)]
         try:
             with contextlib.ExitStack() as files:
                 files.callback(os.close, writing)

@@ -18,9 +18,9 @@ from optkit_cli.failures import failure_of
 
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import ResourceError
+from optkit.processes.child import CHILD_PROGRAM, Child, collect
+from optkit.processes.commands import foreign_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.parent_side import CHILD_SIDE, Child, collect
-from optkit.processes.start import foreign_environment
 from optkit.progress import SilentProgress
 from tests.support.remembered import Lines
 from tests.support.waiting import ended
@@ -210,7 +210,7 @@ def test_one_that_does_not_hear_is_ended_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_a_parent_that_dies(number: int, tmp_path: Path) -> None:
     program = f"""
-from tests.processes.test_parent_side import Lines, talkative
+from tests.processes.test_child import Lines, talkative
 class Printing(Lines):
     def say(self, line):
         print(line, flush=True)
@@ -270,7 +270,7 @@ def test_an_environment_without_optkit(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_worker_file_imports_the_standard_library_alone() -> None:
-    tree = ast.parse(CHILD_SIDE.read_text(encoding="utf-8"))
+    tree = ast.parse(CHILD_PROGRAM.read_text(encoding="utf-8"))
     names = {each.names[0].name for each in ast.walk(tree) if isinstance(each, ast.Import)}
     names |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

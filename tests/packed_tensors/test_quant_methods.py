@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import SourceError
-from optkit.kernels.methods import quantized_layers
+from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from optkit.formats.base import quantization_config
-from optkit.formats.microscaled import Microscaled
+from optkit.packed_tensors.base import quantization_config
+from optkit.packed_tensors.microscaled import Microscaled
 
 
 @pytest.mark.parametrize(("type", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25)])

@@ -1,4 +1,4 @@
-"""Processes that end with this one.
+"""Commands that run as processes which end with this one.
 They start in a group of their own and end with everything that they started.
 
 A Python among them imports nothing from the directory that it runs in, whose files are nobody's.

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean as mean
 from typing import Any
 
-from vllm_worker import PACKAGES, lora_options, missing, with_adapter  # type: ignore[import-not-found]
+from open_in_vllm import PACKAGES, lora_options, missing, with_adapter  # type: ignore[import-not-found]
 
 __all__ = ["PACKAGES", "answer_to", "missing"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.errors import StageError
-from optkit.formats.base import LayerFormat
-from optkit.formats.packed import Float16Scales
 from optkit.model.linear_layers import Layer
 from optkit.model.shape import TensorInfo
+from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.integers import Float16Scales
 
 if TYPE_CHECKING:
     import torch
