@@ -220,11 +220,10 @@ def describe_environment(device: str) -> dict[str, Any]:
         "device_name": cpu_name(),
         "cpu": cpu_name(),
         "cpu_cores": cpu_cores(),
+        "cpu_threads": cpu_threads(),
         "memory_bytes": memory().total_bytes,
     }
     described |= {name: version for name in PACKAGES if (version := package_version(name))}
-    if loaded := sys.modules.get("torch"):
-        described["cpu_threads"] = loaded.get_num_threads()
     if device != "cpu":
         import torch
 

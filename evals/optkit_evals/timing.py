@@ -34,7 +34,7 @@ MOST_REPEATS = 4
 def device_text(device: str) -> str:
     """Return what a protocol says of the machine: its name, the threads of a CPU, torch."""
     environment = describe_environment(device)
-    threads = f", {environment['cpu_threads']} threads" if device == "cpu" and "cpu_threads" in environment else ""
+    threads = f", {environment['cpu_threads']} threads" if device == "cpu" else ""
     return f"{environment['device_name']}{threads}, torch {environment['torch']}"
 
 

@@ -1,0 +1,108 @@
+"""Which one to take: what must hold, what is to be best, and the reason in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from optkit.common.statistics import Estimate
+from optkit.comparison.columns import Table
+from optkit.comparison.result import Column, Difference
+from optkit.errors import UsageError, did_you_mean
+from optkit.recipe.gates import Gate, Verdict, parse_gate
+from optkit.scorecard.numbers import format_value, significant
+from optkit.scorecard.scorecard import GateResult, Measured
+
+ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
+_REQUIREMENT = re.compile(r"([^<>]*)([<>].*)", re.DOTALL)
+UNNAMED = ("size_bytes", "decode_tokens_per_s")
+"""Metrics that `smaller` and `faster` are about if nothing else is said."""
+
+
+def parse_requirement(text: str) -> Gate:
+    """Return the limit that `perplexity<=1.05x` states; raises UsageError if it states none."""
+    found = _REQUIREMENT.fullmatch(text.strip())
+    try:
+        if not found:
+            raise ValueError(f"'{text}' is no limit. Write it as perplexity<=1.05x.")
+        return parse_gate(found[1], found[2])
+    except ValueError as error:
+        raise UsageError(str(error), where="--require") from error
+
+
+def check_names(gates: Sequence[Gate], table: Table) -> None:
+    """Raise UsageError for a limit to a metric that no scorecard has."""
+    for gate in gates:
+        named_columns(table, gate.key, "--require")
+
+
+def named_columns(table: Table, text: str, option: str) -> list[Column]:
+    """Return the columns that `name` or `name[label=value]` names; raises UsageError for none."""
+    try:
+        gate = parse_gate(text, "> 0")
+    except ValueError as error:
+        raise UsageError(str(error), where=option) from error
+    found = [each for each in table.columns if each.name == gate.name and gate.labels.items() <= each.labels.items()]
+    if not found:
+        known = list(dict.fromkeys(column.key for column in table.columns if " #" not in column.key))
+        hint = did_you_mean(text, known).strip() or f"Measured: {', '.join(known)}"
+        raise UsageError(f"no scorecard has '{text}'", where=option, remedy=hint)
+    return found
+
+
+def judged(gate: Gate, rows: Mapping[str, Measured]) -> GateResult:
+    """Return what a scorecard makes of a limit; the worst of the rows that it is about."""
+    found = [_judge(gate, row) for row in rows.values() if gate.matches(row.metric)]
+    if not found:
+        return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why="it was not measured")
+    return max(found, key=lambda each: ORDER.index(each.verdict))
+
+
+def _judge(gate: Gate, row: Measured) -> GateResult:
+    def result(verdict: Verdict, why: str = "") -> GateResult:
+        return GateResult(key=gate.key, limit=gate.text, verdict=verdict, why=why)
+
+    if row.metric.failure:
+        return result(Verdict.FAIL, row.metric.failure)
+    if not gate.relative:
+        return result(gate.judge(Estimate(row.metric.value, row.metric.interval)))
+    if row.ratio is None:
+        return result(Verdict.FAIL, "there is no ratio to the unmodified model")
+    return result(gate.judge(Estimate(row.ratio, row.ratio_interval)))
+
+
+def reason(pick: str, other: str, differences: Sequence[tuple[Column, Difference]]) -> str:
+    """Return e.g. `a over b: 4% smaller, no measurable difference in perplexity`."""
+    told = [*_told(differences, "better"), *_told(differences, "worse")]
+    same = [column.key for column, difference in differences if difference.relation == "none"]
+    if same:
+        worse = any(difference.relation == "worse" for _, difference in differences)
+        told.append(f"no measurable {'difference' if worse or not told else 'loss'} in {' and '.join(same)}")
+    return f"{pick} over {other}: {', '.join(told)}"
+
+
+def _told(differences: Sequence[tuple[Column, Difference]], relation: str) -> Iterator[str]:
+    for column, difference in differences:
+        if difference.relation == relation:
+            yield f"{'but ' if relation == 'worse' else ''}{difference_text(column, difference)}"
+
+
+def difference_text(column: Column, difference: Difference) -> str:
+    """Return e.g. `4% smaller`, `12% faster`, `1.2% lower perplexity`, `0.03 nats/token higher kl_divergence`."""
+    if not difference.relative:
+        size = format_value(abs(difference.value), column.unit)
+        return f"{size} {'higher' if difference.value > 0 else 'lower'} {column.key}"
+    return _ratio_text(column, difference.value)
+
+
+def _ratio_text(column: Column, ratio: float) -> str:
+    rate = column.role == "speed" and column.higher_is_better
+    named = column.role == "size" or rate
+    more, less, much = ("larger", "smaller", "large") if column.role == "size" else ("faster", "slower", "fast")
+    if ratio >= 2:
+        text = f"{significant(ratio, 2)}x " + (f"as {much}" if named else f"the {column.key}")
+    else:
+        percent = abs(ratio - 1) * 100
+        text = f"{percent:.0f}%" if percent >= 9.95 else f"{significant(percent, 2)}%"
+        text += f" {more if ratio > 1 else less}" if named else f" {'higher' if ratio > 1 else 'lower'} {column.key}"
+    return text if not named or column.name in UNNAMED else f"{text} ({column.key})"

@@ -1,0 +1,86 @@
+"""Each scorecard as an entry: its name among the others, its cells, and whether it meets what is required."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from optkit.comparison.axes import NEGLIGIBLE
+from optkit.comparison.choice import judged
+from optkit.comparison.columns import Table, model_of
+from optkit.comparison.differing import differing_fields
+from optkit.comparison.result import Cell, Entry, Floor, Relation
+from optkit.recipe.gates import Gate, overall
+from optkit.scorecard.scorecard import Measured, Scorecard
+
+
+def entries_of(
+    cards: Sequence[tuple[Path, Scorecard]], table: Table, floors: Mapping[str, Floor], gates: Sequence[Gate]
+) -> list[Entry]:
+    """Return an entry for each scorecard, not ranked yet."""
+    fields = differing_fields([card.recipe for _, card in cards])
+    units = {column.key: column.unit for column in table.columns}
+    found = []
+    for (place, card), label, rows, its in zip(cards, _labels(cards), table.rows, fields, strict=True):
+        results = tuple(judged(gate, rows) for gate in gates)
+        found.append(
+            Entry(
+                label=label,
+                place=str(place),
+                artifact_key=card.artifact_key,
+                created=card.created,
+                model=model_of(card),
+                device=" ".join(
+                    str(card.environment[key]) for key in ("device", "device_name") if card.environment.get(key)
+                ),
+                fields=its,
+                verdict=card.verdict,
+                gated=any(row.gates for row in card.rows),
+                requirements=results,
+                meets=overall([each.verdict for each in results]),
+                cells=tuple(_cell(key, row, floors.get(key), units[key]) for key, row in rows.items()),
+            )
+        )
+    return found
+
+
+def _labels(cards: Sequence[tuple[Path, Scorecard]]) -> list[str]:
+    """Return a name for each: the recipe's if it is the only one, then with its key, then its place."""
+    names = [card.name for _, card in cards]
+    keyed = [f"{card.name} {card.artifact_key[:8]}" for _, card in cards]
+    counts, key_counts = Counter(names), Counter(keyed)
+    return [
+        name if counts[name] == 1 else key if key_counts[key] == 1 else f"{name} {place}"
+        for name, key, (place, _) in zip(names, keyed, cards, strict=True)
+    ]
+
+
+def _cell(column: str, row: Measured, floor: Floor | None, unit: str) -> Cell:
+    metric = row.metric
+    baseline = row.baseline if row.baseline and not row.baseline.failure else None
+    if metric.failure:
+        return Cell(column=column, value=None, failure=metric.failure)
+    return Cell(
+        column=column,
+        value=metric.value,
+        interval=metric.interval,
+        baseline=baseline.value if baseline else None,
+        baseline_interval=baseline.interval if baseline else None,
+        ratio=row.ratio,
+        ratio_interval=row.ratio_interval,
+        change=_change(row, floor, unit),
+    )
+
+
+def _change(row: Measured, floor: Floor | None, unit: str) -> Relation | None:
+    """Return what a number is to the unmodified model's; a divergence is one from it already."""
+    if row.ratio is None:
+        if floor is None or unit != "nats/token":
+            return None
+        return "worse" if row.metric.value > floor.value else "none"
+    low, high = row.ratio_interval or (row.ratio, row.ratio)
+    least = max(NEGLIGIBLE, floor.value if floor and floor.relative else 0.0)
+    if low <= 1 <= high or 1 / (1 + least) <= row.ratio <= 1 + least:
+        return "none"
+    return "better" if (low > 1) == row.metric.higher_is_better else "worse"

@@ -1,0 +1,52 @@
+"""Pick one of those that meet the requirements, and say why in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optkit.comparison.axes import Axis
+from optkit.comparison.choice import reason
+from optkit.comparison.front import Front
+from optkit.comparison.result import Entry
+from optkit.recipe.gates import Verdict
+
+FEW = 3
+
+
+def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: Axis | None) -> tuple[int | None, str]:
+    """Return the index of the one to take, None if there is none, and the reason.
+
+    Without a metric that is to be `best`, it is the one nearest to the best of all axes. With one,
+    those that are not measurably worse in it than the first count as its equals.
+    """
+    able = [index for index, entry in enumerate(entries) if entry.meets is Verdict.PASS]
+    if not able:
+        return None, _why_none(entries)
+    required = any(entry.requirements for entry in entries)
+    near = sorted(able, key=lambda each: (each not in front.members, front.distances[each]))
+    if best is None and not required and front.knee is None:
+        one, other = (entries[index].label for index in near[:2])
+        return None, f"{one} and {other} are both on the front: say what counts, as in --best {axes[-1].column.name}"
+    if best is None:
+        pick, others = near[0], near[1:]
+        beside = axes
+    else:
+        places = best.places * (1.0 if best.column.higher_is_better else -1.0)
+        top = max(able, key=lambda each: places[each])
+        relations = best.relations(top)
+        pick = next(each for each in near if relations[each] == 0)
+        others = sorted((each for each in able if each != pick), key=lambda each: -places[each])
+        beside = [best, *(axis for axis in axes if axis.column.key != best.column.key)]
+    label = entries[pick].label
+    if not others:
+        return pick, f"{label} is the only one" + (" that meets what is required" if required else "")
+    differences = [(axis.column, axis.difference(pick, others[0])) for axis in beside]
+    return pick, reason(label, entries[others[0]].label, differences)
+
+
+def _why_none(entries: Sequence[Entry]) -> str:
+    unclear = [entry.label for entry in entries if entry.meets is Verdict.INCONCLUSIVE]
+    if unclear:
+        more = f" and {len(unclear) - FEW} more" if len(unclear) > FEW else ""
+        return f"none surely meets what is required; {', '.join(unclear[:FEW])}{more} may"
+    return "none meets what is required"

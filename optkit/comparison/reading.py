@@ -1,0 +1,121 @@
+"""Find the scorecards below directories, and read each once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optkit.common.files import read_object
+from optkit.common.own_files import ATTACHMENTS, RECORD, SCORECARD_JSON
+from optkit.comparison.result import LeftOut
+from optkit.errors import ArtifactError
+from optkit.scorecard.scorecard import Scorecard, read_json
+
+OWN = frozenset({RECORD, SCORECARD_JSON})
+"""One of these makes a directory one scorecard's, not one to be searched."""
+
+
+@dataclass
+class Reading:
+    """What was found."""
+
+    cards: list[tuple[Path, Scorecard]] = field(default_factory=list)
+    """Each with its place: the artifact's directory, or the file of a bare scorecard."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_scorecards(places: Sequence[Path]) -> Reading:
+    """Return the scorecards of artifacts, of scorecard.json files and of what lies below directories.
+
+    A file that is found twice is read once; of equal scorecards the first stays. What is below a
+    directory and cannot be read is left out with its reason; what was named itself is an error.
+    Raises ArtifactError for that, and if nothing is found.
+    """
+    found, seen = Reading(), set[Path]()
+    contents: dict[bytes, Path] = {}
+    for place in places:
+        named = [place] if _is_one(place) else None
+        for each in named or _below(place):
+            if (real := each.resolve()) in seen:
+                continue
+            seen.add(real)
+            try:
+                card, content = _read(each)
+            except ArtifactError as error:
+                if named:
+                    raise
+                found.left_out.append(LeftOut(place=str(each), why=_without_place(error)))
+                continue
+            if (first := contents.setdefault(content, each)) is not each:
+                found.notes.append(f"{each} holds the scorecard of {first}, and is left out")
+                continue
+            found.cards.append((each, card))
+    if not found.cards:
+        _refuse(places, found.left_out)
+    return found
+
+
+def _is_one(place: Path) -> bool:
+    """Say whether a place is one scorecard, not a directory of many."""
+    if not place.exists():
+        raise ArtifactError("no such file or directory", where=str(place))
+    return not place.is_dir() or any((place / name).exists() for name in OWN)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Yield what holds a scorecard below a directory, in the order of names."""
+    for place, folders, names in os.walk(directory):
+        if not OWN.isdisjoint(names):
+            folders.clear()
+            yield Path(place)
+        folders[:] = sorted(each for each in folders if not each.startswith(".") and each != ATTACHMENTS)
+
+
+def _read(place: Path) -> tuple[Scorecard, bytes]:
+    """Return a scorecard and the digest of its file; raises ArtifactError."""
+    if not place.is_dir():
+        return read_json(place), _digest(place)
+    if (place / RECORD).exists():
+        _require_finished(place)
+    if not (place / SCORECARD_JSON).is_file():
+        raise ArtifactError(
+            "there is no scorecard", where=str(place), why="It was deleted", remedy="Run its recipe again"
+        )
+    return read_json(place / SCORECARD_JSON), _digest(place / SCORECARD_JSON)
+
+
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+def _require_finished(artifact: Path) -> None:
+    """Raise ArtifactError if an artifact's run did not finish."""
+    if read_object(artifact / RECORD, ArtifactError).get("finished") is not True:
+        from optkit.artifact import read_finished  # imports much, for what is rare
+
+        read_finished(artifact)
+
+
+def _without_place(error: ArtifactError) -> str:
+    return str(error).removeprefix(f"{error.where}: ")
+
+
+def _refuse(places: Sequence[Path], left_out: Sequence[LeftOut]) -> None:
+    searched = ", ".join(map(str, places))
+    if left_out:
+        first = left_out[0]
+        raise ArtifactError(
+            f"none of the {len(left_out)} scorecards can be read",
+            where=searched,
+            why=f"{first.place}: {first.why}".rstrip("."),
+        )
+    raise ArtifactError(
+        "no scorecard is here or below",
+        where=searched,
+        why=f"No directory has a {SCORECARD_JSON}",
+        remedy="Name an artifact of `optkit run`, or a directory of several",
+    )
