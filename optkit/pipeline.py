@@ -26,10 +26,12 @@ from optkit.environment import usable_device
 from optkit.errors import ArtifactError, UnsoundError
 from optkit.execute import Execution, check_texts, execute
 from optkit.measuring.attribution import attribute, between
+from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of, measure_plan, metric_keys
 from optkit.measuring.evaluation import evaluate as evaluate
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
+from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.recipe import Recipe, load_recipe
 from optkit.scorecard import (
     Comparison,
@@ -88,6 +90,7 @@ def run(
     data: Path | None = None,
     retime: bool = False,
     verified: bool = False,
+    against: Path | str | None = None,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Make a recipe's artifact in `out` (`artifacts/NAME`) and return its scorecard.
@@ -96,11 +99,14 @@ def run(
     `model` takes the place of the recipe's, `overrides` are like `stages.0.gptq.group_size=32`,
     `data` is a directory with local copies of data sets. What the store holds is not done again,
     but for timings if `retime` is true. `verified`: every engine that is installed opens the
-    artifact at the end; UnsoundError if its files do not pass the checks. Raises an OptkitError
-    for everything that a user can cause.
+    artifact at the end; UnsoundError if its files do not pass the checks. `against` is an earlier
+    release that gates are relative to: its artifact or scorecard.json, or `none` if there is none
+    yet. Raises an OptkitError for everything that a user can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
+    require_earlier_release(wanted.gates, against)
+    previous = earlier_release(against)
     chosen = usable_device(device)
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
     shelf = Store(store or default_store())
@@ -124,6 +130,7 @@ def run(
             steps=[asdict(step) for step in execution.steps],
             calibrated_on=execution.calibrated_on,
             retime=retime,
+            previous=previous,
         )
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         notes = (*scorecard.notes, *_left_out(todo))

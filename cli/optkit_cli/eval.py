@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Unpack
 
 import click
@@ -9,6 +10,7 @@ import click
 from optkit_cli.options import (
     Command,
     Place,
+    against_option,
     all_of,
     json_option,
     place_options,
@@ -28,12 +30,14 @@ from optkit_cli.options import (
     help="Model that the artifact was made from, if it is not found.",
 )
 @retime_option
+@against_option
 @all_of(place_options, json_option, quiet_option, trust_option)
 def command(
     model: str,
     evals: str,
     unmodified: str | None,
     retime: bool,
+    against: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
@@ -54,6 +58,7 @@ def command(
             evals,
             retime=retime,
             unmodified=unmodified,
+            against=against,
             trust_remote_code=trust_remote_code,
             progress=open_progress(quiet=quiet),
             **place,

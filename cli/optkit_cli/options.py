@@ -140,6 +140,12 @@ store_option = click.option(
 retime_option = click.option(
     "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."
 )
+against_option = click.option(
+    "--against",
+    metavar="ARTIFACT",
+    type=click.Path(path_type=Path),
+    help="Earlier release (artifact or scorecard.json) for gates `of previous`; none before the first.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr."
 )

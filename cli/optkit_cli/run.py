@@ -12,6 +12,7 @@ import click
 from optkit_cli.options import (
     Command,
     Place,
+    against_option,
     all_of,
     json_option,
     model_option,
@@ -34,6 +35,7 @@ from optkit_cli.options import (
     help="Directory of the artifact [artifacts/RECIPE].",
 )
 @retime_option
+@against_option
 @click.option(
     "--verify",
     "verified",
@@ -48,6 +50,7 @@ def command(
     out: Path | None,
     retime: bool,
     verified: bool,
+    against: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
@@ -61,6 +64,7 @@ def command(
     """
     from optkit import pipeline
     from optkit.errors import UnsoundError
+    from optkit.recipe.gate_places import gate_places, require_earlier_release
     from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
@@ -68,12 +72,14 @@ def command(
     try:
         with only_the_result_on_stdout():
             wanted = load_recipe(recipe, overrides=overrides, model=model).trusting(trust_remote_code)
+            require_earlier_release(wanted.gates, against, gate_places(recipe, overrides))
             target = out or Path("artifacts") / wanted.name
             scorecard = pipeline.run(
                 wanted,
                 out=target,
                 retime=retime,
                 verified=verified,
+                against=against,
                 progress=open_progress(quiet=quiet),
                 **place,
             )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
     Measured,
     Row,
     Scorecard,
     StepLine,
     footnotes,
-    format_ratio,
     format_value,
     protocols,
     table_rows,
@@ -40,6 +42,8 @@ LONGEST_VERDICT = "INCONCLUSIVE"
 def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[RenderableType]:
     """Return what to print, top to bottom; `directory` is where the artifact lies."""
     made = [(step.kind, _step(step)) for step in scorecard.steps] + [("setting", line) for line in scorecard.settings]
+    previous = scorecard.previous
+    earlier = f"{previous.name} of {previous.created}, {previous.artifact_key[:12]}" if previous else ""
     notes = [*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]
     sections = [
         _title(scorecard),
@@ -48,6 +52,7 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
         Numbers(scorecard) if scorecard.rows else Text("nothing was measured"),
         attribution_view(scorecard),
         indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),
+        indented([("previous", earlier)] if earlier else []),
         indented([("note", note) for note in notes]),
         indented([("file", each.path) for each in scorecard.files]),
         *loading_view(scorecard.loading),
@@ -71,11 +76,18 @@ class Numbers:
         space = 1 if narrow else 2
         numbers = ("baseline", "artifact", "ratio or ± [95%]")
         table = plain_table(("", "left"), *((name, "right") for name in numbers), ("gate", "left"), space=space)
-        pairs = list(zip(self.scorecard.rows, table_rows(self.scorecard), strict=True))
-        for label, pair in grouped(pairs, metric=lambda pair: pair[1].metric):
-            table.add_row(
-                Text(label) if pair is None else _label(label, pair[1]), *(_cells(*pair, narrow=narrow) if pair else ())
-            )
+        lines = table_rows(self.scorecard)
+        firsts = [index for index, line in enumerate(lines) if line.of == "baseline"]
+        blocks = [lines[start:end] for start, end in pairwise([*firsts, len(lines)])]
+        pairs = list(zip(self.scorecard.rows, blocks, strict=True))
+        for label, pair in grouped(pairs, metric=lambda pair: pair[1][0].metric):
+            if pair is None:
+                table.add_row(Text(label))
+                continue
+            measured, (first, *further) = pair
+            table.add_row(_label(label, first), *_cells(measured, first, narrow=narrow))
+            for row in further:
+                table.add_row(Text(f"    of {row.of}", style="dim"), *_cells(measured, row, narrow=narrow))
         return table
 
 
@@ -86,17 +98,15 @@ def _label(label: str, row: Row) -> Text:
 
 def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
     gap = "\n" if narrow else " "
-    metric, baseline = measured.metric, measured.baseline
-    values = [value_text(each) if each else "-" for each in (baseline, metric)]
+    metric, first = measured.metric, row.of == "baseline"
+    other = measured.baseline if first else next((each.metric for each in measured.beside if each.of == row.of), None)
+    values = [value_text(other) if other else "-", value_text(metric) if first else ""]
     if narrow:
         values = [value if len(value) <= WIDEST_VALUE else value.replace(" ", gap) for value in values]
     uncertain = Text("-")
-    if measured.ratio is not None:
-        uncertain = Text(
-            format_ratio(measured.ratio, measured.ratio_interval).replace(" [", f"{gap}["),
-            style=RATIO_STYLES[row.change],
-        )
-    elif metric.interval:
+    if row.ratio != "-":
+        uncertain = Text(row.ratio.replace(" [", f"{gap}["), style=RATIO_STYLES[row.change])
+    elif metric.interval and first:
         uncertain = Text(f"± {format_value(metric.value, metric.unit, metric.interval).split(' ± ')[1].split(' ')[0]}")
     gates = [
         Text.assemble(
@@ -105,7 +115,7 @@ def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
             verdict_text(gate.verdict),
             f"\n{gate.why}" if gate.why else "",
         )
-        for gate in measured.gates
+        for gate in row.gates
     ]
     return *map(Text, values), uncertain, Text("\n").join(gates)
 
@@ -134,8 +144,10 @@ def _closing(scorecard: Scorecard, directory: Path | None) -> Text:
     place = f"  {directory}" if directory else ""
     if not gates:
         return Text.assemble(("no gates", "dim"), place)
-    kept = sum(gate.verdict == "PASS" for gate in gates)
-    closing = Text.assemble(verdict_text(scorecard.verdict), f"  {kept} of {len(gates)} gates pass", place)
+    counts = Counter(gate.verdict for gate in gates)
+    skipped = f", {counts[Verdict.SKIPPED]} skipped" if counts[Verdict.SKIPPED] else ""
+    kept = f"  {counts[Verdict.PASS]} of {len(gates) - counts[Verdict.SKIPPED]} gates pass{skipped}"
+    closing = Text.assemble(verdict_text(scorecard.verdict), kept, place)
     if unclear := _unclear_timings(scorecard):
         closing.append(f"\ntoo noisy to tell: {', '.join(unclear)}; run again with --retime on a quiet machine")
     return closing

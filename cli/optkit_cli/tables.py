@@ -14,7 +14,7 @@ from optkit.common import byte_sizes
 
 UNBOUNDED = 1000
 """Columns that no table needs, to measure how wide it is by itself."""
-VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow"}
+VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "SKIPPED": "dim"}
 
 
 def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) -> Table:
@@ -95,7 +95,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def verdict_text(verdict: str) -> Text:
-    """Return PASS, FAIL or INCONCLUSIVE in its colour."""
+    """Return PASS, FAIL, INCONCLUSIVE or SKIPPED in its colour."""
     return Text(verdict, style=VERDICT_STYLES[verdict])
 
 

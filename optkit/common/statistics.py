@@ -272,9 +272,10 @@ def paired_log_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Est
     return Estimate(_exp(difference), (_exp(difference - half), _exp(difference + half)))
 
 
-def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimate:
+def paired_ratio(samples: Sequence[float], baseline: Sequence[float], neighbours: bool = False) -> Estimate:
     """Return the ratio of the means of two sets of numbers, not negative.
-    Those of equal index were measured beside each other.
+    Those of equal index were measured beside each other, or on the same window of a text
+    (`neighbours`: that follow each other).
 
     What both numbers of a pair share is in neither error. The interval is symmetric in the
     logarithm: t over the pairs' differences of relative deviations (delta method). Raises
@@ -285,7 +286,11 @@ def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimat
     if len(samples) < 2 or ratio == 0:
         return Estimate(ratio)
     deviations = [each / ours - other / theirs for each, other in zip(samples, baseline, strict=True)]
-    half = t_quantile(len(deviations) - 1) * standard_error(deviations)
+    half = (
+        neighbours_half_width(deviations, PAIRED_NEIGHBOURS)
+        if neighbours
+        else t_quantile(len(deviations) - 1) * standard_error(deviations)
+    )
     return Estimate(ratio, (ratio * _exp(-half), min(ratio * _exp(half), LARGEST)))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from optkit.common.statistics import Estimate
 from optkit.comparison.columns import Table
 from optkit.comparison.result import Column, Difference
 from optkit.errors import UsageError, did_you_mean
@@ -15,6 +14,7 @@ from optkit.scorecard.scorecard import GateResult, Measured
 
 ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
 _REQUIREMENT = re.compile(r"([^<>]*)([<>].*)", re.DOTALL)
+NAMES = {"baseline": "the unmodified model", "previous": "an earlier release"}
 UNNAMED = ("size_bytes", "decode_tokens_per_s")
 """Metrics that `smaller` and `faster` are about if nothing else is said."""
 
@@ -54,21 +54,20 @@ def judged(gate: Gate, rows: Mapping[str, Measured]) -> GateResult:
     """Return what a scorecard makes of a limit; the worst of the rows that it is about."""
     found = [_judge(gate, row) for row in rows.values() if gate.matches(row.metric)]
     if not found:
-        return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why="it was not measured")
+        return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=Verdict.FAIL, why="it was not measured")
     return max(found, key=lambda each: ORDER.index(each.verdict))
 
 
 def _judge(gate: Gate, row: Measured) -> GateResult:
     def result(verdict: Verdict, why: str = "") -> GateResult:
-        return GateResult(key=gate.key, limit=gate.text, verdict=verdict, why=why)
+        return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=verdict, why=why)
 
     if row.metric.failure:
         return result(Verdict.FAIL, row.metric.failure)
-    if not gate.relative:
-        return result(gate.judge(Estimate(row.metric.value, row.metric.interval)))
-    if row.ratio is None:
-        return result(Verdict.FAIL, "there is no ratio to the unmodified model")
-    return result(gate.judge(Estimate(row.ratio, row.ratio_interval)))
+    number = row.number(gate.of)
+    if number is None:
+        return result(Verdict.FAIL, f"there is no ratio to {NAMES.get(gate.of, gate.of)}")
+    return result(gate.judge(number))
 
 
 def reason(pick: str, other: str, differences: Sequence[tuple[Column, Difference]]) -> str:

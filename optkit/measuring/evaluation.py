@@ -12,9 +12,11 @@ from optkit.environment import usable_device
 from optkit.errors import UsageError
 from optkit.execute import materialize
 from optkit.measuring.bench import Subject
+from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.measurement import Measurement, measure
 from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
+from optkit.recipe.gate_places import gate_places, require_earlier_release
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import Scorecard, build_scorecard
 from optkit.scorecard.published import located, published_scorecard
@@ -32,6 +34,7 @@ def evaluate(
     data: Path | None = None,
     retime: bool = False,
     unmodified: str | None = None,
+    against: Path | str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Scorecard:
@@ -40,12 +43,15 @@ def evaluate(
 
     What the store holds is not measured again, but for timings if `retime` is true. `unmodified`
     is the place of the model that the artifact was made from, which its record does not say;
-    SourceError if it is neither named nor found. Code that comes with the model is run only with
-    `trust_remote_code`, whatever an artifact says of itself; SourceError if it needs that.
+    SourceError if it is neither named nor found. `against` is as for `run`.
+
+    Code that comes with the model is run only with `trust_remote_code`, whatever an artifact says
+    of itself; SourceError if it needs that.
     """
     progress = progress or SilentProgress()
     shelf = Store(store or default_store())
     chosen = usable_device(device)
+    previous = earlier_release(against)
     if is_artifact(Path(model)):
         artifact = read_finished(Path(model))
         artifact.check()
@@ -65,10 +71,19 @@ def evaluate(
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
         say_code(todo.recipe, progress)
         directory, alone, steps, calibrated_on = None, True, [], ()
+    require_earlier_release(todo.recipe.gates, against, gate_places(evals))
     context = context_of(todo, progress, data)
     with shelf.using([todo.steps[0].key, *metric_keys(*todo.evals)]):
         scorecard, _ = measure_plan(
-            todo, shelf, context, directory, alone=alone, steps=steps, calibrated_on=calibrated_on, retime=retime
+            todo,
+            shelf,
+            context,
+            directory,
+            alone=alone,
+            steps=steps,
+            calibrated_on=calibrated_on,
+            retime=retime,
+            previous=previous,
         )
     return published_scorecard(scorecard, todo.recipe)
 
@@ -83,12 +98,14 @@ def measure_plan(
     steps: Sequence[Any] = (),
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
+    previous: Scorecard | None = None,
 ) -> tuple[Scorecard, Measurement]:
     """Return the scorecard of an artifact's directory, and what was measured.
     Without a directory it is that of the unmodified model. `alone`: nothing was changed, so that
     there is no baseline.
 
-    `steps` made the artifact; raises what `measure` does.
+    `steps` made the artifact; `previous` is the scorecard of an earlier release. Raises what
+    `measure` does.
     """
     trusted = todo.recipe.model.trust_remote_code
     unmodified = Subject(
@@ -117,6 +134,8 @@ def measure_plan(
         notes=[*todo.steps[0].cost.notes, *measured.notes],
         baseline_notes=measured.baseline_notes,
         environment=measured.environment,
+        previous=previous,
+        comparing={name for each in todo.evals if each.eval.compares for name in each.eval.metrics},
     )
     return scorecard, measured
 

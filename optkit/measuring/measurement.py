@@ -133,7 +133,7 @@ def refuse_comparisons(plan: Plan) -> None:
     if comparing:
         remedy = "Take this eval out, or give the recipe a stage"
         raise EvalError("there is nothing to compare with", where=comparing[0], why=why, remedy=remedy)
-    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).relative]
+    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).of == "baseline"]
     if relative:
         remedy = "Set an absolute limit, without x"
         raise EvalError("the limit is relative to the baseline", where=f"gate {relative[0]}", why=why, remedy=remedy)

@@ -1,6 +1,7 @@
-"""A gate: the limit that a recipe sets to a metric, absolute or relative to the baseline.
+"""A gate: the limit that a recipe sets to a metric, absolute or relative to that of another model.
 
 perplexity: "<= 1.10x"                      at most 1.10 times the baseline's
+perplexity: "<= 1.01x of previous"          at most 1.01 times that of an earlier release
 size_bytes: "<= 300e6"                      at most 300 MB
 decode_tokens_per_s[batch=1]: ">= 1.2x"     only the rows measured at batch 1
 """
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, TypeAlias, cast, get_args
 
 from optkit.common.byte_sizes import size_text
 from optkit.common.frozen import Frozen
@@ -26,8 +28,16 @@ OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operat
 _KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?", re.ASCII)
 _LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*", re.ASCII)
 _LIMIT = re.compile(
-    r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<relative>[xX×]?)", re.ASCII
+    r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+    r"\s*(?P<relative>(?:[xX×]\s*(?P<of>\S.*)?)?)",
+    re.ASCII,
 )
+
+Other: TypeAlias = Literal["previous"]
+"""What a limit can be relative to beside the unmodified model: `previous`, an earlier release."""
+Of: TypeAlias = Literal["", "baseline"] | Other
+"""What a limit is relative to; empty for an absolute one."""
+OTHERS: tuple[Other, ...] = get_args(Other)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Range:
         return gate.limit > self.low or (gate.operator == ">" and gate.limit == self.low and self.reaches_low)
 
 
-RATIO = Range("a ratio to the baseline, which is above 0")
+RATIO = Range("a ratio, which is above 0")
 RANGES = {
     "fraction": Range("a share between 0 and 1", high=1.0, reaches_low=True),
     "cosine": Range("a cosine between -1 and 1", -1.0, 1.0, True),
@@ -79,6 +89,8 @@ class Verdict(StrEnum):
     FAIL = "FAIL"
     INCONCLUSIVE = "INCONCLUSIVE"
     """The limit lies within the 95% interval of what was measured."""
+    SKIPPED = "SKIPPED"
+    """It is relative to an earlier release, and the user says that there is none."""
 
 
 class Gate(Frozen):
@@ -90,8 +102,8 @@ class Gate(Frozen):
     """Labels that a row must have; none: every row of that name."""
     operator: str
     limit: float
-    relative: bool
-    """The limit is a ratio to the baseline."""
+    of: Of = ""
+    """The limit is a ratio to the same number of this model; empty: it is absolute."""
 
     @property
     def key(self) -> str:
@@ -101,7 +113,8 @@ class Gate(Frozen):
     @property
     def text(self) -> str:
         """The limit as a recipe spells it."""
-        return f"{self.operator} {self.limit:.12g}{'x' if self.relative else ''}"
+        ratio = {"": "", "baseline": "x"}.get(self.of, f"x of {self.of}")
+        return f"{self.operator} {self.limit:.12g}{ratio}"
 
     def matches(self, metric: Metric) -> bool:
         """Return whether the gate is about this metric."""
@@ -109,7 +122,7 @@ class Gate(Frozen):
 
     def judge(self, measured: Estimate) -> Verdict:
         """Return whether a value keeps the limit all over its interval.
-        A relative gate judges the ratio to the baseline.
+        A relative gate judges the ratio.
         """
         compare = OPERATORS[self.operator]
         kept = {compare(end, self.limit) for end in measured.interval or (measured.value,)}
@@ -138,7 +151,7 @@ def parse_gate(key: str, text: str) -> Gate:
     if not stated:
         raise ValueError(
             f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" '
-            "relative to the baseline."
+            'relative to the baseline, or "<= 1.01x of previous" relative to an earlier release.'
         )
     if not math.isfinite(float(stated["limit"])):
         raise ValueError(
@@ -149,8 +162,17 @@ def parse_gate(key: str, text: str) -> Gate:
         labels=labels,
         operator=stated["operator"],
         limit=float(stated["limit"]),
-        relative=bool(stated["relative"]),
+        of=_read_of(stated["of"] or "baseline", text) if stated["relative"] else "",
     )
+
+
+def _read_of(said: str, text: str) -> Of:
+    name = " ".join(said.split()).removeprefix("of ")
+    if name not in ("baseline", *OTHERS):
+        raise ValueError(
+            f"'{said.strip()}' in '{text}' is nothing to be relative to.{did_you_mean(name, ('baseline', *OTHERS))}"
+        )
+    return cast(Of, name)
 
 
 def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
@@ -165,12 +187,12 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
         raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
     if gate.name not in measures:
         raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
-    if gate.relative and measures[gate.name].compares:
+    if gate.of == "baseline" and measures[gate.name].compares:
         absolute = f"{gate.operator} {gate.limit:.12g}"
         raise ValueError(
             f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\"."
         )
-    _check_range(gate, RATIO if gate.relative else RANGES.get(measures[gate.name].metrics[gate.name]))
+    _check_range(gate, RATIO if gate.of else RANGES.get(measures[gate.name].metrics[gate.name]))
     measuring = [each for each in evals if gate.name in each.metrics]
     instances = [each for each in measuring if isinstance(each, Eval)]
     if len(instances) == len(measuring):
@@ -189,11 +211,11 @@ def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: M
         if why := each.unmeasured(device).get(gate.name):
             return f"gate {gate.key} {gate.text} cannot pass: it is not measured on {device}, because {why}"
         value, other = (each.foresee(shape).get(gate.name) for shape in (artifact, baseline))
-        if value is None or (gate.relative and not other):
+        if value is None or gate.of not in ("", "baseline") or (gate.of and not other):
             continue
-        number = value / other if gate.relative and other else value
+        number = value / other if gate.of and other else value
         if gate.judge(Estimate(number, (number * (1 - FORESEEN), number * (1 + FORESEEN)))) is Verdict.FAIL:
-            shown = f"{number:.2f}x" if gate.relative else size_text(number)
+            shown = f"{number:.2f}x" if gate.of else size_text(number)
             return f"gate {gate.key} {gate.text} cannot pass: the stages leave about {shown}"
     return ""
 

@@ -52,14 +52,22 @@ the gates that judge the result.
 
 GATES = """\
 Metric, then an operator (`<=`, `>=`, `<`, `>`) and a number.
-A number that ends in `x` is relative to the unmodified model.
+A number that ends in `x` is relative to the unmodified model, or to the model named behind it.
 
 ```yaml
 gates:
   perplexity: "<= 1.10x"                      # at most 1.10 times the unmodified model's
   size_bytes: "<= 300e6"                      # at most 300 MB
   decode_tokens_per_s[batch=1]: ">= 1.2x"     # only the rows measured at batch 1
+  kl_divergence: "<= 1.01x of previous"       # at most 1.01 times that of an earlier release
 ```
+
+`previous` is the release that `--against ARTIFACT` names: a directory or a scorecard.json.
+Its numbers are those that its scorecard holds; those of accuracy are paired on the same windows.
+Both must have been measured by the same protocol (for timings: on the same device, with the same
+torch), or the gate FAILs and says in what they differ.
+Before the first release `--against none` makes such gates SKIPPED; without `--against` a recipe
+that has them is refused.
 
 A gate is PASS, FAIL or, if the 95% interval of the measurement straddles the limit, INCONCLUSIVE.
 `optkit run` then ends with exit status 0, 3 or 4.

@@ -1,11 +1,23 @@
 """The scorecard: what an artifact cost and bought, beside the baseline and with its protocol."""
 
 from optkit.scorecard.attribution import Waterfall, waterfall
-from optkit.scorecard.build import build_scorecard, ratio_to_baseline
+from optkit.scorecard.build import build_scorecard
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.scorecard import GateResult, Measured, Rung, Scorecard, StepLine, file_lines, read_json, to_json
+from optkit.scorecard.ratios import protocol_difference, ratio_to_baseline, ratio_to_earlier
+from optkit.scorecard.scorecard import (
+    Beside,
+    GateResult,
+    Measured,
+    Release,
+    Rung,
+    Scorecard,
+    StepLine,
+    file_lines,
+    read_json,
+    to_json,
+)
 from optkit.scorecard.table import (
     Comparison,
     ComparisonRow,
@@ -19,11 +31,13 @@ from optkit.scorecard.table import (
 from optkit.scorecard.training import Training, loss_curves, pictures, training_line, trainings
 
 __all__ = [
+    "Beside",
     "Comparison",
     "ComparisonRow",
     "GateResult",
     "Loading",
     "Measured",
+    "Release",
     "Row",
     "Rung",
     "Scorecard",
@@ -41,8 +55,10 @@ __all__ = [
     "loading_notes",
     "loss_curves",
     "pictures",
+    "protocol_difference",
     "protocols",
     "ratio_to_baseline",
+    "ratio_to_earlier",
     "read_json",
     "table_rows",
     "to_json",

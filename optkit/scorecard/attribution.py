@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from optkit.common.markdown import markdown_table
 from optkit.measure import Metric
-from optkit.scorecard.build import metric_identity, ratio_to_baseline
 from optkit.scorecard.numbers import format_ratio, format_value, significant
+from optkit.scorecard.ratios import metric_identity, ratio_to_baseline
 from optkit.scorecard.scorecard import Rung
 from optkit.scorecard.table import NOTHING, metric_label
 

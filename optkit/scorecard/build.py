@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
-from optkit.common.paired_items import paired_mean_ratio
-from optkit.common.statistics import Estimate, exact_ratio, independent_ratio, paired_log_ratio, paired_ratio
+from optkit.common.statistics import Estimate
 from optkit.measure import Metric
-from optkit.recipe.gates import Gate, Verdict, metric_key, parse_gate
-from optkit.scorecard.scorecard import GateResult, Measured, Rung, Scorecard, StepLine
+from optkit.recipe.gates import Gate, Of, Other, Verdict, metric_key, parse_gate
+from optkit.scorecard.ratios import metric_identity, protocol_difference, ratio_to_baseline, ratio_to_earlier
+from optkit.scorecard.scorecard import Beside, GateResult, Measured, Release, Rung, Scorecard, StepLine
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that numbers are put beside, and that limits can be relative to."""
+
+    of: Of
+    name: str
+    """As sentences call it."""
+    metrics: Sequence[Metric]
+    remedy: str
+    """What to do if a limit has no ratio to it."""
+    earlier: bool = False
+    """It was measured in another run."""
+    unlike: Mapping[str, str] = field(default_factory=dict)
+    """Names of metrics that cannot be compared, and why."""
+
+    def beside(self, metric: Metric) -> tuple[Metric | None, Estimate | None]:
+        """Return its own number of the same protocol, and the ratio to it.
+        A ratio to 0, or of what could not be measured, has no value.
+        """
+        same = [each for each in self.metrics if metric_identity(each) == metric_identity(metric)]
+        if not same or metric.name in self.unlike:
+            return None, None
+        if metric.failure or same[0].failure or (metric.pairing != "paired_log" and same[0].value == 0):
+            return same[0], None
+        return same[0], (ratio_to_earlier if self.earlier else ratio_to_baseline)(metric, same[0])
+
+    def why_none(self, metric: Metric, same: Metric | None) -> str:
+        """Return why a metric has no ratio to its own `same` number."""
+        if same is None:
+            return f"it was not measured on {self.name}"
+        if metric.name in self.unlike:
+            return self.unlike[metric.name]
+        if metric.protocol == same.protocol:
+            return f"{self.name}'s value is 0"
+        ours, theirs = protocol_difference(metric.protocol, same.protocol)
+        return f"the protocols differ: '{ours}' and, on {self.name}, '{theirs}'"
 
 
 def build_scorecard(
@@ -27,8 +66,12 @@ def build_scorecard(
     notes: Sequence[str] = (),
     baseline_notes: Sequence[str] = (),
     environment: Mapping[str, Any] | None = None,
+    previous: Scorecard | None = None,
+    comparing: Collection[str] = (),
 ) -> Scorecard:
     """Return the scorecard. `steps` have the attributes of `StepLine`; `gates` are the recipe's.
+    `previous` is that of an earlier release; the metrics in `comparing` compare with the unmodified
+    model, which must be the same then.
 
     A gate that nothing was measured for fails, on a row that says why.
     """
@@ -37,6 +80,8 @@ def build_scorecard(
     missing = [
         _unmeasured(gate, metrics, device) for gate in limits if not any(gate.matches(metric) for metric in metrics)
     ]
+    references = [Reference("baseline", "the baseline", baseline, "set a limit without x")]
+    references += [_earlier(previous, recipe, comparing)] if previous else []
     lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
     return Scorecard(
         name=name,
@@ -49,74 +94,72 @@ def build_scorecard(
         notes=(*(f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())), *notes),
         baseline_notes=tuple(baseline_notes),
         environment=dict(environment or {}),
-        rows=tuple(_row(metric, baseline, limits) for metric in (*metrics, *missing)),
+        previous=_release(previous) if previous else None,
+        rows=tuple(_row(metric, references, limits) for metric in (*metrics, *missing)),
     )
 
 
-def ratio_to_baseline(metric: Metric, baseline: Metric) -> Estimate:
-    """Return the ratio of a metric to the baseline's, formed as its `pairing` says.
-    Raises ValueError if there is none.
-    """
-    if metric.pairing == "paired_log":
-        return paired_log_ratio(metric.samples, baseline.samples)
-    if metric.pairing == "paired_mean":
-        return paired_mean_ratio(metric.samples, baseline.samples)
-    if metric.pairing == "exact":
-        return exact_ratio(metric.value, baseline.value)
-    if metric.pairing == "paired_turns" and len(metric.samples) == len(baseline.samples):
-        return paired_ratio(metric.samples, baseline.samples)
-    return independent_ratio(Estimate(metric.value, metric.interval), Estimate(baseline.value, baseline.interval))
+def _release(scorecard: Scorecard) -> Release:
+    return Release(name=scorecard.name, artifact_key=scorecard.artifact_key, created=scorecard.created)
 
 
-def metric_identity(metric: Metric) -> tuple[str, tuple[tuple[str, int | str], ...], str]:
-    """Return what must be equal for two metrics to be the same number of two models."""
-    return metric.name, tuple(sorted(metric.labels.items())), metric.protocol
+def _earlier(previous: Scorecard, recipe: Mapping[str, Any], comparing: Collection[str]) -> Reference:
+    """Return an earlier release as what numbers are put beside."""
+    ours, theirs = (said.get("model") or {} for said in (recipe, previous.recipe))
+    unlike = f"it compares with another model: {ours.get('name')} and, then, {theirs.get('name')}"
+    return Reference(
+        of="previous",
+        name=f"the earlier release {previous.name}",
+        metrics=[row.metric for row in previous.rows],
+        remedy="measure that release by these evals (optkit eval ARTIFACT --evals RECIPE --json), or take the gate out",
+        earlier=True,
+        unlike={} if ours.get("revision") == theirs.get("revision") else dict.fromkeys(comparing, unlike),
+    )
 
 
-def _row(metric: Metric, baseline: Sequence[Metric], gates: Sequence[Gate]) -> Measured:
-    other = next((each for each in baseline if metric_identity(each) == metric_identity(metric)), None)
-    ratio = _ratio(metric, other) if other else None
+def _row(metric: Metric, references: Sequence[Reference], gates: Sequence[Gate]) -> Measured:
+    found = {each.of: each.beside(metric) for each in references}
+    baseline, ratio = found.pop("baseline")
     return Measured(
         metric=metric,
-        baseline=other,
+        baseline=baseline,
         ratio=ratio.value if ratio else None,
         ratio_interval=ratio.interval if ratio else None,
-        gates=tuple(_judge(gate, metric, ratio, baseline) for gate in gates if gate.matches(metric)),
+        beside=tuple(_beside(cast(Other, of), other, its) for of, (other, its) in found.items() if other),
+        gates=tuple(_judge(gate, metric, references) for gate in gates if gate.matches(metric)),
     )
 
 
-def _ratio(metric: Metric, baseline: Metric) -> Estimate | None:
-    """A ratio to 0, or of what could not be measured, has no value.
-    Every other failure to form one is a mistake of the eval.
-    """
-    if metric.failure or baseline.failure:
-        return None
-    if metric.pairing != "paired_log" and baseline.value == 0:
-        return None
-    return ratio_to_baseline(metric, baseline)
+def _beside(of: Other, metric: Metric, ratio: Estimate | None) -> Beside:
+    if ratio is None:
+        return Beside(of=of, metric=metric)
+    return Beside(of=of, metric=metric, ratio=ratio.value, ratio_interval=ratio.interval)
 
 
-def _judge(gate: Gate, metric: Metric, ratio: Estimate | None, baseline: Sequence[Metric]) -> GateResult:
+def _judge(gate: Gate, metric: Metric, references: Sequence[Reference]) -> GateResult:
+    verdict, why = _verdict(gate, metric, references)
+    return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=verdict, why=why)
+
+
+def _verdict(gate: Gate, metric: Metric, references: Sequence[Reference]) -> tuple[Verdict, str]:
     if metric.failure:
-        return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why=metric.failure)
-    if gate.relative and ratio is None:
-        same = [each for each in baseline if (each.name, each.labels) == (metric.name, metric.labels)]
-        if same and same[0].failure:
-            why = f"of the baseline, {same[0].failure}"
-            return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.INCONCLUSIVE, why=why)
-        why = (
-            f"no ratio: {_why_no_ratio(metric, same[0]) if same else 'it was not measured on the baseline'}; "
-            "set a limit without x"
-        )
-        return GateResult(key=gate.key, limit=gate.text, verdict=Verdict.FAIL, why=why)
-    measured = ratio if gate.relative and ratio else Estimate(metric.value, metric.interval)
-    return GateResult(key=gate.key, limit=gate.text, verdict=gate.judge(measured))
+        return Verdict.FAIL, metric.failure
+    if not gate.of:
+        return gate.judge(Estimate(metric.value, metric.interval)), ""
+    reference = next((each for each in references if each.of == gate.of), None)
+    if reference is None:
+        return Verdict.SKIPPED, "there is no earlier release"
+    _, ratio = reference.beside(metric)
+    if ratio is not None:
+        return gate.judge(ratio), ""
+    same = next((each for each in reference.metrics if _is_alike(each, metric)), None)
+    if same and same.failure:
+        return Verdict.INCONCLUSIVE, f"of {reference.name}, {same.failure}"
+    return Verdict.FAIL, f"no ratio: {reference.why_none(metric, same)}; {reference.remedy}"
 
 
-def _why_no_ratio(metric: Metric, baseline: Metric) -> str:
-    if metric.protocol == baseline.protocol:
-        return "the baseline's value is 0"
-    return f"the protocols differ: '{metric.protocol}' and, on the baseline, '{baseline.protocol}'"
+def _is_alike(metric: Metric, other: Metric) -> bool:
+    return (metric.name, metric.labels) == (other.name, other.labels)
 
 
 def _unmeasured(gate: Gate, metrics: Sequence[Metric], device: str | None) -> Metric:

@@ -27,6 +27,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
         "## Numbers": f"{markdown_table(('metric', 'baseline', 'artifact', 'ratio [95%]', 'gate'), rows)}\n\n"
         "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval. [n]: protocol."
+        f"{_previous(scorecard)}"
         if rows
         else "Nothing was measured.",
         "## Protocols": numbered(footnotes(protocols(scorecard))),
@@ -41,6 +42,11 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## Recipe": f"```yaml\n{_yaml(scorecard.recipe)}```" if scorecard.recipe else "",
     }
     return "\n\n".join(f"{title}\n\n{text}" for title, text in sections.items() if text) + "\n"
+
+
+def _previous(scorecard: Scorecard) -> str:
+    found = scorecard.previous
+    return f" Of previous: {found.name} of {found.created}, `{found.artifact_key[:12]}`." if found else ""
 
 
 def _steps(steps: tuple[StepLine, ...]) -> str:

@@ -14,9 +14,10 @@ from optkit.common.attachment import Attachment
 from optkit.common.files import read_object, reading, shown, texts_of
 from optkit.common.frozen import Frozen
 from optkit.common.own_files import ATTACHMENTS
+from optkit.common.statistics import Estimate
 from optkit.errors import ArtifactError
 from optkit.measure import Metric
-from optkit.recipe.gates import Verdict, overall
+from optkit.recipe.gates import Of, Other, Verdict, overall
 from optkit.scorecard.loading import Loading
 from optkit.training.training_record import KEY, TrainingRecord
 
@@ -74,9 +75,21 @@ class GateResult(Frozen):
 
     key: str
     limit: str
+    of: Of = ""
+    """What the limit is relative to."""
     verdict: Verdict
     why: str = ""
-    """Why the number, or the baseline's, could not be measured."""
+    """Why the number, or that of the other model, could not be measured or compared."""
+
+
+class Beside(Frozen):
+    """The same number of another model than the unmodified one."""
+
+    of: Other
+    metric: Metric
+    ratio: float | None = None
+    """Of the artifact's number to this one."""
+    ratio_interval: tuple[float, float] | None = None
 
 
 class Measured(Frozen):
@@ -88,7 +101,26 @@ class Measured(Frozen):
     ratio: float | None = None
     ratio_interval: tuple[float, float] | None = None
     """95%; None if there is no ratio, or it has no error."""
+    beside: tuple[Beside, ...] = ()
+    """The number of further models, as far as it was measured by the same protocol."""
     gates: tuple[GateResult, ...] = ()
+
+    def number(self, of: Of) -> Estimate | None:
+        """Return what a limit is set to: the artifact's number, or its ratio to another model's.
+        None if there is none.
+        """
+        if not of:
+            return None if self.metric.failure else Estimate(self.metric.value, self.metric.interval)
+        found = self if of == "baseline" else next((each for each in self.beside if each.of == of), None)
+        return None if found is None or found.ratio is None else Estimate(found.ratio, found.ratio_interval)
+
+
+class Release(Frozen):
+    """An artifact of before, whose scorecard this one is judged by."""
+
+    name: str
+    artifact_key: str
+    created: str
 
 
 class Rung(Frozen):
@@ -133,6 +165,8 @@ class Scorecard(Frozen):
     """What the artifact's session said: what is in force, what fell back."""
     baseline_notes: tuple[str, ...] = ()
     environment: dict[str, Any] = {}
+    previous: Release | None = None
+    """The earlier release, if the run was told of one (`--against`)."""
     rows: tuple[Measured, ...] = ()
     files: tuple[FileLine, ...] = ()
     """What evals and trainings left beside their numbers."""

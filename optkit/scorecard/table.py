@@ -4,15 +4,15 @@ The terminal and the Markdown are drawn from the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from optkit.common.markdown import markdown_table
 from optkit.measure import Metric
-from optkit.recipe.gates import Verdict, overall
+from optkit.recipe.gates import OTHERS, Of, Verdict, overall
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.scorecard import Measured, Scorecard
+from optkit.scorecard.scorecard import GateResult, Measured, Scorecard
 
 NOTHING = "-"
 FAILED = "failed"
@@ -36,6 +36,10 @@ class Row:
     """The worst of its gates."""
     protocol: int
     """Number of its footnote in `protocols(scorecard)`, from 1."""
+    of: Of = "baseline"
+    """Whose number stands in the column of the baseline."""
+    gates: tuple[GateResult, ...] = ()
+    """Those that `gate` says."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +93,47 @@ def footnotes(protocols: Sequence[str]) -> list[str]:
 
 
 def table_rows(scorecard: Scorecard) -> list[Row]:
-    """Return the lines of a scorecard's table."""
+    """Return the lines of a scorecard's table: one for each number, and below it one for each
+    further model that it is put beside.
+    """
     numbers = {protocol: number for number, protocol in enumerate(protocols(scorecard), start=1)}
-    return [
-        Row(
-            metric=metric_label(row.metric),
-            baseline=_value(row.baseline) if row.baseline else NOTHING,
-            artifact=_value(row.metric),
-            ratio=format_ratio(row.ratio, row.ratio_interval) if row.ratio is not None else NOTHING,
-            change=_change(row),
-            gate=", ".join(
-                f"{gate.limit} {gate.verdict}" + (f" ({gate.why})" if gate.why else "") for gate in row.gates
-            )
-            or NOTHING,
-            verdict=overall([gate.verdict for gate in row.gates]) if row.gates else None,
-            protocol=numbers[row.metric.protocol],
-        )
-        for row in scorecard.rows
-    ]
+    return [line for row in scorecard.rows for line in _lines(row, numbers[row.metric.protocol])]
+
+
+def _lines(row: Measured, protocol: int) -> Iterator[Row]:
+    further = {of: [gate for gate in row.gates if gate.of == of] for of in OTHERS}
+    first = [gate for gate in row.gates if gate.of not in further]
+    yield _line(row, row.metric, "baseline", row.baseline, (row.ratio, row.ratio_interval), first, protocol)
+    for of, gates in further.items():
+        other = next((each for each in row.beside if each.of == of), None)
+        if other or gates:
+            ratio = (other.ratio, other.ratio_interval) if other else (None, None)
+            yield _line(row, None, of, other.metric if other else None, ratio, gates, protocol)
+
+
+def _line(
+    row: Measured,
+    metric: Metric | None,
+    of: Of,
+    other: Metric | None,
+    ratio: tuple[float | None, tuple[float, float] | None],
+    gates: Sequence[GateResult],
+    protocol: int,
+) -> Row:
+    """Return a line of a number beside that of another model; its own number is in the first."""
+    return Row(
+        metric=metric_label(row.metric) + (f" of {of}" if metric is None else ""),
+        baseline=_value(other) if other else NOTHING,
+        artifact=_value(metric) if metric else "",
+        ratio=format_ratio(ratio[0], ratio[1]) if ratio[0] is not None else NOTHING,
+        change=_change(*ratio, row.metric.higher_is_better),
+        gate=", ".join(f"{gate.limit} {gate.verdict}" + (f" ({gate.why})" if gate.why else "") for gate in gates)
+        or NOTHING,
+        verdict=overall([gate.verdict for gate in gates]) if gates else None,
+        protocol=protocol,
+        of=of,
+        gates=tuple(gates),
+    )
 
 
 def compare_table(scorecards: Sequence[Scorecard]) -> Comparison:
@@ -154,11 +181,13 @@ def _cell(row: Measured | None) -> str:
     return _value(row.metric) if row.ratio is None else f"{_value(row.metric)} ({format_ratio(row.ratio)})"
 
 
-def _change(row: Measured) -> Literal["better", "worse", ""]:
-    low, high = row.ratio_interval or (row.ratio, row.ratio)
+def _change(
+    ratio: float | None, interval: tuple[float, float] | None, higher_is_better: bool
+) -> Literal["better", "worse", ""]:
+    low, high = interval or (ratio, ratio)
     if low is None or high is None or low <= 1 <= high:
         return ""
-    return "better" if (low > 1) == row.metric.higher_is_better else "worse"
+    return "better" if (low > 1) == higher_is_better else "worse"
 
 
 def _column_names(scorecards: Sequence[Scorecard]) -> tuple[str, ...]:

@@ -25,18 +25,21 @@ def metric(name="perplexity", **labels):
 
 
 @pytest.mark.parametrize(
-    ("text", "sign", "limit", "relative"),
+    ("text", "sign", "limit", "of"),
     [
-        ("<= 1.10x", "<=", 1.1, True),
-        (">=1.2X", ">=", 1.2, True),
-        ("< 25", "<", 25.0, False),
-        (" > 3e8 ", ">", 3e8, False),
-        ("<= .5×", "<=", 0.5, True),
+        ("<= 1.10x", "<=", 1.1, "baseline"),
+        ("<= 1.10x of baseline", "<=", 1.1, "baseline"),
+        (">=1.2X", ">=", 1.2, "baseline"),
+        ("< 25", "<", 25.0, ""),
+        (" > 3e8 ", ">", 3e8, ""),
+        ("<= .5×", "<=", 0.5, "baseline"),
+        ("<= 1.01x of previous", "<=", 1.01, "previous"),
+        ("<= 1x  previous ", "<=", 1.0, "previous"),
     ],
 )
-def test_limits(text, sign, limit, relative):
+def test_limits(text, sign, limit, of):
     gate = parse_gate("perplexity", text)
-    assert (gate.operator, gate.limit, gate.relative) == (sign, limit, relative)
+    assert (gate.operator, gate.limit, gate.of) == (sign, limit, of)
     assert parse_gate(gate.key, gate.text) == gate
 
 
@@ -50,12 +53,17 @@ def test_labels_pick_rows_and_a_bare_name_takes_all():
     assert parse_gate("decode_tokens_per_s", "> 1").matches(metric("decode_tokens_per_s", batch=8))
 
 
-@pytest.mark.parametrize(
-    "text", ["1.10x", "= 3", "<= ", "<= 1.1 x y", "<= 10%", "at most 3", "<= nan", "== 1", "<= \uff11\uff12"]
-)
+@pytest.mark.parametrize("text", ["1.10x", "= 3", "<= ", "<= 10%", "at most 3", "<= nan", "== 1", "<= \uff11\uff12"])
 def test_what_is_no_limit(text):
     with pytest.raises(ValueError, match=r"is no limit\. Write <=, >=, < or > and a number"):
         parse_gate("perplexity", text)
+
+
+def test_nothing_to_be_relative_to():
+    with pytest.raises(ValueError, match=r"'of previos' in '<= 1x of previos' is nothing .*Did you mean 'previous'\?"):
+        parse_gate("perplexity", "<= 1x of previos")
+    with pytest.raises(ValueError, match="is no limit"):
+        parse_gate("perplexity", "<= 25 of previous")
 
 
 def test_what_is_no_key():
@@ -109,7 +117,7 @@ class Shares(Eval):
     [
         ("size_bytes", "<= -5", "is a number of bytes, which is above 0, so that nothing can pass <= -5"),
         ("size_bytes", ">= 0", "nothing can break >= 0"),
-        ("size_bytes", "<= 0x", "is a ratio to the baseline, which is above 0, so that nothing can pass <= 0x"),
+        ("size_bytes", "<= 0x", "is a ratio, which is above 0, so that nothing can pass <= 0x"),
         ("size_bytes", "> -1x", "nothing can break > -1x"),
         ("perplexity", "< 1", "is at least 1, so that nothing can pass < 1"),
         ("perplexity", ">= 1", "nothing can break >= 1"),
