@@ -1,6 +1,7 @@
 # make run       the small model through recipes/llama_int4.yaml, to its scorecard
 # make storm     what is malformed, damaged, killed, signalled and at work together
 # make test      lint, types, import contracts, tests
+# make vendor    what the pages are drawn with, bundled from pinned npm packages; needs npm
 # make coverage  the tests, and which lines they run: a table, and htmlcov/index.html
 # All make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
 
@@ -12,7 +13,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run test coverage storm clean
+.PHONY: run test coverage storm vendor clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -32,6 +33,10 @@ coverage: .venv/installed-test
 # For one family, repeated: .venv/bin/python -m tests.storm --only kills --cases 10 --seed 3
 storm: .venv/installed-test
 	$(BIN)/python -m tests.storm
+
+# optkit/page/vendor/plot.js is committed, so that nothing else needs npm: run this after its package-lock.json changed.
+vendor:
+	optkit/page/vendor/build.sh
 
 clean:
 	rm -rf .venv htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

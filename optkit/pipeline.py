@@ -21,7 +21,7 @@ from optkit.artifact import (
     standing,
 )
 from optkit.common.cache import default_store
-from optkit.common.own_files import SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import usable_device
 from optkit.errors import ArtifactError, UnsoundError
 from optkit.execute import Execution, check_texts, execute
@@ -29,6 +29,7 @@ from optkit.measuring.attribution import attribute, between
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of, measure_plan, metric_keys
 from optkit.measuring.evaluation import evaluate as evaluate
+from optkit.page import scorecard_page
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.gate_places import require_earlier_release
@@ -237,6 +238,7 @@ def open_artifact(
 def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
     artifact.attach(SCORECARD_JSON, to_json(scorecard))
     artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
+    artifact.attach(SCORECARD_HTML, scorecard_page(scorecard, artifact.directory))
 
 
 def _refuse_damaged(done: Verified) -> None:

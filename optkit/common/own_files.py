@@ -9,12 +9,13 @@ from pathlib import Path, PurePath
 RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
 SCORECARD_MARKDOWN = "scorecard.md"
+SCORECARD_HTML = "scorecard.html"
 LOSS_CURVE_SVG = "loss_curve.svg"
 """Where artifacts had it before there were attachments; now it is one."""
 VERIFICATION_JSON = "verification.json"
 ATTACHMENTS = "scorecard_files"
 """Folder of what evals and trainings leave beside their numbers."""
-OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, LOSS_CURVE_SVG, VERIFICATION_JSON})
+OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, LOSS_CURVE_SVG, VERIFICATION_JSON})
 
 
 def is_own(relative: PurePath | str) -> bool:

@@ -5,7 +5,7 @@ from optkit.scorecard.build import build_scorecard
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.markdown import to_markdown
 from optkit.scorecard.numbers import format_ratio, format_value
-from optkit.scorecard.ratios import protocol_difference, ratio_to_baseline, ratio_to_earlier
+from optkit.scorecard.ratios import metric_identity, protocol_difference, ratio_to_baseline, ratio_to_earlier
 from optkit.scorecard.scorecard import (
     Beside,
     GateResult,
@@ -22,8 +22,10 @@ from optkit.scorecard.table import (
     Comparison,
     ComparisonRow,
     Row,
+    change_of,
     compare_table,
     footnotes,
+    metric_label,
     protocols,
     table_rows,
     value_text,
@@ -45,6 +47,7 @@ __all__ = [
     "Training",
     "Waterfall",
     "build_scorecard",
+    "change_of",
     "compare_table",
     "file_lines",
     "footnotes",
@@ -54,6 +57,8 @@ __all__ = [
     "loading_columns",
     "loading_notes",
     "loss_curves",
+    "metric_identity",
+    "metric_label",
     "pictures",
     "protocol_difference",
     "protocols",

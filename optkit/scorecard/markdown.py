@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 
 from optkit.common.byte_sizes import size_text
 from optkit.common.markdown import markdown_table
+from optkit.common.yaml_text import yaml_text
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.scorecard import FileLine, Scorecard, StepLine
@@ -39,7 +39,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
-        "## Recipe": f"```yaml\n{_yaml(scorecard.recipe)}```" if scorecard.recipe else "",
+        "## Recipe": f"```yaml\n{yaml_text(scorecard.recipe)}```" if scorecard.recipe else "",
     }
     return "\n\n".join(f"{title}\n\n{text}" for title, text in sections.items() if text) + "\n"
 
@@ -85,14 +85,3 @@ def _report(step: StepLine) -> str:
 
 def _bullets(lines: list[str] | tuple[str, ...]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _yaml(value: object) -> str:
-    from ruamel.yaml import YAML
-
-    emitter = YAML()
-    emitter.default_flow_style = False
-    emitter.width = 120
-    text = StringIO()
-    emitter.dump(value, text)
-    return text.getvalue()

@@ -40,6 +40,8 @@ class Row:
     """Whose number stands in the column of the baseline."""
     gates: tuple[GateResult, ...] = ()
     """Those that `gate` says."""
+    values: tuple[float | None, float | None, float | None] = (None, None, None)
+    """What `ratio`, `baseline` and `artifact` stand for, to sort by."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,14 @@ def _line(
         baseline=_value(other) if other else NOTHING,
         artifact=_value(metric) if metric else "",
         ratio=format_ratio(ratio[0], ratio[1]) if ratio[0] is not None else NOTHING,
-        change=_change(*ratio, row.metric.higher_is_better),
+        change=change_of(*ratio, row.metric.higher_is_better),
         gate=", ".join(f"{gate.limit} {gate.verdict}" + (f" ({gate.why})" if gate.why else "") for gate in gates)
         or NOTHING,
         verdict=overall([gate.verdict for gate in gates]) if gates else None,
         protocol=protocol,
         of=of,
         gates=tuple(gates),
+        values=(ratio[0], _number(other), _number(metric)),
     )
 
 
@@ -171,6 +174,10 @@ def value_text(metric: Metric) -> str:
     return FAILED if metric.failure else format_value(metric.value, metric.unit)
 
 
+def _number(metric: Metric | None) -> float | None:
+    return None if metric is None or metric.failure else metric.value
+
+
 def _value(metric: Metric) -> str:
     return FAILED if metric.failure else format_value(metric.value, metric.unit, metric.interval)
 
@@ -181,9 +188,10 @@ def _cell(row: Measured | None) -> str:
     return _value(row.metric) if row.ratio is None else f"{_value(row.metric)} ({format_ratio(row.ratio)})"
 
 
-def _change(
+def change_of(
     ratio: float | None, interval: tuple[float, float] | None, higher_is_better: bool
 ) -> Literal["better", "worse", ""]:
+    """Return what a ratio says beyond its interval; empty if that is not known."""
     low, high = interval or (ratio, ratio)
     if low is None or high is None or low <= 1 <= high:
         return ""

@@ -1,0 +1,111 @@
+// Draws the charts that the page declares as data, sorts and filters its tables, and copies its command.
+"use strict";
+(() => {
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const printing = window.matchMedia("print");
+  const PAPER = 520; // pixels, of a chart on paper; the style sheet makes it half a page wide
+  const WIDE = 520; // pixels, from which on labels of rows stand beside the marks
+  const LETTER = 6.4; // pixels, about the width of one at 12 pixels
+
+  const rowLabels = (rows) =>
+    Plot.text(rows, { y: (row) => row, text: (row) => row, frameAnchor: "left", textAnchor: "start", dy: -17, fill: "var(--dim)" });
+
+  // Ticks such as 20ms or 1.5GB: the unit of the scale behind d3's prefix.
+  const scaled = ({ suffix, ...scale }) => (suffix ? { ...scale, tickFormat: (value) => Plot.format("~s")(value) + suffix } : scale);
+
+  function layout(chart, width) {
+    const rows = chart.rows.length;
+    if (!rows) return { height: chart.height ?? 300, marginLeft: 56, y: scaled(chart.y) };
+    const longest = Math.max(...chart.rows.map((row) => row.length)) * LETTER + 18;
+    const beside = width >= WIDE && longest < width * 0.45;
+    return {
+      height: rows * (beside ? 25 : 42) + 64,
+      marginLeft: beside ? longest : 12,
+      y: { label: null, domain: chart.rows, padding: beside ? 0.3 : 0.55, ...(beside ? { tickSize: 0 } : { axis: null }), ...chart.y },
+      labels: beside ? [] : [rowLabels(chart.rows)],
+    };
+  }
+
+  function draw(figure) {
+    const chart = charts[figure.dataset.chart];
+    const width = printing.matches ? PAPER : figure.clientWidth;
+    if (!chart || width < 40 || Number(figure.dataset.width) === width) return;
+    figure.dataset.width = width;
+    const { labels = [], ...places } = layout(chart, width);
+    const marks = chart.marks.map(({ kind, data, options }) => Plot[kind](data, { tip: "title" in options, ...options }));
+    const ticks = { ticks: Math.max(3, Math.min(8, Math.floor((width - places.marginLeft) / 90))) };
+    const svg = Plot.plot({
+      ...places,
+      width,
+      marginRight: 18,
+      marginTop: 24,
+      marginBottom: 40,
+      ariaLabel: figure.dataset.title,
+      style: { fontSize: "12px", fontFamily: "inherit", background: "none" },
+      x: { labelAnchor: "center", labelArrow: "none", insetLeft: 6, insetRight: 6, ...ticks, ...scaled(chart.x) },
+      marks: [...labels, ...marks],
+    });
+    svg.setAttribute("role", "img");
+    figure.replaceChildren(svg);
+  }
+
+  const figures = [...document.querySelectorAll("[data-chart]")];
+  const drawAll = () => figures.forEach(draw);
+  new ResizeObserver(drawAll).observe(document.body);
+  printing.addEventListener("change", drawAll);
+  window.addEventListener("beforeprint", drawAll);
+  window.addEventListener("afterprint", drawAll);
+  document.querySelectorAll("details").forEach((each) => each.addEventListener("toggle", drawAll));
+  drawAll();
+
+  const valueOf = (row, column) => {
+    const cell = row.cells[column];
+    const number = cell.dataset.value;
+    return number === undefined ? cell.textContent.trim() : number === "" ? null : Number(number);
+  };
+  function order(first, second) {
+    if (first === null || second === null) return 0;
+    return typeof first === "number" && typeof second === "number" ? first - second : String(first).localeCompare(String(second));
+  }
+  function sort(table, head) {
+    const way = head.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
+    table.querySelectorAll("th[aria-sort]").forEach((each) => each.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", way);
+    const sign = way === "ascending" ? 1 : -1;
+    const body = table.tBodies[0];
+    const rows = [...body.rows].map((row) => ({ row, value: valueOf(row, head.cellIndex) }));
+    rows.sort((a, b) => (a.value === null) - (b.value === null) || sign * order(a.value, b.value)); // what has no number stays last
+    body.append(...rows.map(({ row }) => row));
+  }
+  document.querySelectorAll("table[data-sortable]").forEach((table) => {
+    table.querySelectorAll("thead th button").forEach((button) => button.addEventListener("click", () => sort(table, button.closest("th"))));
+  });
+
+  document.querySelectorAll("input[data-filters]").forEach((input) => {
+    const table = document.getElementById(input.dataset.filters);
+    const count = document.getElementById(`${input.dataset.filters}-count`);
+    input.closest("[hidden]")?.removeAttribute("hidden");
+    input.addEventListener("input", () => {
+      const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const rows = [...table.tBodies[0].rows];
+      rows.forEach((row) => (row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word))));
+      count.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+    });
+  });
+
+  document.querySelectorAll("button[data-copies]").forEach((button) => {
+    const said = button.textContent;
+    button.hidden = false;
+    button.addEventListener("click", async () => {
+      const source = document.getElementById(button.dataset.copies);
+      try {
+        await navigator.clipboard.writeText(source.textContent);
+        button.textContent = "Copied";
+      } catch {
+        getSelection().selectAllChildren(source); // without the right to the clipboard: marked, to be copied by hand
+        button.textContent = "Marked: copy it";
+      }
+      setTimeout(() => (button.textContent = said), 2000);
+    });
+  });
+})();

@@ -1,0 +1,95 @@
+"""A browser draws the pages without a complaint and without asking anybody, in both schemes, wide and narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optkit.page import scorecard_page
+from tests.support.chromium import Chromium, chromium, find_chromium
+from tests.support.full_scorecards import count, full_scorecard
+
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+DRAWN = "[...document.querySelectorAll('[data-chart]')].map((each) => each.querySelector('svg').clientWidth)"
+FIRST = "[...document.querySelectorAll('#numbers tbody tr:not([hidden]) > :first-child')].map((each) => each.innerText)"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with chromium(tmp_path_factory.mktemp("chromium") / "profile") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pages") / "scorecard.html"
+    path.write_text(scorecard_page(full_scorecard()), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+def test_it_is_drawn_quietly(browser: Chromium, page: Path, scheme: str, width: int) -> None:
+    browser.open(page, width, scheme=scheme)
+    assert browser.complaints() == []
+    assert browser.requests() == [page.as_uri()]
+    assert browser.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
+    drawn = browser.evaluate(DRAWN)
+    assert len(drawn) == 8
+    assert all(0.6 * min(width, 560) < each <= width for each in drawn)
+    paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_it_prints_to_two_pages(browser: Chromium, page: Path) -> None:
+    browser.open(page, 1440, scheme="dark")
+    assert browser.printed_pages() == 2
+
+
+def test_the_table_is_sorted_and_filtered_by_keyboard(browser: Chromium, page: Path) -> None:
+    browser.open(page)
+    before = browser.evaluate(FIRST)
+    browser.evaluate("document.querySelector('#numbers thead button').focus()")
+    browser.press("Tab")
+    browser.press("Enter")
+    assert browser.evaluate("document.activeElement.closest('th').getAttribute('aria-sort')") == "ascending"
+    rising = browser.evaluate(FIRST)
+    assert rising[0].startswith("size_bytes")
+    assert sorted(rising) == sorted(before)
+    browser.press("Enter")
+    falling = browser.evaluate(FIRST)
+    assert browser.evaluate("document.querySelectorAll('#numbers [aria-sort]').length") == 1
+    assert falling[0].startswith("decode_")
+    assert "layer_kl_divergence" in falling[-1], "what has no ratio stays last"
+    browser.evaluate(
+        "(() => { const field = document.querySelector('input'); field.value = 'batch DECODE';"
+        " field.dispatchEvent(new Event('input')); })()"
+    )
+    assert {each.partition("_")[0] for each in browser.evaluate(FIRST)} == {"decode"}
+    assert browser.evaluate("document.getElementById('numbers-count').innerText") == "3 of 20 rows"
+
+
+def test_the_command_is_copied_or_marked(browser: Chromium, page: Path) -> None:
+    browser.open(page)
+    browser.evaluate("document.querySelector('[data-copies]').click()")
+    said = browser.evaluate(
+        "new Promise((done) => setTimeout(() => done(document.querySelector('[data-copies]').innerText), 100))"
+    )
+    assert said in ("Copied", "Marked: copy it")
+    assert browser.complaints() == []
+
+
+def test_markup_in_names_is_not_run(browser: Chromium, tmp_path: Path) -> None:
+    evil = "</script><script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
+    card = full_scorecard(name=evil)
+    hostile = count("size_bytes", 3.0).model_copy(update={"labels": {evil: evil}})
+    row = card.rows[0].model_copy(update={"metric": hostile, "ratio": 2.0})
+    path = tmp_path / "evil.html"
+    path.write_text(scorecard_page(card.model_copy(update={"rows": (row,)})), encoding="utf-8")
+    browser.open(path)
+    assert browser.evaluate("document.title").startswith("</script>")
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.complaints() == []
+    assert browser.requests() == [path.as_uri()]
